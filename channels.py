@@ -46,6 +46,7 @@ from typing import Annotated, Any, BinaryIO, Literal, NamedTuple, TextIO
 
 # ---- Many channels, one agent ----
 
+
 @dataclass
 class InboundMessage:
     channel: str
@@ -268,6 +269,7 @@ def approval_question(name: str, arguments: dict) -> str:
 # ---- Signals and standard streams ----
 # The program also works after `2>&-`, `>&-` (closed streams) and with `nohup nanobot gateway &`.
 
+
 class Terminated(KeyboardInterrupt):
     """Raised on SIGTERM and SIGHUP, to stop the current turn (like Ctrl-C) and the conversation."""
 
@@ -297,6 +299,7 @@ def prepare_streams() -> None:
 # ---- The keyboard ----
 # A `y` that was typed before the question appeared approves nothing.
 
+
 def read_answer(question: str) -> str:
     """Print a question, which may have several lines. Returns the user's answer."""
     before, line_end, prompt = printable(question).rpartition("\n")
@@ -317,6 +320,7 @@ def type_at(prompt: str, live: bool, err: TextIO) -> str:
 
 
 # ---- The waiting line at the terminal ----
+
 
 class Waiting:
     """The line `waiting for the model, 12 s`, which is erased before CLI prints anything. The main
@@ -366,15 +370,16 @@ class Waiting:
 # ---- The event loop on its own thread ----
 # The main thread reads the keyboard, because `input` blocks and Ctrl-C reaches only this thread.
 
+
 class BackgroundLoop:
     """The agent runs on the event loop of a daemon thread; the main thread reads the keyboard:
 
-        main thread                               loop's thread
-        complete(turn)      ── start ──────────►  the turn …
-        reads the keyboard  ◄─ question ────────  await ask("Run it? ")
-                            ── answer ─────────►  … goes on
-        Ctrl-C              ── cancel ─────────►  … its `finally`
-        returns             ◄─ None ────────────  … its end
+    main thread                               loop's thread
+    complete(turn)      ── start ──────────►  the turn …
+    reads the keyboard  ◄─ question ────────  await ask("Run it? ")
+                        ── answer ─────────►  … goes on
+    Ctrl-C              ── cancel ─────────►  … its `finally`
+    returns             ◄─ None ────────────  … its end
     """
 
     def __init__(self, close: Callable | None = None, waiting: Waiting | None = None):
@@ -464,6 +469,7 @@ class BackgroundLoop:
 
 
 # ---- The terminal ----
+
 
 class CLI(Channel):
     """Prints answers to `out`: piece by piece on a terminal, only whole answers into a pipe."""
@@ -627,6 +633,7 @@ def text_of_pipe(stream: BinaryIO, folder: Path) -> str:
 # ---- The Bot API of Telegram ----
 # Every URL contains the token, so the code removes the token from each error text.
 
+
 async def in_thread(function: Callable, /, *args: Any) -> Any:
     """Run a blocking function on a daemon thread, because asyncio's own threads delay the exit."""
     future: Future = Future()
@@ -754,12 +761,15 @@ class Telegram(Channel):
     most_typing = 75  # at most 75 "typing" signals for each message: 75 × 4 s = 5 minutes
 
     def __init__(
-        self, token: str, allow_from: Sequence[str | int] = (), *,
+        self,
+        token: str,
+        allow_from: Sequence[str | int] = (),
+        *,
         api_base: str = "https://api.telegram.org",
         group_policy: str = "mention",  # "open": the bot reads all group messages
         media_folder: Path = Path("media"),
         sleep: Callable[[float], Awaitable] = asyncio.sleep,
-    ):  # fmt: skip
+    ):
         super().__init__(allow_from)
         self.api = BotAPI(token, api_base)
         self.group_policy, self.media_folder, self.sleep = group_policy, media_folder, sleep
@@ -846,10 +856,14 @@ class Telegram(Channel):
         if not content and not media:
             return None  # an event; for example, somebody joined the group
         return InboundMessage(  # another bot can use the same `message_id`, so add the bot's id
-            self.name, str(sender["id"]), str(chat["id"]), content, media,
+            self.name,
+            str(sender["id"]),
+            str(chat["id"]),
+            content,
+            media,
             message_id=f"{messages[0]['message_id']}/{self.bot['id']}",
             speaker="" if chat["type"] == "private" else name_of(sender),
-        )  # fmt: skip
+        )
 
     async def _save(self, file: dict) -> Path:
         """Save as `AgADBQ-report.pdf`, to keep an earlier file that is also named `report.pdf`."""
@@ -968,7 +982,7 @@ TO_BLANK = r"(?s).* (?![^<>]*>)"  # up to the last space that is not in a tag li
 
 
 def as_html(markdown: str) -> str:
-    """"# Plan\\n**a** < `b`" → "<b>Plan</b>\\n<b>a</b> &lt; <code>b</code>"
+    """ "# Plan\\n**a** < `b`" → "<b>Plan</b>\\n<b>a</b> &lt; <code>b</code>"
 
     First, placeholders replace code and links, because a `_` in code does not mean italic.
     """
@@ -1056,7 +1070,7 @@ class CronField(NamedTuple):
     names: str = ""
 
     def values(self, text: str) -> set[int]:
-        """"1-3,20" → {1, 2, 3, 20}; "*/20" → {0, 20, 40}; "sat-sun" → {6, 7}"""
+        """ "1-3,20" → {1, 2, 3, 20}; "*/20" → {0, 20, 40}; "sat-sun" → {6, 7}"""
         text = text.replace("-sun", "-7")  # at the end of a range, Sunday is 7
         for number, name in enumerate(self.names.split(), self.lowest):
             text = text.replace(name, str(number))
@@ -1137,6 +1151,7 @@ def next_run(expr: str, after: datetime, zone: tzinfo) -> datetime | None:
 
 # ---- Jobs, in a file that several programs change ----
 
+
 class CronError(ValueError):
     """An invalid request for a job, or an unknown time zone. The error text names the cause."""
 
@@ -1182,7 +1197,7 @@ class CronJob:
 
 
 def as_moment(text: str, zone: tzinfo) -> datetime:
-    """"2026-11-21T17:00" as a time in UTC; a text without offset or Z is in `zone`. All times are
+    """ "2026-11-21T17:00" as a time in UTC; a text without offset or Z is in `zone`. All times are
     compared in UTC, because a local time like 02:30 occurs twice on one day each autumn."""
     moment = datetime.fromisoformat(text)
     return (moment if moment.tzinfo else moment.replace(tzinfo=zone)).astimezone(UTC)
@@ -1254,6 +1269,7 @@ def warn_once(text: str) -> None:
 
 # ---- The clock that runs the jobs ----
 
+
 class CronService:
     """`run()` awaits `fire(job, name)` for each job that is due. Each run has a unique `name`. If
     the process is killed, the run is repeated with the same name. `lock(path)` locks the file."""
@@ -1261,11 +1277,15 @@ class CronService:
     longest_delay = timedelta(hours=12)  # a repeated job skips a run that is over 12 hours late
 
     def __init__(
-        self, path: Path, fire: Callable[[CronJob, str], Awaitable], *,
-        now: Callable[[], datetime], zone: tzinfo,
+        self,
+        path: Path,
+        fire: Callable[[CronJob, str], Awaitable],
+        *,
+        now: Callable[[], datetime],
+        zone: tzinfo,
         sleep: Callable[[float], Awaitable] = asyncio.sleep,
         lock: Callable[[Path], Any] = contextlib.nullcontext,
-    ):  # fmt: skip
+    ):
         self.store, self.fire, self.now, self.zone = JobStore(path, lock), fire, now, zone
         self.sleep = sleep
         self.is_wanted: Callable[[CronJob], bool] = lambda job: True
@@ -1617,7 +1637,7 @@ def text_behind(path: Path, position: int = 0) -> str:
 
 
 def page_chat(name: Any) -> str:
-    """"my session" → "my-session" """
+    """ "my session" → "my-session" """
     return re.sub(r"[^\w.-]+", "-", str(name))[:60] or "page"
 
 
@@ -1644,9 +1664,12 @@ class PageRequest:
     def _reply(self, status: int, text: str, kind: str = "text/plain", **more: str) -> None:
         self.send_response(status)
         headers = {
-            "Content_Type": f"{kind}; charset=utf-8", "Cache_Control": "no-store",
-            "X_Content_Type_Options": "nosniff", "Referrer_Policy": "no-referrer", **more,
-        }  # fmt: skip
+            "Content_Type": f"{kind}; charset=utf-8",
+            "Cache_Control": "no-store",
+            "X_Content_Type_Options": "nosniff",
+            "Referrer_Policy": "no-referrer",
+            **more,
+        }
         for name, value in headers.items():
             self.send_header(name.replace("_", "-"), value)
         self.end_headers()

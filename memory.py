@@ -332,12 +332,18 @@ SAVED = {
     "memory_update": TEXT | {"description": "The whole new MEMORY.md: all lines, old and new"},
     "summary": TEXT | {"description": "Facts that the conversation still needs, at most 400 words"},
 }
-SAVE_MEMORY = {"type": "function", "function": {
-    "name": "save_memory", "description": "Save the lasting parts of a conversation.",
-    "parameters": {
-        "type": "object", "properties": SAVED, "required": ["history_entry", "memory_update"],
+SAVE_MEMORY = {
+    "type": "function",
+    "function": {
+        "name": "save_memory",
+        "description": "Save the lasting parts of a conversation.",
+        "parameters": {
+            "type": "object",
+            "properties": SAVED,
+            "required": ["history_entry", "memory_update"],
+        },
     },
-}}  # fmt: skip
+}
 
 
 @dataclass
@@ -444,9 +450,13 @@ class Governed:
     steps of this turn, parts of results. The system prompt and this turn's user messages stay."""
 
     def __init__(
-        self, messages: list[dict], budget: float, counter: "TokenCounter",
-        task: dict | None = None, beside: int = 0,
-    ):  # fmt: skip
+        self,
+        messages: list[dict],
+        budget: float,
+        counter: "TokenCounter",
+        task: dict | None = None,
+        beside: int = 0,
+    ):
         self.counter = counter
         self.messages = list(messages)
         self.notes: list[str] = []  # `8 turns left out (~7,900 tokens)`
@@ -592,7 +602,8 @@ def numbered(lines: list[dict]) -> list[dict]:
             messages.append({"n": len(messages) + 1} | line)
     return [
         {"mark": "session", "created_at": state.get("created_at")},
-        *messages, {"mark": "ended"},
+        *messages,
+        {"mark": "ended"},
         {"mark": "delivered", "upto": state.get("delivered", len(messages))},
         {"mark": "new", "upto": state.get("start", 0)},
         {"mark": "saved", "upto": state.get("last_consolidated", 0)},
@@ -986,9 +997,12 @@ class MemoryRepository:
         own |= {"GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": os.devnull}
         me = ["-c", "user.name=nanobot", "-c", "user.email=nanobot@localhost"]
         done = subprocess.run(
-            ["git", *me, "-c", "gc.autoDetach=false", *arguments], cwd=self.workspace, env=own,
-            input=text.encode(errors="surrogateescape"), capture_output=True,
-        )  # fmt: skip
+            ["git", *me, "-c", "gc.autoDetach=false", *arguments],
+            cwd=self.workspace,
+            env=own,
+            input=text.encode(errors="surrogateescape"),
+            capture_output=True,
+        )
         if done.returncode:
             problem = done.stderr.decode(errors="replace").strip()
             log.info("git %s: %s", arguments[0], problem)
@@ -1128,9 +1142,13 @@ def skill_of(path: Path, data: bytes) -> Skill:
         names = re.findall(NAME, needs[1]) if needs else []
         missing += [f"{kind} {name}" for name in names if not find(name)]
     return Skill(
-        fields.get("name") or path.parent.name, path, fields.get("description", ""),
-        text[match.end() :].strip(), fields.get("always") in ("true", "yes"), missing,
-    )  # fmt: skip
+        fields.get("name") or path.parent.name,
+        path,
+        fields.get("description", ""),
+        text[match.end() :].strip(),
+        fields.get("always") in ("true", "yes"),
+        missing,
+    )
 
 
 def fields_of(front: str) -> dict[str, str]:

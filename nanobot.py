@@ -51,25 +51,87 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from channels import (
-    CLI, BackgroundLoop, CronError, CronJob, CronService, InboundMessage, MessageBus,
-    OutboundMessage, PageChat, PrintableFormatter, Telegram, Waiting, WebPage, active_tasks,
-    approval_question, end_all, end_on_signals, machine_zone, prepare_streams, printable,
+    CLI,
+    BackgroundLoop,
+    CronError,
+    CronJob,
+    CronService,
+    InboundMessage,
+    MessageBus,
+    OutboundMessage,
+    PageChat,
+    PrintableFormatter,
+    Telegram,
+    Waiting,
+    WebPage,
+    active_tasks,
+    approval_question,
+    end_all,
+    end_on_signals,
+    machine_zone,
+    prepare_streams,
+    printable,
     zone_named,
-)  # fmt: skip
+)
 from memory import (
-    Consolidator, Dream, Governed, MemoryRepository, MemoryStore, Session, SessionBusy,
-    SessionManager, Skill, SkillsLoader, TokenCounter, as_sent, counted, fitted, locked,
-)  # fmt: skip
+    Consolidator,
+    Dream,
+    Governed,
+    MemoryRepository,
+    MemoryStore,
+    Session,
+    SessionBusy,
+    SessionManager,
+    Skill,
+    SkillsLoader,
+    TokenCounter,
+    as_sent,
+    counted,
+    fitted,
+    locked,
+)
 from providers import (
-    ROWS, Endpoint, HumanProvider, LLMProvider, LLMRequest, LLMResponse, OfflineProvider,
-    OpenAIProvider, RecordedTools, ReplayDiffers, ReplayProvider, ToolCallRequest, Trace,
-    choose_endpoint, legal, parse_arguments, without_key_texts,
-)  # fmt: skip
+    ROWS,
+    Endpoint,
+    HumanProvider,
+    LLMProvider,
+    LLMRequest,
+    LLMResponse,
+    OfflineProvider,
+    OpenAIProvider,
+    RecordedTools,
+    ReplayDiffers,
+    ReplayProvider,
+    ToolCallRequest,
+    Trace,
+    choose_endpoint,
+    legal,
+    parse_arguments,
+    without_key_texts,
+)
 from tools import (
-    FILE_TOOLS, SEARCH_SERVICES, Exec, MCPServers, Tool, ToolError, ToolRegistry, ToolResult, Turn,
-    Web, WebFetch, WebSearch, as_schema, cast, image_block, in_thread, plain_text, read_bytes,
-    sandbox_problem, tool, validate,
-)  # fmt: skip
+    FILE_TOOLS,
+    SEARCH_SERVICES,
+    Exec,
+    MCPServers,
+    Tool,
+    ToolError,
+    ToolRegistry,
+    ToolResult,
+    Turn,
+    Web,
+    WebFetch,
+    WebSearch,
+    as_schema,
+    cast,
+    image_block,
+    in_thread,
+    plain_text,
+    read_bytes,
+    sandbox_problem,
+    tool,
+    validate,
+)
 
 __version__ = "0.1.0"
 log = logging.getLogger("nanobot")
@@ -147,10 +209,12 @@ class AgentRunner:
                 self._keep_half_answer(state, "it was stopped")
             raise
         return replace(
-            state.result, messages=state.context.messages, usage=state.context.usage,
+            state.result,
+            messages=state.context.messages,
+            usage=state.context.usage,
             model=spec.model or self.provider.model,
             tools_used=list(dict.fromkeys(event["name"] for event in state.result.tool_events)),
-        )  # fmt: skip
+        )
 
     def govern(self, state: RunState) -> Governed:
         """Copy the messages; if they exceed the context window, leave out old parts: [system, old
@@ -197,11 +261,14 @@ class AgentRunner:
         await spec.hook.before_request(request.messages, state.tools)
         state.result.requests += 1
         response = await self.provider.chat(
-            request.messages, state.tools, model=spec.model, max_tokens=spec.max_tokens,
+            request.messages,
+            state.tools,
+            model=spec.model,
+            max_tokens=spec.max_tokens,
             temperature=0.1 if spec.temperature is None else spec.temperature,
             on_delta=state.show if spec.hook.wants_streaming else None,
             on_retry=spec.hook.on_retry,
-        )  # fmt: skip
+        )
         await spec.hook.after_response(response)
         add_up(state.context.usage, response.usage)
         exact = 0 if response.usage.get("estimated") else response.usage.get("prompt_tokens")
@@ -425,9 +492,12 @@ class ContextBuilder:
         lines = [line for line, _ in files]
         images = [image for _, image in files if image]
         runtime = template(
-            "runtime", time=f"{self.now():%Y-%m-%d %H:%M (%A), %Z}", cwd=turn.cwd,
-            channel=turn.channel, chat_id=turn.chat_id,
-        )  # fmt: skip
+            "runtime",
+            time=f"{self.now():%Y-%m-%d %H:%M (%A), %Z}",
+            cwd=turn.cwd,
+            channel=turn.channel,
+            chat_id=turn.chat_id,
+        )
         return {"role": "user", "content": "\n".join([*lines, text]), "runtime": runtime}, images
 
 
@@ -438,9 +508,12 @@ class AgentLoop:
     """Answers messages, each in the session of its chat. A session runs one turn at a time."""
 
     def __init__(
-        self, config: Config, provider: LLMProvider | None = None,
-        tools: ToolRegistry | None = None, hooks: Iterable[AgentHook] = (),
-    ):  # fmt: skip
+        self,
+        config: Config,
+        provider: LLMProvider | None = None,
+        tools: ToolRegistry | None = None,
+        hooks: Iterable[AgentHook] = (),
+    ):
         config.check()
         self.config = config
         self.workspace = prepare_workspace(config.workspace)
@@ -472,9 +545,12 @@ class AgentLoop:
         self.is_ending = False  # True if the gateway is stopping; the next start resumes open turns
 
     async def process_direct(
-        self, text: str, session_key: str = "cli:direct", on_event: Emit | None = None,
+        self,
+        text: str,
+        session_key: str = "cli:direct",
+        on_event: Emit | None = None,
         media: Media = (),
-    ) -> AgentRunResult:  # fmt: skip
+    ) -> AgentRunResult:
         """Answer one message. Raises SessionBusy, and OSError if the journal cannot be written."""
         events = EventHook(on_event, self.turn(session_key), self.config.streaming)
         command, argument = slash_command(text)
@@ -507,9 +583,12 @@ class AgentLoop:
         return await self.answer(session, events, images)
 
     async def answer(
-        self, session: Session, events: EventHook, images: list[dict],
+        self,
+        session: Session,
+        events: EventHook,
+        images: list[dict],
         arrivals: Callable[[], list[dict]] = list,
-    ) -> AgentRunResult:  # fmt: skip
+    ) -> AgentRunResult:
         """Answer the last message of the journal, and the messages that `arrivals` returns.
 
         After Ctrl-C or /stop, the journal has the results of finished calls, the shown part of the
@@ -544,12 +623,17 @@ class AgentLoop:
             silent = ApprovalHook(self.tools, None)
             hooks = [silent if isinstance(hook, ApprovalHook) else hook for hook in hooks]
         return AgentRunSpec(
-            self.context.request(events.turn, history, images), self.tools,
-            max_iterations=limits.max_tool_iterations, max_tokens=limits.max_tokens,
-            temperature=limits.temperature, context_window=limits.context_window_tokens,
-            hook=CompositeHook([events, *hooks, *self.hooks_of(events.turn)]), turn=events.turn,
-            counter=self.counter, keeps_half=events.shows_deltas,
-        )  # fmt: skip
+            self.context.request(events.turn, history, images),
+            self.tools,
+            max_iterations=limits.max_tool_iterations,
+            max_tokens=limits.max_tokens,
+            temperature=limits.temperature,
+            context_window=limits.context_window_tokens,
+            hook=CompositeHook([events, *hooks, *self.hooks_of(events.turn)]),
+            turn=events.turn,
+            counter=self.counter,
+            keeps_half=events.shows_deltas,
+        )
 
     async def _make_room(self, session: Session, events: EventHook, messages: list) -> list:
         """Move old turns to the memory if a request is too long. Returns the remaining messages."""
@@ -604,11 +688,17 @@ class AgentLoop:
         here = config.cwd.resolve()
         is_too_wide = any(path.is_relative_to(here) for path in (Path.home().resolve(), *secret))
         return Turn(
-            self.workspace, self.workspace if has_fence and is_too_wide else config.cwd,
-            channel, chat_id, session_key, restrict=has_fence,
-            readable=(DATA / "skills",), secret=secret, seen=self.files_seen[session_key],
+            self.workspace,
+            self.workspace if has_fence and is_too_wide else config.cwd,
+            channel,
+            chat_id,
+            session_key,
+            restrict=has_fence,
+            readable=(DATA / "skills",),
+            secret=secret,
+            seen=self.files_seen[session_key],
             max_result_chars=config.defaults.max_tool_result_chars,
-        )  # fmt: skip
+        )
 
 
 # ======== Second reading: hooks, prompts, commands, settings and the command line ========
@@ -679,9 +769,12 @@ async def logged(work: Awaitable, name: str) -> Any:
 Emit = Callable[[OutboundMessage], Awaitable[None]]
 Media = Iterable[Path]  # files attached to a message
 NO_USAGE = {
-    "prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0, "cached_tokens": 0,
+    "prompt_tokens": 0,
+    "completion_tokens": 0,
+    "total_tokens": 0,
+    "cached_tokens": 0,
     "estimated": False,
-}  # fmt: skip
+}
 LIMIT_REACHED = "the limit of steps (maxToolIterations) is reached; ask the agent to go on"
 CUT_AGAIN = "cut: the answer reached its length limit again and again"
 WITHHELD = ("content_filter", "refusal")  # values of `finish_reason`
@@ -1088,9 +1181,14 @@ class BusService:
             await self.receive(await self.loop.subagents.results.get())
 
     async def message(
-        self, content: str, channel: str = "", chat_id: str = "",
-        media: Annotated[list[str], "Paths of files to send"] = (), *, turn: Turn,
-    ) -> str:  # fmt: skip
+        self,
+        content: str,
+        channel: str = "",
+        chat_id: str = "",
+        media: Annotated[list[str], "Paths of files to send"] = (),
+        *,
+        turn: Turn,
+    ) -> str:
         """Send a text or files to a chat (default: this chat). No other tool can send files."""
         key = f"{channel or turn.channel}:{chat_id or turn.chat_id}"
         keys = self.loop.sessions.list_keys()
@@ -1139,9 +1237,12 @@ class Conversation:
         """Append a message to the inbox file, then acknowledge the message to its channel."""
         said = f"{message.speaker}: " if message.speaker and kind == "user" else ""
         line = {
-            "id": message.message_id or uuid.uuid4().hex, "kind": kind, "sender": message.sender_id,
-            "content": said + message.content, "media": [str(path) for path in message.media],
-        }  # fmt: skip
+            "id": message.message_id or uuid.uuid4().hex,
+            "kind": kind,
+            "sender": message.sender_id,
+            "content": said + message.content,
+            "media": [str(path) for path in message.media],
+        }
         async with self.order:
             while True:
                 try:
@@ -1341,11 +1442,15 @@ class Gateway:
             self.bus.open(self.page)
         telegram = self.loop.config.channels.telegram
         if telegram.token:
-            self.bus.open(Telegram(
-                telegram.token, telegram.allow_from, api_base=telegram.api_base,
-                group_policy=telegram.group_policy,
-                media_folder=self.loop.workspace / ".nanobot" / "media",
-            ))  # fmt: skip
+            self.bus.open(
+                Telegram(
+                    telegram.token,
+                    telegram.allow_from,
+                    api_base=telegram.api_base,
+                    group_policy=telegram.group_policy,
+                    media_folder=self.loop.workspace / ".nanobot" / "media",
+                )
+            )
         if not (self.page or telegram.token and telegram.allow_from):
             log.warning("Nobody can reach the agent: set channels.telegram.token and allowFrom.")
 
@@ -1372,9 +1477,13 @@ class JobRunner:
         self.tell = tell or self._into_inbox
         zone = loop.context.zone
         self.clock = CronService(
-            loop.workspace / "cron" / "jobs.json", self.run_job, zone=zone, lock=locked,
-            now=lambda: loop.config.now().astimezone(zone), sleep=loop.config.sleep,
-        )  # fmt: skip
+            loop.workspace / "cron" / "jobs.json",
+            self.run_job,
+            zone=zone,
+            lock=locked,
+            now=lambda: loop.config.now().astimezone(zone),
+            sleep=loop.config.sleep,
+        )
 
     async def run(self, may_go_on: Callable[[], bool] = lambda: True) -> None:
         """Run due jobs until cancelled, but only while no other program holds the lock `jobs`."""
@@ -1460,13 +1569,24 @@ class MemoryModel:
         self.loop = loop
         settings = loop.config.defaults
         self.consolidator = Consolidator(
-            loop.memory, loop.sessions, self.ask, template("consolidate"), settings.budget,
-            settings.memory_window, loop.counter,
-        )  # fmt: skip
+            loop.memory,
+            loop.sessions,
+            self.ask,
+            template("consolidate"),
+            settings.budget,
+            settings.memory_window,
+            loop.counter,
+        )
         self.dream = Dream(
-            loop.memory, self.ask, self.edit, template("dream_find"), template("dream_edit"),
-            loop.skills, settings.budget, settings.dream.max_batch_size,
-        )  # fmt: skip
+            loop.memory,
+            self.ask,
+            self.edit,
+            template("dream_find"),
+            template("dream_edit"),
+            loop.skills,
+            settings.budget,
+            settings.dream.max_batch_size,
+        )
 
     async def ask(self, messages: list[dict], tools: list[dict]) -> LLMResponse:
         most = self.loop.config.defaults.max_tokens
@@ -1483,9 +1603,12 @@ class MemoryModel:
             if (turn.cwd / name).is_file():
                 turn.note_read((turn.cwd / name).resolve())  # `messages` contains this file
         return await self.loop.subagents.run(
-            messages, tools=FencedTools(editing, refuse), turn=turn, hook=self.loop.cost,
+            messages,
+            tools=FencedTools(editing, refuse),
+            turn=turn,
+            hook=self.loop.cost,
             max_iterations=self.loop.config.defaults.dream.max_iterations,
-        )  # fmt: skip
+        )
 
 
 class FencedTools(ToolRegistry):
@@ -1539,9 +1662,12 @@ class SubagentManager:
         message, _ = self.loop.context.user_message(task, turn)  # adds date and time to the task
         messages = [{"role": "system", "content": "\n\n".join(parts)}, as_sent(message, "")]
         result = await self.run(
-            messages, tools=ToolRegistry(tools), turn=replace(turn, depth=turn.depth + 1, seen={}),
-            hook=CompositeHook(self.loop.hooks), max_iterations=15,
-        )  # fmt: skip
+            messages,
+            tools=ToolRegistry(tools),
+            turn=replace(turn, depth=turn.depth + 1, seen={}),
+            hook=CompositeHook(self.loop.hooks),
+            max_iterations=15,
+        )
         if result.stop_reason == "completed":
             return result.final_content
         cause = result.error or result.final_content
@@ -1550,10 +1676,16 @@ class SubagentManager:
     async def run(self, messages: list[dict], **own: Any) -> AgentRunResult:
         """Run the agent on `messages`, without a session and with the limits of the settings."""
         limits = self.loop.config.defaults
-        return await self.loop.runner.run(AgentRunSpec(
-            messages, max_tokens=limits.max_tokens, temperature=limits.temperature,
-            context_window=limits.context_window_tokens, counter=self.loop.counter, **own,
-        ))  # fmt: skip
+        return await self.loop.runner.run(
+            AgentRunSpec(
+                messages,
+                max_tokens=limits.max_tokens,
+                temperature=limits.temperature,
+                context_window=limits.context_window_tokens,
+                counter=self.loop.counter,
+                **own,
+            )
+        )
 
     def _announce(self, name: str, session_key: str, work: asyncio.Task) -> None:
         if work.cancelled():
@@ -1651,13 +1783,16 @@ class Commands:
         helpers = counted(len(self.loop.subagents.of(turn.session_key)), "helper")
         hours, minutes = divmod(int(time.monotonic() - self.loop.started) // 60, 60)
         cost = self.loop.cost.line(self.loop.cost.total)
-        return "\n".join([
-            f"nanobot {__version__}, model {self.loop.provider.model}, "
-            f"session {turn.session_key}, {messages}",
-            f"{helpers} at work",
-            f"context {request.tokens:,} of {window:,}", *request.notes,
-            f"since the start: {cost}, {hours} h {minutes} min",
-        ])  # fmt: skip
+        return "\n".join(
+            [
+                f"nanobot {__version__}, model {self.loop.provider.model}, "
+                f"session {turn.session_key}, {messages}",
+                f"{helpers} at work",
+                f"context {request.tokens:,} of {window:,}",
+                *request.notes,
+                f"since the start: {cost}, {hours} h {minutes} min",
+            ]
+        )
 
     def preview(self, turn: Turn, message: dict | None = None) -> Governed:
         """Build the next request, including `message`. Nothing is sent, and nothing is saved."""
@@ -1959,10 +2094,15 @@ def make_tools(config: Config) -> ToolRegistry:
     settings, shell = config.tools, config.tools.exec
     tools = ToolRegistry(FILE_TOOLS)
     if shell.enable:
-        tools.register(Exec(
-            shell.timeout, shell.path_append, shell.allowed_env_keys,
-            sandbox=shell.sandbox, network=shell.sandbox_network,
-        ))  # fmt: skip
+        tools.register(
+            Exec(
+                shell.timeout,
+                shell.path_append,
+                shell.allowed_env_keys,
+                sandbox=shell.sandbox,
+                network=shell.sandbox_network,
+            )
+        )
     if settings.web.enable:
         try:
             web = Web(settings.ssrf_whitelist, proxy=settings.web.proxy)
@@ -2164,10 +2304,14 @@ class Talk:
         threading.Thread(target=self.loop.provider.warm_up, daemon=True).start()
         self.loop.config.patience = 5.0  # the tools of a slow MCP server come with a later turn
         history = self.folder / "prompt-history"
-        self.terminal.note(template(
-            "welcome_back" if history.exists() else "welcome", version=__version__,
-            model=self.loop.provider.model, workspace=self.loop.workspace,
-        ))  # fmt: skip
+        self.terminal.note(
+            template(
+                "welcome_back" if history.exists() else "welcome",
+                version=__version__,
+                model=self.loop.provider.model,
+                workspace=self.loop.workspace,
+            )
+        )
         for work in (JobRunner(self.loop).run_for_terminal(), self.watch_reports()):
             asyncio.run_coroutine_threadsafe(logged(work, "jobs"), self.background.loop)
         return self.terminal.converse(self.answer, history)
@@ -2399,9 +2543,12 @@ def replay_command(arguments: argparse.Namespace) -> int:
         hook = EventHook(terminal.send, Turn(), wants_streaming=True)
         tools = RecordedTools(model.rest, ToolResult)
         spec = AgentRunSpec(
-            model.rest[0]["messages"], tools, max_iterations=limits.max_tool_iterations, hook=hook,
+            model.rest[0]["messages"],
+            tools,
+            max_iterations=limits.max_tool_iterations,
+            hook=hook,
             context_window=sys.maxsize,  # never shorten a recorded request
-        )  # fmt: skip
+        )
         result = asyncio.run(AgentRunner(model).run(spec))
         if result.final_content:
             asyncio.run(hook.send("final", result.final_content))

@@ -137,9 +137,15 @@ class LLMProvider:
     trace: Callable[[LLMRequest, LLMResponse | None, str], None] | None = None  # called per attempt
 
     async def chat(
-        self, messages: list[dict], tools: list[dict] | None = None, *, model: str | None = None,
-        on_delta: OnDelta | None = None, on_retry: OnDelta | None = None, **options: Any,
-    ) -> LLMResponse:  # fmt: skip
+        self,
+        messages: list[dict],
+        tools: list[dict] | None = None,
+        *,
+        model: str | None = None,
+        on_delta: OnDelta | None = None,
+        on_retry: OnDelta | None = None,
+        **options: Any,
+    ) -> LLMResponse:
         """Ask the model. `on_delta` receives pieces of the answer; `on_retry` receives notices.
 
         Options: max_tokens, temperature, tool_choice. If the endpoint fails, the response has
@@ -230,9 +236,12 @@ class OpenAIProvider(LLMProvider):
     """A Chat Completions endpoint. Timeouts are in seconds; `pace` multiplies the retry delays."""
 
     def __init__(
-        self, endpoint: Endpoint, request_timeout: float = 300, idle_timeout: float = 90,
+        self,
+        endpoint: Endpoint,
+        request_timeout: float = 300,
+        idle_timeout: float = 90,
         pace: float = 1,
-    ):  # fmt: skip
+    ):
         key = "".join(endpoint.api_key.split())  # without line breaks, which no header may contain
         address = endpoint.api_base or endpoint.spec.default_api_base
         self.endpoint = replace(endpoint, api_key=key, api_base=address)
@@ -565,41 +574,87 @@ class ProviderSpec:
 
 
 PROVIDERS = [  # order: name, keywords, env_key, default_api_base, hosts
-    ProviderSpec("openai", "gpt|chatgpt|o1|o3|o4", "OPENAI_API_KEY", "https://api.openai.com/v1",
-                 default_model="gpt-5-mini", max_tokens_field="max_completion_tokens"),
-    ProviderSpec("openrouter", "", "OPENROUTER_API_KEY", "https://openrouter.ai/api/v1",
-                 default_model="openrouter/auto", key_prefix="sk-or-", is_gateway=True,
-                 supports_prompt_caching=True),
-    ProviderSpec("anthropic", "claude", "ANTHROPIC_API_KEY", "https://api.anthropic.com/v1",
-                 key_prefix="sk-ant-", supports_prompt_caching=True),
+    ProviderSpec(
+        "openai",
+        "gpt|chatgpt|o1|o3|o4",
+        "OPENAI_API_KEY",
+        "https://api.openai.com/v1",
+        default_model="gpt-5-mini",
+        max_tokens_field="max_completion_tokens",
+    ),
+    ProviderSpec(
+        "openrouter",
+        "",
+        "OPENROUTER_API_KEY",
+        "https://openrouter.ai/api/v1",
+        default_model="openrouter/auto",
+        key_prefix="sk-or-",
+        is_gateway=True,
+        supports_prompt_caching=True,
+    ),
+    ProviderSpec(
+        "anthropic",
+        "claude",
+        "ANTHROPIC_API_KEY",
+        "https://api.anthropic.com/v1",
+        key_prefix="sk-ant-",
+        supports_prompt_caching=True,
+    ),
     ProviderSpec("deepseek", "deepseek", "DEEPSEEK_API_KEY", "https://api.deepseek.com/v1"),
-    ProviderSpec("gemini", "gemini|gemma", "GEMINI_API_KEY", key_prefix="AIza",
-                 default_api_base="https://generativelanguage.googleapis.com/v1beta/openai"),
+    ProviderSpec(
+        "gemini",
+        "gemini|gemma",
+        "GEMINI_API_KEY",
+        key_prefix="AIza",
+        default_api_base="https://generativelanguage.googleapis.com/v1beta/openai",
+    ),
     ProviderSpec("groq", "", "GROQ_API_KEY", "https://api.groq.com/openai/v1", key_prefix="gsk_"),
     ProviderSpec("mistral", "mistral|codestral", "MISTRAL_API_KEY", "https://api.mistral.ai/v1"),
-    ProviderSpec("moonshot", "kimi|moonshot", "MOONSHOT_API_KEY", "https://api.moonshot.ai/v1",
-                 (".api.moonshot.cn",)),
-    ProviderSpec("zhipu", "glm", "ZAI_API_KEY", "https://open.bigmodel.cn/api/paas/v4",
-                 (".api.z.ai",)),
-    ProviderSpec("minimax", "minimax", "MINIMAX_API_KEY", "https://api.minimax.io/v1",
-                 (".minimaxi.com",)),
-    ProviderSpec("dashscope", "qwen", "DASHSCOPE_API_KEY",
-                 "https://dashscope.aliyuncs.com/compatible-mode/v1",
-                 (".dashscope-intl.aliyuncs.com",)),
-    ProviderSpec("siliconflow", "", "SILICONFLOW_API_KEY", "https://api.siliconflow.cn/v1",
-                 (".api.siliconflow.com",), is_gateway=True),
+    ProviderSpec(
+        "moonshot",
+        "kimi|moonshot",
+        "MOONSHOT_API_KEY",
+        "https://api.moonshot.ai/v1",
+        (".api.moonshot.cn",),
+    ),
+    ProviderSpec(
+        "zhipu", "glm", "ZAI_API_KEY", "https://open.bigmodel.cn/api/paas/v4", (".api.z.ai",)
+    ),
+    ProviderSpec(
+        "minimax", "minimax", "MINIMAX_API_KEY", "https://api.minimax.io/v1", (".minimaxi.com",)
+    ),
+    ProviderSpec(
+        "dashscope",
+        "qwen",
+        "DASHSCOPE_API_KEY",
+        "https://dashscope.aliyuncs.com/compatible-mode/v1",
+        (".dashscope-intl.aliyuncs.com",),
+    ),
+    ProviderSpec(
+        "siliconflow",
+        "",
+        "SILICONFLOW_API_KEY",
+        "https://api.siliconflow.cn/v1",
+        (".api.siliconflow.com",),
+        is_gateway=True,
+    ),
     ProviderSpec("aihubmix", "", "AIHUBMIX_API_KEY", "https://aihubmix.com/v1", is_gateway=True),
     ProviderSpec("volcengine", "doubao", "ARK_API_KEY", "https://ark.cn-beijing.volces.com/api/v3"),
     ProviderSpec("xai", "grok", "XAI_API_KEY", "https://api.x.ai/v1", key_prefix="xai-"),
-    ProviderSpec("azure", "", "AZURE_OPENAI_API_KEY", max_tokens_field="max_completion_tokens",
-                 hosts=(".openai.azure.com", ".services.ai.azure.com")),
+    ProviderSpec(
+        "azure",
+        "",
+        "AZURE_OPENAI_API_KEY",
+        max_tokens_field="max_completion_tokens",
+        hosts=(".openai.azure.com", ".services.ai.azure.com"),
+    ),
     ProviderSpec("ollama", "", "", "http://localhost:11434/v1", (":11434",), is_local=True),
     ProviderSpec("lmstudio", "", "", "http://localhost:1234/v1", (":1234",), is_local=True),
     ProviderSpec("vllm", "", "", "http://localhost:8000/v1", is_local=True),
     ProviderSpec("llamacpp", "", "", "http://localhost:8080/v1", is_local=True),
     ProviderSpec("local", "", "", "http://localhost:8000/v1", is_local=True),
     ProviderSpec("custom"),
-]  # fmt: skip
+]
 ROWS = {row.name: row for row in PROVIDERS}
 
 
@@ -711,12 +766,15 @@ KINDS = [
     ("loading", "^503 .*(loading model|currently loading)"),
     # Anthropic "prompt is too long: 213462 tokens", OpenAI "exceeds the context window". Cerebras
     # sends 400 or 413 without text. More examples are in tests/data/provider_errors.json
-    ("overflow", r"^413 |^400 \W*$|prompt (is )?too long|n_keep|input is too long|"
-     "exceeds? the (context window|available context size)|token count.*exceeds the|"
-     "maximum (prompt|context) length is|context_length_exceeded|request too large|"
-     "reduce (the length of the|your) message|(than the|with) context length|"
-     "context ?window ?exceed|exceeded model token limit|too large for model with|"
-     "context size has been exceeded|range of input length|`?inputs`? (tokens|must have less)"),
+    (
+        "overflow",
+        r"^413 |^400 \W*$|prompt (is )?too long|n_keep|input is too long|"
+        "exceeds? the (context window|available context size)|token count.*exceeds the|"
+        "maximum (prompt|context) length is|context_length_exceeded|request too large|"
+        "reduce (the length of the|your) message|(than the|with) context length|"
+        "context ?window ?exceed|exceeded model token limit|too large for model with|"
+        "context size has been exceeded|range of input length|`?inputs`? (tokens|must have less)",
+    ),
     # xAI "Incorrect API key provided", Gemini "API key not valid", LiteLLM "No connected db"
     ("key", "^401 |incorrect api key|api key not valid|no connected db"),
     # "quota exceeded, try again in 20s" is a rate limit, not a billing problem
@@ -729,7 +787,7 @@ KINDS = [
     # "is not a valid model ID", DeepSeek "Model Not Exist", LiteLLM "Invalid model name passed in"
     ("model", "no model|not a valid model|model not exist|invalid model name|^404 .*model"),
     ("nonsense", "^40[45] "),
-]  # fmt: skip
+]
 # Kinds of failure, patterns for the names of an exception and its cause, and texts for the user.
 NO_ANSWER = [
     ("network", "APITimeoutError ConnectTimeout", "no connection in time"),
@@ -737,7 +795,7 @@ NO_ANSWER = [
     ("closed", "APIConnectionError (RemoteProtocol|Read|Write)Error", "it closed the connection"),
     ("network", "APIConnectionError", ""),
     ("cut", "(RemoteProtocol|Read|Write)Error", "it closed the connection in the middle"),
-]  # fmt: skip
+]
 ADVICE = {  # the text for each kind of failure; any other failure shows only its cause
     "package": "{cause}",
     "timeout": "{where} gave no answer in time. Ask again, or try a smaller model.",
@@ -767,9 +825,11 @@ class Failure(Exception):
 def explanation(failure: Failure, endpoint: Endpoint) -> str:
     """The text for the user: the cause, then what to do."""
     text = ADVICE.get(failure.kind, "{where} failed: {cause}").format(
-        where=endpoint.api_base, cause=failure.cause, model=endpoint.model,
+        where=endpoint.api_base,
+        cause=failure.cause,
+        model=endpoint.model,
         variable=endpoint.spec.env_key or "OPENAI_API_KEY",
-    )  # fmt: skip
+    )
     return endpoint.without_secrets(text)
 
 
@@ -943,73 +1003,124 @@ def calls_as_text(message: dict) -> dict:
 
 
 SCHEMA_WORDS = (
-    "additionalProperties", "$schema", "$id", "const", "default", "propertyNames", "not", "oneOf",
-    "anyOf", "allOf", "patternProperties", "exclusiveMinimum", "exclusiveMaximum",
-)  # fmt: skip
+    "additionalProperties",
+    "$schema",
+    "$id",
+    "const",
+    "default",
+    "propertyNames",
+    "not",
+    "oneOf",
+    "anyOf",
+    "allOf",
+    "patternProperties",
+    "exclusiveMinimum",
+    "exclusiveMaximum",
+)
 HEALING = [
     # "However, you requested 8500 tokens (308 in the messages, 8192 in the completion)"
     # "max_tokens is too large: 32000. This model supports at most 16384 completion tokens"
-    Remedy("maximum context length.{1,200}(in the messages|input tokens)|"
-           "max_(completion_)?tokens.{1,99}(too large|maximum|at most|less than|range|exceed)|"
-           "(range of|input length and) .?max_tokens", "max_tokens is left out: the server sets it",
-           partial(with_parameters, max_tokens=None, max_completion_tokens=None)),
+    Remedy(
+        "maximum context length.{1,200}(in the messages|input tokens)|"
+        "max_(completion_)?tokens.{1,99}(too large|maximum|at most|less than|range|exceed)|"
+        "(range of|input length and) .?max_tokens",
+        "max_tokens is left out: the server sets it",
+        partial(with_parameters, max_tokens=None, max_completion_tokens=None),
+    ),
     # "'max_tokens' is not supported with this model. Use 'max_completion_tokens' instead."
     Remedy("max_completion_tokens", "max_tokens is renamed for this model", with_other_limit),
     # DashScope "This model only support stream mode, please enable the stream parameter", and
     # "parameter.enable_thinking must be set to false for non-streaming calls"
-    Remedy("only support stream|streaming is (strongly )?(required|recommended)|non-streaming",
-           "this model only streams its answers", partial(with_parameters, stream=True)),
+    Remedy(
+        "only support stream|streaming is (strongly )?(required|recommended)|non-streaming",
+        "this model only streams its answers",
+        partial(with_parameters, stream=True),
+    ),
     # "'stream' does not support true with this model."
-    Remedy("stream\\b.{1,30}not support", "this model does not stream",
-           partial(with_parameters, stream=None, stream_options=None)),
+    Remedy(
+        "stream\\b.{1,30}not support",
+        "this model does not stream",
+        partial(with_parameters, stream=None, stream_options=None),
+    ),
     # "To use function tools, use /v1/responses or set reasoning_effort to 'none'."
-    Remedy("to 'none'", "reasoning is switched off: this model refuses it with tools",
-           partial(with_parameters, reasoning_effort="none")),
+    Remedy(
+        "to 'none'",
+        "reasoning is switched off: this model refuses it with tools",
+        partial(with_parameters, reasoning_effort="none"),
+    ),
     # Ollama "gemma3:4b does not support tools", a template "Conversation roles must alternate",
     # vLLM '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set'
-    Remedy("support (tool|function)|(tool|function) call\\w* (is )?not support|"
-           "roles must alternate|requires --enable-auto-tool-choice",
-           "tool calls are sent as text: this model or server supports no tools (vLLM needs the "
-           "options --enable-auto-tool-choice --tool-call-parser)", tools_as_text),
+    Remedy(
+        "support (tool|function)|(tool|function) call\\w* (is )?not support|"
+        "roles must alternate|requires --enable-auto-tool-choice",
+        "tool calls are sent as text: this model or server supports no tools (vLLM needs the "
+        "options --enable-auto-tool-choice --tool-call-parser)",
+        tools_as_text,
+    ),
     # DeepSeek "The reasoning_content in the thinking mode must be passed back to the API."
-    Remedy("reasoning_content.{0,50}(passed back|missing)|missing reasoning_content",
-           "older answers are sent with empty reasoning",
-           partial(each_message, change=with_some_reasoning)),
+    Remedy(
+        "reasoning_content.{0,50}(passed back|missing)|missing reasoning_content",
+        "older answers are sent with empty reasoning",
+        partial(each_message, change=with_some_reasoning),
+    ),
     # Groq "'messages.1' : … property 'reasoning_content' is unsupported", llama.cpp "Cannot pass
     # both content and thinking in an assistant message with tool calls!"
-    Remedy("messages.{0,80}reasoning|both content and thinking", "older reasoning is left out",
-           partial(without_keys, unwanted=REASONING)),
+    Remedy(
+        "messages.{0,80}reasoning|both content and thinking",
+        "older reasoning is left out",
+        partial(without_keys, unwanted=REASONING),
+    ),
     # llama.cpp "Only user, assistant and tool roles are supported, got system."
-    Remedy("(system|developer) (role|instruction|message).{0,20}not (supported|enabled)|got system|"
-           "not support 'system'", "the system prompt becomes a user message", with_system_as_user),
+    Remedy(
+        "(system|developer) (role|instruction|message).{0,20}not (supported|enabled)|got system|"
+        "not support 'system'",
+        "the system prompt becomes a user message",
+        with_system_as_user,
+    ),
     # Mistral "Tool call id was call_8bXe but must be a-z, A-Z, 0-9, with a length of 9."
-    Remedy("a-z, A-Z, 0-9, with a length of 9", "ids of calls are shortened",
-           partial(each_message, change=with_short_ids)),
+    Remedy(
+        "a-z, A-Z, 0-9, with a length of 9",
+        "ids of calls are shortened",
+        partial(each_message, change=with_short_ids),
+    ),
     # Gemini "Function call is missing a thought_signature in functionCall parts."
-    Remedy("thought_signature", "calls of other models get a signature",
-           partial(each_message, change=with_signature)),
+    Remedy(
+        "thought_signature",
+        "calls of other models get a signature",
+        partial(each_message, change=with_signature),
+    ),
     # Gemini "Unknown name \"additionalProperties\" at 'tools[0].function_declarations[0]…'"
     # OpenRouter "messages.0.content.0.text.cache_control: Extra inputs are not permitted"
-    Remedy("unknown name.{0,200}(schema|parameters|function)|top level|cache_control",
-           "some schema keywords and all cache marks are left out",
-           partial(without_keys, unwanted=(*SCHEMA_WORDS, "cache_control"))),
+    Remedy(
+        "unknown name.{0,200}(schema|parameters|function)|top level|cache_control",
+        "some schema keywords and all cache marks are left out",
+        partial(without_keys, unwanted=(*SCHEMA_WORDS, "cache_control")),
+    ),
     # Anthropic "image exceeds 5 MB maximum: 6093312 bytes > 5242880 bytes"
-    Remedy("image.{0,40}(exceed|too large|too many|must be)|(process|decode|download) .{0,9}image|"
-           "(invalid|unsupported|corrupt\\w*) image( data| file| format| type|\\.)",
-           "images are left out of this request, because one image is refused",
-           partial(each_message, change=as_text), is_remembered=False),
+    Remedy(
+        "image.{0,40}(exceed|too large|too many|must be)|(process|decode|download) .{0,9}image|"
+        "(invalid|unsupported|corrupt\\w*) image( data| file| format| type|\\.)",
+        "images are left out of this request, because one image is refused",
+        partial(each_message, change=as_text),
+        is_remembered=False,
+    ),
     # DeepSeek "unknown variant `image_url`, expected `text`", Groq "'messages.0.content' : value
     # must be a string"
-    Remedy("image|vision|multimodal|only .{0,9}text|content.type|content.{0,99}string|"
-           "expected a string|untagged enum",
-           "messages are sent as plain text: this model accepts no images or blocks",
-           partial(each_message, change=as_text)),
+    Remedy(
+        "image|vision|multimodal|only .{0,9}text|content.type|content.{0,99}string|"
+        "expected a string|untagged enum",
+        "messages are sent as plain text: this model accepts no images or blocks",
+        partial(each_message, change=as_text),
+    ),
     # "'temperature' does not support 0.16 with this model", xAI "does not support parameter
     # reasoningEffort", DeepSeek "Thinking mode does not support this tool_choice"
-    Remedy("temperature|top_[pk]\\b|tool_choice|thinking|effort|not support|unsupported|unknown|"
-           "unrecognized|unexpected|extra|forbidden|cannot",
-           "a parameter that this model does not accept is left out", without_the_named),
-]  # fmt: skip
+    Remedy(
+        "temperature|top_[pk]\\b|tool_choice|thinking|effort|not support|unsupported|unknown|"
+        "unrecognized|unexpected|extra|forbidden|cannot",
+        "a parameter that this model does not accept is left out",
+        without_the_named,
+    ),
+]
 
 
 # ---- The HTTP request and the stream ----
@@ -1071,13 +1182,17 @@ class Connection:
         openai, where = load_sdk(), self.endpoint
         http = openai.DefaultAsyncHttpxClient(
             verify=where.api_base.startswith("https://"),  # loading certificates takes 30 ms
-            trust_env=not where.spec.is_local, follow_redirects=False,
-        )  # fmt: skip
+            trust_env=not where.spec.is_local,
+            follow_redirects=False,
+        )
         self._client = openai.AsyncOpenAI(
-            api_key=where.api_key or "none", base_url=where.api_base, max_retries=0,
+            api_key=where.api_key or "none",
+            base_url=where.api_base,
+            max_retries=0,
             timeout=openai.Timeout(self.request_timeout, connect=min(10.0, self.request_timeout)),
-            default_headers=where.extra_headers, http_client=http,
-        )  # fmt: skip
+            default_headers=where.extra_headers,
+            http_client=http,
+        )
         if row_of_address(where.api_base).name != "openai":  # only OpenAI may get OPENAI_ORG_ID
             self._client.organization = self._client.project = None
         self._loop = here
@@ -1166,11 +1281,18 @@ THOUGHT = re.compile(r"\s*</?(?:think|thinking|thought)>")
 END = re.compile(r"</(?:think|thinking|thought)>")
 UNCLEAR = re.compile(r"\s{0,200}(?:<[/a-z]{0,9})?")  # "<thi" may become "<think>"
 REASONS = {  # the endpoint's finish reason → OpenAI's; any other (`eos`, `end_turn`) → `stop`
-    "none": None, "tool_calls": "tool_calls", "function_call": "tool_calls",
-    "content_filter": "content_filter", "refusal": "refusal",
-    "length": "length", "max_tokens": "length", "model_length": "length",  # Anthropic, Mistral
-    "error": "error", "abort": "error", "insufficient_system_resource": "error",  # vLLM, DeepSeek
-}  # fmt: skip
+    "none": None,
+    "tool_calls": "tool_calls",
+    "function_call": "tool_calls",
+    "content_filter": "content_filter",
+    "refusal": "refusal",
+    "length": "length",
+    "max_tokens": "length",
+    "model_length": "length",  # Anthropic, Mistral
+    "error": "error",
+    "abort": "error",
+    "insufficient_system_resource": "error",  # vLLM, DeepSeek
+}
 
 
 @dataclass
@@ -1324,7 +1446,8 @@ TAG = r"(?:tool_calls?|tools)>"
 # a call begins with <tool_call>, <function=now>, ```json and a brace, or a part such as "<tool_c"
 CALL_START = re.compile(
     rf"<{TAG}|<function=|^```\w{{0,20}}\s{{0,9}}(?:[{{<]|\Z)|^`{{1,2}}\Z|<\w{{0,10}}\Z",
-    re.MULTILINE)  # fmt: skip
+    re.MULTILINE,
+)
 BARE_CALL = re.compile(r"\s{0,99}\{")  # an answer that begins with JSON may be a call
 AROUND = re.compile(rf"(?:\s|```\w{{0,20}}|</?{TAG}|</function>)*")
 PARAMETER = r"<parameter=(\w+)>\n?((?:(?!<parameter=).)*?)\n?</parameter>"
@@ -1386,8 +1509,10 @@ def text_call(name: str, written: Any, schema: dict) -> ToolCallRequest:
 # A trace records requests and answers. A replay repeats the recorded turn without a model.
 
 # "Bearer abcdefgh…", "api_key = …", "sk-…"
-KEYS = (r"(?i)(bearer |authorization\W{1,9}|api[_-]?key\W{1,9})[\w.~+/-]{8,}|"
-        r"\b(sk-|gsk_|xai-|AIza)[\w-]{16,}")  # fmt: skip
+KEYS = (
+    r"(?i)(bearer |authorization\W{1,9}|api[_-]?key\W{1,9})[\w.~+/-]{8,}|"
+    r"\b(sk-|gsk_|xai-|AIza)[\w-]{16,}"
+)
 
 
 def without_key_texts(value: Any, name: str = "") -> Any:
@@ -1421,12 +1546,16 @@ class Trace:
         known = {**request.options, "tools": request.tools, "messages": request.messages}
         sent = {name: value for name, value in request.sent.items() if known.get(name) != value}
         record = {
-            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "outcome": outcome,
-            "model": request.model, "options": request.options,
-            "tools": request.tools, "messages": request.messages, "sent": sent,
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "outcome": outcome,
+            "model": request.model,
+            "options": request.options,
+            "tools": request.tools,
+            "messages": request.messages,
+            "sent": sent,
             "answer": asdict(answer) if answer else None,
             "seconds": round(time.monotonic() - request.began, 3),
-        }  # fmt: skip
+        }
         self._append(to_json(without_key_texts(record)) + "\n")
 
 

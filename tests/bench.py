@@ -135,7 +135,9 @@ def kit(base_url: str, sessions: int = 1) -> float:
         return f"saw {n}"
 
     async def everyone() -> None:
-        await asyncio.gather(*(loop.process_direct("Look around.", f"cli:{n}") for n in range(sessions)))
+        await asyncio.gather(
+            *(loop.process_direct("Look around.", f"cli:{n}") for n in range(sessions))
+        )
 
     loop = loop_with(look, OPENAI_BASE_URL=base_url, NANOBOT_MODEL="m")
     loop.provider.warm_up()
@@ -300,7 +302,9 @@ def calls(root: str, calls: int, *sessions: int) -> float:
 
 def grep(pattern: str) -> float:
     """In 187 MB that look like source text; one file in a thousand has what is searched for."""
-    text = "".join(f"    return value if {number} else default  # as it was\n" for number in range(200))
+    text = "".join(
+        f"    return value if {number} else default  # as it was\n" for number in range(200)
+    )
     with tempfile.TemporaryDirectory() as tree:
         for number in range(20_000):
             folder = Path(tree, f"p{number % 20}", f"m{number % 400}")
@@ -326,9 +330,15 @@ def figures(root: str) -> list[tuple]:
         (r"grep \bneedle\b|nothing", "ms", 1_000, lambda: grep(r"\bneedle\b|nothing")),
         ("chats: 300 of 50 messages / ideal", "x", 1.5, lambda: chats(50)[0]),
         ("chats: memory, 50 messages - 5", "MB", 20, lambda: chats(50)[1] - chats(5)[1]),
-        ("chats: beside a blocked and a flooded", "x", 2,
-         lambda: race(lambda: inside("healthy_chat", "8", "9"), lambda: inside("healthy_chat"), 1)),
-    ]  # fmt: skip
+        (
+            "chats: beside a blocked and a flooded",
+            "x",
+            2,
+            lambda: race(
+                lambda: inside("healthy_chat", "8", "9"), lambda: inside("healthy_chat"), 1
+            ),
+        ),
+    ]
 
 
 def main() -> None:

@@ -9,11 +9,20 @@ import subprocess
 import time
 from pathlib import Path
 
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome") or shutil.which("chromium-browser")
+CHROMIUM = (
+    shutil.which("chromium") or shutil.which("google-chrome") or shutil.which("chromium-browser")
+)
 FLAGS = (
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
-    "--disable-background-networking", "--disable-component-update", "--remote-debugging-pipe",
-)  # fmt: skip
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-sync",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--remote-debugging-pipe",
+)
 
 
 class Browser:
@@ -27,9 +36,12 @@ class Browser:
             os.dup2(ends[1], 4)
 
         self._process = subprocess.Popen(
-            [CHROMIUM, *FLAGS, f"--user-data-dir={profile}", "about:blank"], preexec_fn=place,
-            pass_fds=(3, 4), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
+            [CHROMIUM, *FLAGS, f"--user-data-dir={profile}", "about:blank"],
+            preexec_fn=place,
+            pass_fds=(3, 4),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
         for end in (there, back, *ends):
             os.close(end)
         self._number, self._rest = 0, b""
@@ -68,7 +80,13 @@ class Tab:
         target = browser.command("Target.createTarget", url="about:blank")["targetId"]
         attached = browser.command("Target.attachToTarget", targetId=target, flatten=True)
         self.session = attached["sessionId"]
-        self.do("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
+        self.do(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=900,
+            deviceScaleFactor=1,
+            mobile=False,
+        )
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         self.do("Emulation.setEmulatedMedia", features=features)
         self.do("Page.navigate", url=address)
@@ -78,7 +96,9 @@ class Tab:
 
     def run(self, script: str):
         """The value of a JavaScript expression."""
-        answer = self.do("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
+        answer = self.do(
+            "Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True
+        )
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 
@@ -86,7 +106,9 @@ class Tab:
         """The value of the expression as soon as it is true."""
         ends = time.monotonic() + seconds
         while not (value := self.run(script)):
-            assert time.monotonic() < ends, f"never true: {script}\n{self.run('document.body.innerText')}"
+            assert time.monotonic() < ends, (
+                f"never true: {script}\n{self.run('document.body.innerText')}"
+            )
             time.sleep(0.05)
         return value
 

@@ -60,7 +60,9 @@ class Chats:
         self.loop, self.model, self.desk = loop, loop.provider, desk or Desk()
 
     async def __aenter__(self):
-        self.bus = MessageBus(lambda seconds: asyncio.sleep(seconds / 100))  # nobody waits for pauses
+        self.bus = MessageBus(
+            lambda seconds: asyncio.sleep(seconds / 100)
+        )  # nobody waits for pauses
         self.bus.open(self.desk)
         self.serving = asyncio.create_task(self.loop.run(self.bus))
         return self
@@ -71,13 +73,17 @@ class Chats:
         await self.bus.close(1.0)
         await self.loop.close(5.0)
 
-    async def say(self, text: str, chat: str = "1", id_: str = "", media=(), speaker: str = "") -> None:
+    async def say(
+        self, text: str, chat: str = "1", id_: str = "", media=(), speaker: str = ""
+    ) -> None:
         id_ = id_ or f"m{next(IDS)}"
         await self.bus.publish(InboundMessage("desk", "7", chat, text, media, id_, speaker=speaker))
 
     def finals(self, chat: str = "1") -> list[str]:
         """The answers that arrived in a chat; an empty one only notes that a turn has ended."""
-        finals = [event for event in self.desk.sent if event.kind == "final" and event.chat_id == chat]
+        finals = [
+            event for event in self.desk.sent if event.kind == "final" and event.chat_id == chat
+        ]
         return [event.content for event in finals if event.content or event.media]
 
     async def until(self, condition) -> None:

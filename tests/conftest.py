@@ -22,7 +22,10 @@ def own_home(tmp_path, monkeypatch):
     home = tmp_path / "home"
     home.mkdir()
     for name in list(os.environ):
-        if name.endswith(("_API_KEY", "_BASE_URL")) or name in ("NANOBOT_MODEL", "NANOBOT_WORKSPACE"):
+        if name.endswith(("_API_KEY", "_BASE_URL")) or name in (
+            "NANOBOT_MODEL",
+            "NANOBOT_WORKSPACE",
+        ):
             monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(home))
     return home
@@ -40,7 +43,9 @@ def few_open_files():
 
 # Tests run the program in hundreds of processes: they are forked from one that has loaded the SDK, and the tests.
 FORKS = multiprocessing.get_context("forkserver" if hasattr(os, "fork") else "spawn")
-FORKS.set_forkserver_preload(["nanobot", "openai", "json_repair", "test_command_line", "test_long_run"])
+FORKS.set_forkserver_preload(
+    ["nanobot", "openai", "json_repair", "test_command_line", "test_long_run"]
+)
 
 
 def fork(target, *arguments) -> multiprocessing.Process:

@@ -17,7 +17,9 @@ from typing import Any, Self
 
 Json = dict[str, Any]
 
-in_pieces = re.compile(r".{1,5}", re.DOTALL).findall  # cuts a text as a model streams it: a little at a time
+in_pieces = re.compile(
+    r".{1,5}", re.DOTALL
+).findall  # cuts a text as a model streams it: a little at a time
 
 
 @dataclass
@@ -28,7 +30,9 @@ class Reply:
     tool_calls: list[Json] = field(default_factory=list)
     finish_reason: str | None = "stop"
     usage: Json | None = None
-    extra: Json = field(default_factory=dict)  # further keys of the message, such as reasoning_content
+    extra: Json = field(
+        default_factory=dict
+    )  # further keys of the message, such as reasoning_content
     delay: float = 0.0
 
 
@@ -49,7 +53,13 @@ class Raw:
 class Failure(Raw):
     """An HTTP error, or any odd body: with status 200 it can be a page of HTML or `choices: null`."""
 
-    def __init__(self, status: int, body: Any, headers: Json | None = None, content_type: str = "application/json"):
+    def __init__(
+        self,
+        status: int,
+        body: Any,
+        headers: Json | None = None,
+        content_type: str = "application/json",
+    ):
         text = body if isinstance(body, str) else json.dumps(body)
         super().__init__(text.encode(), content_type, status=status, headers=headers or {})
 
@@ -73,7 +83,9 @@ class Recorded:
 
 
 Line = Reply | Raw | Hang | str | Json | list[Json]  # a dict is one call(), a list is several
-Script = Iterable[Line] | Callable[[Json], Line]  # lines, said one after the other, or a function of the request's body
+Script = (
+    Iterable[Line] | Callable[[Json], Line]
+)  # lines, said one after the other, or a function of the request's body
 
 
 def call(name: str, /, **arguments: Any) -> Json:
@@ -84,15 +96,24 @@ def call(name: str, /, **arguments: Any) -> Json:
 def error(status: int, message: str, code: str | None = None) -> Failure:
     """A failure in the shape of OpenAI's error bodies."""
     kind = "server_error" if status >= 500 else "invalid_request_error"
-    return Failure(status, {"error": {"message": message, "type": kind, "param": None, "code": code}})
+    return Failure(
+        status, {"error": {"message": message, "type": kind, "param": None, "code": code}}
+    )
 
 
 def as_raw(reply: Reply, request: Recorded, numbers: Iterator[int]) -> Raw:
     """A reply as the bytes that were asked for: a stream of events, or one JSON object."""
     asked = request.body or {}
     tool_calls = [{"id": f"call_{next(numbers)}", **each} for each in reply.tool_calls]
-    sent, written = len(request.raw) // 4, len(f"{reply.content}{tool_calls}") // 4 + 1  # as in English
-    estimated = {"prompt_tokens": sent, "completion_tokens": written, "total_tokens": sent + written}
+    sent, written = (
+        len(request.raw) // 4,
+        len(f"{reply.content}{tool_calls}") // 4 + 1,
+    )  # as in English
+    estimated = {
+        "prompt_tokens": sent,
+        "completion_tokens": written,
+        "total_tokens": sent + written,
+    }
     usage = estimated if reply.usage is None else reply.usage
     head = {"id": "chatcmpl-fake", "created": 1700000000, "model": asked.get("model")}
     if not asked.get("stream"):
@@ -119,7 +140,11 @@ def deltas(reply: Reply, tool_calls: list[Json]) -> Iterator[Json]:
             yield {key: piece}
     for index, tool_call in enumerate(tool_calls):
         name, arguments = tool_call["function"]["name"], tool_call["function"]["arguments"]
-        yield {"tool_calls": [{"index": index, **tool_call, "function": {"name": name, "arguments": ""}}]}
+        yield {
+            "tool_calls": [
+                {"index": index, **tool_call, "function": {"name": name, "arguments": ""}}
+            ]
+        }
         for piece in in_pieces(arguments):
             yield {"tool_calls": [{"index": index, "function": {"arguments": piece}}]}
 
@@ -128,7 +153,9 @@ class Server(ThreadingHTTPServer):
     """It listens on loopback as soon as it is made, and answers inside its `with` block."""
 
     daemon_threads = True
-    request_queue_size = 128  # the default of 5 waiting connections is too few for clients in parallel
+    request_queue_size = (
+        128  # the default of 5 waiting connections is too few for clients in parallel
+    )
 
     def __init__(self, handler: type[BaseHTTPRequestHandler]) -> None:
         super().__init__(("127.0.0.1", 0), handler)
@@ -151,7 +178,9 @@ class QuietHandler(BaseHTTPRequestHandler):
 
 
 class FakeLLM(Server):
-    def __init__(self, script: Script, *, required_key: str = "", known_models: list[str] | None = None) -> None:
+    def __init__(
+        self, script: Script, *, required_key: str = "", known_models: list[str] | None = None
+    ) -> None:
         super().__init__(Handler)
         self.base_url = f"http://127.0.0.1:{self.server_port}/v1"
         self.requests: list[Recorded] = []
@@ -159,7 +188,9 @@ class FakeLLM(Server):
         self.required_key = required_key
         self.known_models = known_models
         self.numbers = itertools.count(1)
-        rest = None if callable(script) else iter(script)  # next() on it is atomic: no line is said twice
+        rest = (
+            None if callable(script) else iter(script)
+        )  # next() on it is atomic: no line is said twice
         empty = error(500, "fake_llm: the script is empty")
         self._script = script if callable(script) else lambda body: next(rest, empty)
         self._stopped = threading.Event()

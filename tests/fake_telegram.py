@@ -55,16 +55,24 @@ class Parser(html.parser.HTMLParser):
         self.feed(text)
         self.close()
         if self.opened:
-            raise Refusal(400, f"Bad Request: can't parse entities: Can't find end tag of {self.opened[-1]}")
+            raise Refusal(
+                400, f"Bad Request: can't parse entities: Can't find end tag of {self.opened[-1]}"
+            )
 
     def handle_starttag(self, tag: str, attrs: list) -> None:
         if tag not in TAGS:
-            raise Refusal(400, f'Bad Request: can\'t parse entities: Unsupported start tag "{tag}" at byte offset 0')
+            raise Refusal(
+                400,
+                f'Bad Request: can\'t parse entities: Unsupported start tag "{tag}" at byte offset 0',
+            )
         self.opened.append(tag)
 
     def handle_endtag(self, tag: str) -> None:
         if not self.opened or self.opened.pop() != tag:
-            raise Refusal(400, f"Bad Request: can't parse entities: Unmatched end tag at byte offset 0, found {tag}")
+            raise Refusal(
+                400,
+                f"Bad Request: can't parse entities: Unmatched end tag at byte offset 0, found {tag}",
+            )
 
     def handle_data(self, data: str) -> None:
         self.text += data
@@ -108,16 +116,25 @@ class FakeTelegram(Server):
     def say(self, text: str = "", sender: int = 7, chat: Json | None = None, **parts: Any) -> int:
         """A message; without `chat` in the sender's private one."""
         self._next_message += 1
-        people = {"chat": chat or {"id": sender, "type": "private"},
-                  "from": {"id": sender, "is_bot": False, "first_name": "Ann"}}  # fmt: skip
+        people = {
+            "chat": chat or {"id": sender, "type": "private"},
+            "from": {"id": sender, "is_bot": False, "first_name": "Ann"},
+        }
         parts |= {"text": text} if text else {}
-        return self.update(message={"message_id": self._next_message, "date": 1_700_000_000, **people, **parts})
+        return self.update(
+            message={"message_id": self._next_message, "date": 1_700_000_000, **people, **parts}
+        )
 
     def file(self, path: str, content: bytes, **more: Any) -> Json:
         """A file on the server, as a message names it."""
         file_id = f"ID{len(self.files)}"
         self.files[file_id] = (path, content)
-        return {"file_id": file_id, "file_unique_id": f"U{len(self.files)}", "file_size": len(content), **more}
+        return {
+            "file_id": file_id,
+            "file_unique_id": f"U{len(self.files)}",
+            "file_size": len(content),
+            **more,
+        }
 
     def refuse(self, method: str, *refusals: Refusal) -> None:
         """The next calls of a method fail so, one after the other."""
@@ -142,7 +159,9 @@ class FakeTelegram(Server):
             self.requests.append(request)
             self.changed.notify_all()
             refusals = self.refusals.get(request.method)
-            refusal = refusals.pop(0) if refusals else self.chats.get(str(request.fields.get("chat_id")))
+            refusal = (
+                refusals.pop(0) if refusals else self.chats.get(str(request.fields.get("chat_id")))
+            )
         if refusal and not refusal.after:
             raise refusal
         result = getattr(self, f"do_{request.method}", lambda **fields: True)(**request.fields)
@@ -157,7 +176,9 @@ class FakeTelegram(Server):
         self.webhook = ""
         return True
 
-    def do_getUpdates(self, offset: int = 0, timeout: float = 0, limit: int = 100, **fields: Any) -> Any:
+    def do_getUpdates(
+        self, offset: int = 0, timeout: float = 0, limit: int = 100, **fields: Any
+    ) -> Any:
         with self.changed:
             if self.webhook:
                 raise Refusal(409, WEBHOOK)
@@ -165,7 +186,9 @@ class FakeTelegram(Server):
             self._polls += 1
             number = self._polls
             self.changed.notify_all()
-            self.changed.wait_for(lambda: self.updates or self.stopped or number != self._polls, timeout)
+            self.changed.wait_for(
+                lambda: self.updates or self.stopped or number != self._polls, timeout
+            )
             if self.stopped:
                 raise ConnectionAbortedError
             if number != self._polls:
@@ -228,8 +251,12 @@ class Handler(QuietHandler):
         if not refusal.status:
             self.close_connection = True
             return self.connection.close()
-        content = {"ok": False, "error_code": refusal.status, "description": refusal.description,
-                   "parameters": refusal.parameters}  # fmt: skip
+        content = {
+            "ok": False,
+            "error_code": refusal.status,
+            "description": refusal.description,
+            "parameters": refusal.parameters,
+        }
         self._send(refusal.status, refusal.body or content)
 
     def _send(self, status: int, content: Json | bytes) -> None:

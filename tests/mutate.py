@@ -23,9 +23,21 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FILES = ["nanobot.py", "providers.py", "memory.py", "tools.py", "channels.py"]
 SWAPPED = {
-    "==": "!=", "!=": "==", "<": "<=", "<=": "<", ">": ">=", ">=": ">", "+": "-", "-": "+", "and": "or",
-    "or": "and", "not": "", "is": "is not", "True": "False", "False": "True",
-}  # fmt: skip
+    "==": "!=",
+    "!=": "==",
+    "<": "<=",
+    "<=": "<",
+    ">": ">=",
+    ">=": ">",
+    "+": "-",
+    "-": "+",
+    "and": "or",
+    "or": "and",
+    "not": "",
+    "is": "is not",
+    "True": "False",
+    "False": "True",
+}
 
 
 def wrong_lines(file: str) -> list[tuple[str, int, str]]:
@@ -39,18 +51,55 @@ def wrong_lines(file: str) -> list[tuple[str, int, str]]:
             text = f"({token.string} + 1)"
         if text is not None:
             found.append((file, number, lines[number - 1][:start] + text + lines[number - 1][end:]))
-    calls = [(number, re.fullmatch(r"( +)(await )?[\w.]+\(.*\)", line)) for number, line in enumerate(lines, 1)]
+    calls = [
+        (number, re.fullmatch(r"( +)(await )?[\w.]+\(.*\)", line))
+        for number, line in enumerate(lines, 1)
+    ]
     return found + [(file, number, f"{call[1]}pass") for number, call in calls if call]
 
 
 def pytest(folder: Path, first: str, *options: str) -> str:
     """Which tests fail in the copy; it can write nowhere but into this folder."""
-    walls = ["timeout", "600", "bwrap", "--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc",
-             "--unshare-pid", "--die-with-parent", "--bind", str(folder), str(folder)]  # fmt: skip
-    files = sorted((folder / "copy" / "tests").glob("test_*.py"), key=lambda path: path.name != f"test_{first}")
-    command = [*walls, sys.executable, "-B", "-m", "pytest", "-n", "auto", "--tb=no", "-rfE", *options, *files]
+    walls = [
+        "timeout",
+        "600",
+        "bwrap",
+        "--ro-bind",
+        "/",
+        "/",
+        "--dev",
+        "/dev",
+        "--proc",
+        "/proc",
+        "--unshare-pid",
+        "--die-with-parent",
+        "--bind",
+        str(folder),
+        str(folder),
+    ]
+    files = sorted(
+        (folder / "copy" / "tests").glob("test_*.py"), key=lambda path: path.name != f"test_{first}"
+    )
+    command = [
+        *walls,
+        sys.executable,
+        "-B",
+        "-m",
+        "pytest",
+        "-n",
+        "auto",
+        "--tb=no",
+        "-rfE",
+        *options,
+        *files,
+    ]
     environ = {**os.environ, "TMPDIR": str(folder / "tmp")}
-    streams = {"stdin": subprocess.DEVNULL, "capture_output": True, "encoding": "utf-8", "errors": "replace"}
+    streams = {
+        "stdin": subprocess.DEVNULL,
+        "capture_output": True,
+        "encoding": "utf-8",
+        "errors": "replace",
+    }
     done = subprocess.run(command, cwd=folder / "copy", env=environ, **streams)
     failing = re.findall(r"^(?:FAILED|ERROR) (\S+?::\w+)", done.stdout, re.MULTILINE)
     return " ".join(failing) or ("the start, or the time limit" if done.returncode else "")
@@ -63,12 +112,18 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=7)
     arguments = parser.parse_args()
     if not shutil.which("bwrap"):
-        sys.exit("apt install bubblewrap: without a sandbox a broken guard could delete real files.")
+        sys.exit(
+            "apt install bubblewrap: without a sandbox a broken guard could delete real files."
+        )
     everything = [each for file in arguments.files for each in wrong_lines(file)]
     folder, unnoticed = Path(tempfile.mkdtemp()).resolve(), []
-    shutil.copytree(ROOT, folder / "copy", ignore=shutil.ignore_patterns("__pycache__", ".git", ".venv"))
+    shutil.copytree(
+        ROOT, folder / "copy", ignore=shutil.ignore_patterns("__pycache__", ".git", ".venv")
+    )
     (folder / "tmp").mkdir()
-    known = [f"--deselect={test}" for test in pytest(folder, "").split()]  # they would notice anything
+    known = [
+        f"--deselect={test}" for test in pytest(folder, "").split()
+    ]  # they would notice anything
     for file, number, text in random.Random(arguments.seed).sample(everything, arguments.count):
         lines = (ROOT / file).read_text(encoding="utf-8").split("\n")
         told = f"{file}:{number}:  {lines[number - 1].strip()}  →  {text.strip()}"

@@ -29,11 +29,32 @@ from zoneinfo import ZoneInfo
 import pytest
 
 from channels import (
-    CLI, BackgroundLoop, Channel, CronError, CronJob, CronService, InboundMessage, JobStore, MessageBus,
-    NoSuchBot, OutboundMessage, PrintableFormatter, Telegram, TelegramError, Terminated,
-    Waiting, active_tasks, approval_question, as_html, machine_zone, next_run, plain_text,
-    printable, split_html, text_of_pipe,
-)  # fmt: skip
+    CLI,
+    BackgroundLoop,
+    Channel,
+    CronError,
+    CronJob,
+    CronService,
+    InboundMessage,
+    JobStore,
+    MessageBus,
+    NoSuchBot,
+    OutboundMessage,
+    PrintableFormatter,
+    Telegram,
+    TelegramError,
+    Terminated,
+    Waiting,
+    active_tasks,
+    approval_question,
+    as_html,
+    machine_zone,
+    next_run,
+    plain_text,
+    printable,
+    split_html,
+    text_of_pipe,
+)
 from fake_telegram import CONFLICT, PATIENCE, FakeTelegram, Parser, Refusal, units
 from memory import locked
 
@@ -150,17 +171,26 @@ def test_who_may_write():
 ASKED = "Run it? [y/n/always] (always: allow every exec until the program ends) "
 
 
-@pytest.mark.parametrize(("text", "shown"), [
-    ("plain\tand\nlines Grüße, 你好 🙂", "plain\tand\nlines Grüße, 你好 🙂"),
-    ("\x1b[31mred\x1b]0;title\x07", "\\x1b[31mred\\x1b]0;title\\x07"),
-    ("hidden\rshown back\b\x7f\x00", "hidden\\rshown back\\x08\\x7f\\x00"),
-    ("C1 \x9b31m \x85", "C1 \\x9b31m \\x85"),
-    ("\u202egpj.exe\u202c \u2066x\u2069 \u200f", "\\u202egpj.exe\\u202c \\u2066x\\u2069 \\u200f"),
-    ("zero\u200bwidth\ufeff tag\U000e0041 \u061c", "zero\\u200bwidth\\ufeff tag\\U000e0041 \\u061c"),
-    ("one\u2028two\u2029", "one\\u2028two\\u2029"),
-    ("lone \ud800", "lone ?"),
-    ("می\u200cخواهم 👩\u200d💻 Donau\xaddampf", "می\u200cخواهم 👩\u200d💻 Donau\xaddampf"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("plain\tand\nlines Grüße, 你好 🙂", "plain\tand\nlines Grüße, 你好 🙂"),
+        ("\x1b[31mred\x1b]0;title\x07", "\\x1b[31mred\\x1b]0;title\\x07"),
+        ("hidden\rshown back\b\x7f\x00", "hidden\\rshown back\\x08\\x7f\\x00"),
+        ("C1 \x9b31m \x85", "C1 \\x9b31m \\x85"),
+        (
+            "\u202egpj.exe\u202c \u2066x\u2069 \u200f",
+            "\\u202egpj.exe\\u202c \\u2066x\\u2069 \\u200f",
+        ),
+        (
+            "zero\u200bwidth\ufeff tag\U000e0041 \u061c",
+            "zero\\u200bwidth\\ufeff tag\\U000e0041 \\u061c",
+        ),
+        ("one\u2028two\u2029", "one\\u2028two\\u2029"),
+        ("lone \ud800", "lone ?"),
+        ("می\u200cخواهم 👩\u200d💻 Donau\xaddampf", "می\u200cخواهم 👩\u200d💻 Donau\xaddampf"),
+    ],
+)
 def test_what_would_steer_a_terminal_is_made_visible(text, shown):
     assert printable(text) == shown
     assert printable(shown) == shown
@@ -175,18 +205,32 @@ def test_a_log_line_is_made_harmless_with_its_traceback():
         raise ValueError("\x1b]0;owned\x07")
     except ValueError:
         logger.warning("a job: %s", "\u202egnp.exe\n12:00 INFO forged", exc_info=True)
-    assert out.getvalue().startswith("WARNING a job: \\u202egnp.exe\n    12:00 INFO forged\n    Traceback")
+    assert out.getvalue().startswith(
+        "WARNING a job: \\u202egnp.exe\n    12:00 INFO forged\n    Traceback"
+    )
     assert out.getvalue().endswith("ValueError: \\x1b]0;owned\\x07\n")
 
 
-@pytest.mark.parametrize(("arguments", "question"), [
-    ({"command": "ls\nRun it?"}, 'exec {"command": "ls\\nRun it?"}\n' + ASKED),
-    ({"command": "Grüße \x1b[2J \x9b\u202e"}, 'exec {"command": "Grüße \\u001b[2J \\x9b\\u202e"}\n' + ASKED),
-    ({"command": "a\u2800\u115f\uffa0"}, 'exec {"command": "a\\u2800\\u115f\\uffa0"}\n' + ASKED),
-    ({"command": "r\u200dm\xad"}, 'exec {"command": "r\\u200dm\\xad"}\n' + ASKED),
-    ({"command": f"a{' ' * 999};rm x"}, 'exec {"command": "a[999 blanks];rm x"}\n' + ASKED),
-    ({"command": "x" * 600}, f'exec {{"command": "{"x" * 600}"}}\nexec, 620 characters. ' + ASKED),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "question"),
+    [
+        ({"command": "ls\nRun it?"}, 'exec {"command": "ls\\nRun it?"}\n' + ASKED),
+        (
+            {"command": "Grüße \x1b[2J \x9b\u202e"},
+            'exec {"command": "Grüße \\u001b[2J \\x9b\\u202e"}\n' + ASKED,
+        ),
+        (
+            {"command": "a\u2800\u115f\uffa0"},
+            'exec {"command": "a\\u2800\\u115f\\uffa0"}\n' + ASKED,
+        ),
+        ({"command": "r\u200dm\xad"}, 'exec {"command": "r\\u200dm\\xad"}\n' + ASKED),
+        ({"command": f"a{' ' * 999};rm x"}, 'exec {"command": "a[999 blanks];rm x"}\n' + ASKED),
+        (
+            {"command": "x" * 600},
+            f'exec {{"command": "{"x" * 600}"}}\nexec, 620 characters. ' + ASKED,
+        ),
+    ],
+)
 def test_a_call_to_be_approved_is_shown_whole_on_one_line(arguments, question):
     assert approval_question("exec", arguments) == question
 
@@ -253,21 +297,31 @@ def test_into_a_file_an_answer_goes_byte_for_byte(tmp_path):
     assert (tmp_path / "review.md").read_bytes() == f"{answer}\nlone ?\n".encode()
 
 
-def test_on_a_terminal_a_turn_reads_from_top_to_bottom_with_nothing_twice_and_a_job_comes_between(terminal):
+def test_on_a_terminal_a_turn_reads_from_top_to_bottom_with_nothing_twice_and_a_job_comes_between(
+    terminal,
+):
     cli = CLI(terminal.stream, terminal.stream)
     send(cli, *TURN)
     cli.report("Drink!\n")
-    assert terminal.read() == 'Let me look.\nread_file("a.txt")\nagain in 2 s\nIt says hello.\nDrink!\n'
+    assert (
+        terminal.read()
+        == 'Let me look.\nread_file("a.txt")\nagain in 2 s\nIt says hello.\nDrink!\n'
+    )
 
 
-@pytest.mark.parametrize(("pieces", "final", "screen"), [
-    ([], "Hello.", "Hello.\n"),
-    (["\n\nHel", "lo. "], "Hello.", "\n\nHello. \n"),
-    (["Hello."], "Hello.\n\n(2 tokens)", "Hello.\n\n(2 tokens)\n"),
-    (["Hello"], "Bye.", "Hello\nBye.\n"),
-    (["\n"], "Hello.", "\nHello.\n"),
-])  # fmt: skip
-def test_on_a_terminal_the_final_answer_adds_only_what_was_not_streamed(terminal, pieces, final, screen):
+@pytest.mark.parametrize(
+    ("pieces", "final", "screen"),
+    [
+        ([], "Hello.", "Hello.\n"),
+        (["\n\nHel", "lo. "], "Hello.", "\n\nHello. \n"),
+        (["Hello."], "Hello.\n\n(2 tokens)", "Hello.\n\n(2 tokens)\n"),
+        (["Hello"], "Bye.", "Hello\nBye.\n"),
+        (["\n"], "Hello.", "\nHello.\n"),
+    ],
+)
+def test_on_a_terminal_the_final_answer_adds_only_what_was_not_streamed(
+    terminal, pieces, final, screen
+):
     cli = CLI(terminal.stream, terminal.stream)
     send(cli, *(event("delta", piece) for piece in pieces), event("final", final))
     assert terminal.read() == screen
@@ -329,10 +383,14 @@ def test_a_typed_line_is_read_and_another_program_recalls_it(tmp_path):
 
 def test_pasted_lines_are_one_message(tmp_path, monkeypatch):
     pytest.importorskip("readline", reason="no line editing on this system")
-    (tmp_path / "inputrc").write_text("set enable-bracketed-paste off\n")  # as older systems have it
+    (tmp_path / "inputrc").write_text(
+        "set enable-bracketed-paste off\n"
+    )  # as older systems have it
     monkeypatch.setenv("INPUTRC", str(tmp_path / "inputrc"))
     monkeypatch.setenv("TERM", "xterm")
-    paste_is_marked = b"\x1b[?2004h"  # what asks a terminal to put \x1b[200~ and \x1b[201~ around it
+    paste_is_marked = (
+        b"\x1b[?2004h"  # what asks a terminal to put \x1b[200~ and \x1b[201~ around it
+    )
     pasted = b"\x1b[200~one\ntwo\n\x1b[201~\n"
     assert typed(pasted, tmp_path / "history", paste_is_marked) in (r"'one\ntwo\n'", r"'one\ntwo'")
 
@@ -359,17 +417,27 @@ class Keyboard:
         return step
 
 
-@pytest.mark.parametrize(("lines", "failures", "asked", "err"), [
-    (["hello\n", "\n", "  what?  \n"], [], ["hello", "what?"], "> > > > \n"),
-    (["exit\n", "hello\n"], [], [], "> "),
-    (["exit now\n", " /quit \n"], [], ["exit now"], "> > "),
-    ([KeyboardInterrupt(), "hello\n"], [], ["hello"], "> \n> > \n"),
-    (["one\n", "two\n"], [KeyboardInterrupt()], ["one", "two"], "> \nstopped; /continue resumes the turn\n> > \n"),
-    (["one\n"], [LookupError("no model.")], ["one"], "> Sorry, that failed: no model.\n> \n"),
-    (["one\n", "two\n"], [Terminated()], ["one"], "> "),
-    ([OSError("the terminal is gone"), "one\n"], [], [], "> "),
-])  # fmt: skip
-def test_a_conversation_goes_on_until_somebody_leaves(tmp_path, monkeypatch, lines, failures, asked, err):
+@pytest.mark.parametrize(
+    ("lines", "failures", "asked", "err"),
+    [
+        (["hello\n", "\n", "  what?  \n"], [], ["hello", "what?"], "> > > > \n"),
+        (["exit\n", "hello\n"], [], [], "> "),
+        (["exit now\n", " /quit \n"], [], ["exit now"], "> > "),
+        ([KeyboardInterrupt(), "hello\n"], [], ["hello"], "> \n> > \n"),
+        (
+            ["one\n", "two\n"],
+            [KeyboardInterrupt()],
+            ["one", "two"],
+            "> \nstopped; /continue resumes the turn\n> > \n",
+        ),
+        (["one\n"], [LookupError("no model.")], ["one"], "> Sorry, that failed: no model.\n> \n"),
+        (["one\n", "two\n"], [Terminated()], ["one"], "> "),
+        ([OSError("the terminal is gone"), "one\n"], [], [], "> "),
+    ],
+)
+def test_a_conversation_goes_on_until_somebody_leaves(
+    tmp_path, monkeypatch, lines, failures, asked, err
+):
     """Whatever happens in a turn; but it ends with its program and with its terminal."""
     said, shown = [], io.StringIO()
 
@@ -419,9 +487,14 @@ with BackgroundLoop() as background:
 @pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="signals to a thread are POSIX")
 def test_ctrl_c_waits_until_the_work_has_put_things_in_order_a_second_one_does_not():
     """Also if the system gave it to another thread; and the next turn can still ask."""
-    for how, printed in (("patient", "tidy\ninterrupted\nyes\n"), ("impatient", "interrupted\ntidy\nyes\n")):
+    for how, printed in (
+        ("patient", "tidy\ninterrupted\nyes\n"),
+        ("impatient", "interrupted\ntidy\nyes\n"),
+    ):
         command = [sys.executable, "-c", INTERRUPTED, how]
-        done = subprocess.run(command, cwd=ROOT, input="yes\n", capture_output=True, text=True, timeout=30)
+        done = subprocess.run(
+            command, cwd=ROOT, input="yes\n", capture_output=True, text=True, timeout=30
+        )
         assert (done.stdout, done.stderr) == (printed, "go on? ")
 
 
@@ -522,8 +595,15 @@ def test_closed_streams_are_nothing_to_read_and_nowhere_to_write(closed):
         for number in closed:
             os.close(number)
 
-    done = subprocess.run([sys.executable, "-c", INHERITED], cwd=ROOT, input="", text=True,
-                          capture_output=True, preexec_fn=close, timeout=30)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", INHERITED],
+        cwd=ROOT,
+        input="",
+        text=True,
+        capture_output=True,
+        preexec_fn=close,
+        timeout=30,
+    )
     assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
     assert done.stdout.startswith("Hello.\n") == (1 not in closed)
     assert "an error" not in done.stdout
@@ -541,16 +621,23 @@ def test_a_pipe_beside_a_message_is_read_if_it_begins_within_three_seconds(tmp_p
     monkeypatch.setattr(select, "select", nothing_came)
     assert (cli.read_piped(True, tmp_path), waited) == ("", [3.0])
     assert cli.err.getvalue() == "nanobot: standard input is open but silent, going on without it\n"
-    assert cli.read_piped(False, tmp_path) == "a log"  # alone it is waited for, however long it takes
+    assert (
+        cli.read_piped(False, tmp_path) == "a log"
+    )  # alone it is waited for, however long it takes
 
 
-def test_more_than_a_message_should_hold_goes_into_a_file_and_the_model_gets_its_beginning(tmp_path):
+def test_more_than_a_message_should_hold_goes_into_a_file_and_the_model_gets_its_beginning(
+    tmp_path,
+):
     folder, raw = tmp_path / "w" / "piped", ("🙂" * 100_001).encode() + b"\xff" * 1_000_000
     assert text_of_pipe(io.BytesIO(raw[:400_000]), folder) == "🙂" * 100_000 and not folder.exists()
     beginning, last = text_of_pipe(io.BytesIO(raw), folder).splitlines()
     [file] = folder.iterdir()
     assert file.read_bytes() == raw and beginning == "🙂" * 10_000
-    assert last.startswith("[standard input is longer: all 1,400,004 bytes are in ") and str(file) in last
+    assert (
+        last.startswith("[standard input is longer: all 1,400,004 bytes are in ")
+        and str(file) in last
+    )
     assert folder.stat().st_mode & 0o777 == 0o700, "it may hold what is nobody else's business"
 
 
@@ -565,9 +652,18 @@ class Desk:
     def __init__(self, server: FakeTelegram, folder: Path, allow_from=(7,), **options):
         self.server, self.folder, self.naps = server, folder, []
         self.bus = MessageBus(self.pause)
-        settings = {"api_base": server.base_url, "media_folder": folder / "w" / "media", "sleep": self.sleep}
-        seconds = {"poll_seconds": options.pop("poll", 50), "slack_seconds": options.pop("slack", 15)}
-        self.bot = Telegram(options.pop("token", server.token), allow_from, **{**settings, **options})
+        settings = {
+            "api_base": server.base_url,
+            "media_folder": folder / "w" / "media",
+            "sleep": self.sleep,
+        }
+        seconds = {
+            "poll_seconds": options.pop("poll", 50),
+            "slack_seconds": options.pop("slack", 15),
+        }
+        self.bot = Telegram(
+            options.pop("token", server.token), allow_from, **{**settings, **options}
+        )
         vars(self.bot).update(seconds)
 
     async def sleep(self, seconds: float) -> None:
@@ -640,19 +736,31 @@ async def test_a_telegram_message_is_typed_at_answered_and_confirmed(server, des
     server.say("What is in a.txt?")
     message = await desk.take()
     assert (message.session_key, message.sender_id) == ("telegram:7", "7")
-    assert (message.content, message.message_id, message.speaker) == ("What is in a.txt?", "2/99", "")
+    assert (message.content, message.message_id, message.speaker) == (
+        "What is in a.txt?",
+        "2/99",
+        "",
+    )
     await desk.until(lambda: server.calls("sendChatAction"))
     await desk.send("**Hello** & bye.", reply_to=message.message_id)
     await desk.until_confirmed()
     reply = {"message_id": 2, "allow_sending_without_reply": True}
-    assert server.calls("sendMessage") == [{"chat_id": "7", "text": "<b>Hello</b> &amp; bye.",
-                                            "parse_mode": "HTML", "reply_parameters": reply}]  # fmt: skip
+    assert server.calls("sendMessage") == [
+        {
+            "chat_id": "7",
+            "text": "<b>Hello</b> &amp; bye.",
+            "parse_mode": "HTML",
+            "reply_parameters": reply,
+        }
+    ]
     assert server.calls("sendChatAction") == [{"chat_id": "7", "action": "typing"}]
     first = server.calls("getUpdates")[0]
     assert first == {"offset": 0, "timeout": 50, "allowed_updates": ["message"]}
 
 
-def test_an_update_is_confirmed_only_when_it_is_in_the_journal_and_comes_again_until_then(tmp_path, caplog):
+def test_an_update_is_confirmed_only_when_it_is_in_the_journal_and_comes_again_until_then(
+    tmp_path, caplog
+):
     async def test(server):
         async with Desk(server, tmp_path) as desk:
             for text in ("one", "two", "three"):
@@ -660,7 +768,9 @@ def test_an_update_is_confirmed_only_when_it_is_in_the_journal_and_comes_again_u
             await desk.take()
             message = await desk.next()
             assert [poll["offset"] for poll in server.calls("getUpdates")] == [0]
-        async with Desk(server, tmp_path) as desk:  # the next start: all come again, by the same names
+        async with Desk(
+            server, tmp_path
+        ) as desk:  # the next start: all come again, by the same names
             await desk.take()
             again = await desk.next()
             assert (again.content, again.message_id) == ("two", message.message_id)
@@ -681,7 +791,11 @@ def test_strangers_get_no_sign_of_life(tmp_path, allow_from):
             server.say("hi", document=server.file("a.pdf", b"%PDF"))
             await desk.until_confirmed()
         assert not (tmp_path / "w").exists()
-        assert {request.method for request in server.requests} == {"getMe", "deleteWebhook", "getUpdates"}
+        assert {request.method for request in server.requests} == {
+            "getMe",
+            "deleteWebhook",
+            "getUpdates",
+        }
 
     in_telegram(test)
 
@@ -693,7 +807,13 @@ async def test_in_a_group_only_what_is_for_the_bot(server, desk, caplog):
         (True, {"text": "@kit_bot what is this?"}),
         (True, {"text": "what is this, @Kit_Bot?"}),
         (True, {"text": "/stop@kit_bot"}),
-        (True, {"caption": "@kit_bot look", "photo": [server.file("1.jpg", b"1"), server.file("2.jpg", b"2")]}),
+        (
+            True,
+            {
+                "caption": "@kit_bot look",
+                "photo": [server.file("1.jpg", b"1"), server.file("2.jpg", b"2")],
+            },
+        ),
         (True, {"text": "no", "reply_to_message": {"message_id": 1, "from": bot}}),
         (False, {"text": "no", "reply_to_message": {"message_id": 1, "from": human}}),
         (False, {"text": "no", "reply_to_message": {"message_id": 1}}),
@@ -739,7 +859,9 @@ async def test_noise_is_confirmed_and_left_alone(server, desk, caplog):
 def test_an_album_that_comes_in_pieces_is_one_message(tmp_path):
     async def test(server):
         def photo(number: int, sender: int = 7, **parts) -> None:
-            sizes = [server.file(f"photos/{number}{size}.jpg", size.encode()) for size in ("s", "large")]
+            sizes = [
+                server.file(f"photos/{number}{size}.jpg", size.encode()) for size in ("s", "large")
+            ]
             server.say(media_group_id=f"A{sender}", sender=sender, photo=sizes, **parts)
 
         async def sleep(seconds: float) -> None:
@@ -768,7 +890,9 @@ def test_an_album_that_comes_in_pieces_is_one_message(tmp_path):
 
 @telegram()
 async def test_files_come_in_under_names_of_their_own(server, desk, caplog):
-    server.say("", caption="two", document=server.file("documents/1.pdf", b"one", file_name="a b.pdf"))
+    server.say(
+        "", caption="two", document=server.file("documents/1.pdf", b"one", file_name="a b.pdf")
+    )
     server.say("", document=server.file("documents/2.pdf", b"two", file_name="a b.pdf"))
     server.say("", voice=server.file("voice/3.oga", b"three"))
     server.say("", document=server.file("documents/4", b"four", file_name="../../../evil"))
@@ -792,7 +916,9 @@ async def test_a_file_that_cannot_be_fetched_is_told_and_holds_up_nothing(server
     assert (message.content.splitlines()[0], message.media) == ("this", [])
     assert "cannot be fetched: getFile: 400 Bad Request: file is too big" in message.content
     server.say(document=server.file("a lost.bin", b"x"))  # its place has to be quoted
-    assert "it cannot be fetched: the file cannot be fetched: HTTP 404]" in (await desk.take()).content
+    assert (
+        "it cannot be fetched: the file cannot be fetched: HTTP 404]" in (await desk.take()).content
+    )
     server.say(document=server.file("b.bin", b"x"))
     assert (await desk.take()).media
 
@@ -814,7 +940,11 @@ async def test_a_rival_a_webhook_and_an_outage_are_told_once_and_waited_for(serv
             assert desk.naps == [77]
         else:
             assert desk.naps == [10] * len(refusals)
-        hint = "Another program also reads this bot's messages" if rival in refusals else "The request is retried"
+        hint = (
+            "Another program also reads this bot's messages"
+            if rival in refusals
+            else "The request is retried"
+        )
         assert [hint in line for line in caplog.messages] == [True]
     server.webhook = "https://elsewhere"
     for text in ("three", "four"):
@@ -826,7 +956,9 @@ async def test_a_rival_a_webhook_and_an_outage_are_told_once_and_waited_for(serv
 def test_a_wrong_token_ends_the_channel_with_what_to_do(tmp_path, token):
     async def test(server):
         desk = Desk(server, tmp_path, token=token)
-        with pytest.raises(NoSuchBot, match="does not know this bot token. Copy it again from @BotFather"):
+        with pytest.raises(
+            NoSuchBot, match="does not know this bot token. Copy it again from @BotFather"
+        ):
             await asyncio.wait_for(desk.bot.start(desk.bus), PATIENCE)
         assert desk.naps == []
 
@@ -868,18 +1000,27 @@ async def test_a_line_that_went_dead_is_noticed(server, desk, caplog):
 
 
 @telegram()
-async def test_what_is_worth_a_message_is_sent_as_plain_text_only_if_the_html_was_refused(server, desk, caplog):
+async def test_what_is_worth_a_message_is_sent_as_plain_text_only_if_the_html_was_refused(
+    server, desk, caplog
+):
     for kind in ("delta", "retry", "progress", "tool_hint"):
         await desk.send(kind, kind=kind)
     for blank in ("", " \n ", "**", "``` ```", "```\n \n```"):
         await desk.send(blank)
     assert server.texts() == ["progress", "tool_hint", "**"]
     server.requests.clear()
-    server.refuse("sendMessage", Refusal(400, "Bad Request: can't parse entities: Unexpected end tag"))
+    server.refuse(
+        "sendMessage", Refusal(400, "Bad Request: can't parse entities: Unexpected end tag")
+    )
     await desk.send("**a** < b")
     assert server.texts() == ["<b>a</b> &lt; b", "a < b"]
     assert "parse_mode" not in server.calls("sendMessage")[1]
-    for refusal in (Refusal(500, "x"), Refusal(0), Refusal(0, after=True), Refusal(400, body=b"a proxy")):
+    for refusal in (
+        Refusal(500, "x"),
+        Refusal(0),
+        Refusal(0, after=True),
+        Refusal(400, body=b"a proxy"),
+    ):
         server.requests.clear()
         server.refuse("sendMessage", refusal)
         with pytest.raises(TelegramError):
@@ -888,7 +1029,9 @@ async def test_what_is_worth_a_message_is_sent_as_plain_text_only_if_the_html_wa
 
 
 @telegram()
-async def test_chats_that_block_flood_or_fail_delay_no_other_and_nothing_comes_twice(server, desk, caplog):
+async def test_chats_that_block_flood_or_fail_delay_no_other_and_nothing_comes_twice(
+    server, desk, caplog
+):
     """Long answers go on where they broke off, whatever other chats do meanwhile."""
     long = "\n".join(letter * 4_000 for letter in "abc")
     server.chats["8"] = Refusal(403, "Forbidden: bot was blocked by the user")
@@ -953,7 +1096,12 @@ async def test_photos_and_files_go_out_and_one_that_cannot_is_told_of(server, de
     server.refuse("sendDocument", Refusal(413, "Request Entity Too Large"))
     await sent(file, desk.folder / "gone")
     first, second = server.texts()
-    assert first == '[odd"näme.txt cannot be sent: sendDocument: 413 Request Entity Too Large]'.replace('"', "&quot;")
+    assert (
+        first
+        == '[odd"näme.txt cannot be sent: sendDocument: 413 Request Entity Too Large]'.replace(
+            '"', "&quot;"
+        )
+    )
     assert second.startswith("[gone cannot be sent: [Errno 2] No such file or directory")
 
 
@@ -981,28 +1129,50 @@ def test_the_token_is_in_no_log_and_no_error(tmp_path, caplog, base):
     in_telegram(test)
 
 
-@pytest.mark.parametrize(("markdown", "shown"), [
-    ("a < b & c > d <b>&amp;</b>", "a &lt; b &amp; c &gt; d &lt;b&gt;&amp;amp;&lt;/b&gt;"),
-    ("**bold** and *italic* and _italic_", "<b>bold</b> and <i>italic</i> and <i>italic</i>"),
-    ("**bold *and italic* too**", "<b>bold <i>and italic</i> too</b>"),
-    ("*italic **and bold** too*", "<i>italic <b>and bold</b> too</i>"),
-    ("**a *b** c*", "<b>a *b</b> c*"),
-    ("a lone * stays, 2 * 3 * 4, a*b, **open", "a lone * stays, 2 * 3 * 4, a*b, **open"),
-    ("snake_case_name __init__ _x", "snake_case_name __init__ _x"),
-    ("`a < *b*` ``a ` b``", "<code>a &lt; *b*</code> <code>a ` b</code>"),
-    ("# Plan\n#hashtag\n## **Next** \nx", "<b>Plan</b>\n#hashtag\n<b>Next</b>\nx"),
-    ("[a](https://a.b/c_d_(e)?x=\"2\")", '<a href="https://a.b/c_d_(e)?x=&quot;2&quot;">a</a>'),
-    ("```py\na < b\n*x*\n```\nend", '<pre><code class="language-py">a &lt; b\n*x*\n</code></pre>\nend'),
-    ("\ue0000\ue001 lone \ud800", "0 lone ?"),
-    ("[`run.py`](https://x.y) is `it`", '<a href="https://x.y">run.py</a> is <code>it</code>'),
-    ("```npm install```\nand **more**", "<code>npm install</code>\nand <b>more</b>"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("markdown", "shown"),
+    [
+        ("a < b & c > d <b>&amp;</b>", "a &lt; b &amp; c &gt; d &lt;b&gt;&amp;amp;&lt;/b&gt;"),
+        ("**bold** and *italic* and _italic_", "<b>bold</b> and <i>italic</i> and <i>italic</i>"),
+        ("**bold *and italic* too**", "<b>bold <i>and italic</i> too</b>"),
+        ("*italic **and bold** too*", "<i>italic <b>and bold</b> too</i>"),
+        ("**a *b** c*", "<b>a *b</b> c*"),
+        ("a lone * stays, 2 * 3 * 4, a*b, **open", "a lone * stays, 2 * 3 * 4, a*b, **open"),
+        ("snake_case_name __init__ _x", "snake_case_name __init__ _x"),
+        ("`a < *b*` ``a ` b``", "<code>a &lt; *b*</code> <code>a ` b</code>"),
+        ("# Plan\n#hashtag\n## **Next** \nx", "<b>Plan</b>\n#hashtag\n<b>Next</b>\nx"),
+        ('[a](https://a.b/c_d_(e)?x="2")', '<a href="https://a.b/c_d_(e)?x=&quot;2&quot;">a</a>'),
+        (
+            "```py\na < b\n*x*\n```\nend",
+            '<pre><code class="language-py">a &lt; b\n*x*\n</code></pre>\nend',
+        ),
+        ("\ue0000\ue001 lone \ud800", "0 lone ?"),
+        ("[`run.py`](https://x.y) is `it`", '<a href="https://x.y">run.py</a> is <code>it</code>'),
+        ("```npm install```\nand **more**", "<code>npm install</code>\nand <b>more</b>"),
+    ],
+)
 def test_markdown_as_telegrams_html(markdown, shown):
     assert as_html(markdown) == shown
     Parser(shown)
 
 
-PIECES = ["*", "**", "_", "`", "```", "```py\n", "\n", " ", "word", "<b>", "&lt;", "[a](https://b.c)", "# ", "🙂", "- "]
+PIECES = [
+    "*",
+    "**",
+    "_",
+    "`",
+    "```",
+    "```py\n",
+    "\n",
+    " ",
+    "word",
+    "<b>",
+    "&lt;",
+    "[a](https://b.c)",
+    "# ",
+    "🙂",
+    "- ",
+]
 
 
 def test_whatever_the_markdown_its_parts_can_be_parsed_fit_and_lose_nothing():
@@ -1016,8 +1186,37 @@ def test_whatever_the_markdown_its_parts_can_be_parsed_fit_and_lose_nothing():
         assert limit < 60 or max(map(units, plain)) <= limit, seed
 
 
-WORST = ["`", "` ", "`` ", "```a", "```\n", "[", "[a", "[a](http://", "[x](http://(", "# ", "#  ", "* ", "*a ", "**a "]
-WORST += ["**a", "*a**b ", "***a ", "_a ", "_a*b ", "<b>", "(", "&", "\t", "\n", "- [x] ", "<!--", "\u2800"]
+WORST = [
+    "`",
+    "` ",
+    "`` ",
+    "```a",
+    "```\n",
+    "[",
+    "[a",
+    "[a](http://",
+    "[x](http://(",
+    "# ",
+    "#  ",
+    "* ",
+    "*a ",
+    "**a ",
+]
+WORST += [
+    "**a",
+    "*a**b ",
+    "***a ",
+    "_a ",
+    "_a*b ",
+    "<b>",
+    "(",
+    "&",
+    "\t",
+    "\n",
+    "- [x] ",
+    "<!--",
+    "\u2800",
+]
 
 
 @pytest.mark.long
@@ -1032,14 +1231,21 @@ def test_whatever_its_letters_a_text_is_read_in_no_time(piece):
     assert time.process_time() - before < 1
 
 
-@pytest.mark.parametrize(("text", "limit", "parts"), [
-    ("one two\nthree", 10, ["one two\n", "three"]),
-    ("one two three", 10, ["one two ", "three"]),
-    ("<b>one two</b>", 10, ["<b>one </b>", "<b>two</b>"]),
-    ('<a href="https://x.y">one</a>', 24, ['<a href="https://x.y">on</a>', '<a href="https://x.y">e</a>']),
-    ("a&lt;b", 4, ["a", "&lt;", "b"]),
-    ("🙂🙂🙂", 5, ["🙂🙂", "🙂"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "limit", "parts"),
+    [
+        ("one two\nthree", 10, ["one two\n", "three"]),
+        ("one two three", 10, ["one two ", "three"]),
+        ("<b>one two</b>", 10, ["<b>one </b>", "<b>two</b>"]),
+        (
+            '<a href="https://x.y">one</a>',
+            24,
+            ['<a href="https://x.y">on</a>', '<a href="https://x.y">e</a>'],
+        ),
+        ("a&lt;b", 4, ["a", "&lt;", "b"]),
+        ("🙂🙂🙂", 5, ["🙂🙂", "🙂"]),
+    ],
+)
 def test_where_a_text_is_cut(text, limit, parts):
     assert split_html(text, limit) == parts
 
@@ -1053,32 +1259,42 @@ def local(text: str) -> datetime:
     return datetime.fromisoformat(text).replace(tzinfo=BERLIN)
 
 
-@pytest.mark.parametrize(("expr", "after", "expected"), [
-    ("30 9 * * *", "2026-11-21T09:30", "2026-11-22T09:30"),
-    ("0 9 * * MON,Wed", "2026-11-23T10:00", "2026-11-25T09:00"),
-    ("0 9 * * sat-sun", "2026-11-21T10:00", "2026-11-22T09:00"),
-    ("0 9 * * sun-tue", "2026-11-21T10:00", "2026-11-22T09:00"),
-    ("0 0 1 jan,jul *", "2027-01-01T10:00", "2027-07-01T00:00"),
-    ("0 0 29 2 *", "2026-11-21T10:00", "2028-02-29T00:00"),
-    ("0 9 13 * fri", "2026-11-14T10:00", "2026-11-20T09:00"),  # either day, if neither is a star,
-    ("0 9 */2 * mon", "2026-11-24T10:00", "2026-12-07T09:00"),  # else both have to fit
-    ("0-59/59 0-23/23 1-31/30 1-12/11 0-7/7", "2027-01-01T10:00", "2027-01-01T23:00"),
-    ("0 0 31 2 *", "2026-11-21T10:00", None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("expr", "after", "expected"),
+    [
+        ("30 9 * * *", "2026-11-21T09:30", "2026-11-22T09:30"),
+        ("0 9 * * MON,Wed", "2026-11-23T10:00", "2026-11-25T09:00"),
+        ("0 9 * * sat-sun", "2026-11-21T10:00", "2026-11-22T09:00"),
+        ("0 9 * * sun-tue", "2026-11-21T10:00", "2026-11-22T09:00"),
+        ("0 0 1 jan,jul *", "2027-01-01T10:00", "2027-07-01T00:00"),
+        ("0 0 29 2 *", "2026-11-21T10:00", "2028-02-29T00:00"),
+        (
+            "0 9 13 * fri",
+            "2026-11-14T10:00",
+            "2026-11-20T09:00",
+        ),  # either day, if neither is a star,
+        ("0 9 */2 * mon", "2026-11-24T10:00", "2026-12-07T09:00"),  # else both have to fit
+        ("0-59/59 0-23/23 1-31/30 1-12/11 0-7/7", "2027-01-01T10:00", "2027-01-01T23:00"),
+        ("0 0 31 2 *", "2026-11-21T10:00", None),
+    ],
+)
 def test_when_an_expression_comes_next(expr, after, expected):
     assert next_run(expr, local(after), BERLIN) == (local(expected) if expected else None)
 
 
-@pytest.mark.parametrize(("expr", "complaint"), [
-    ("", "has 0 fields instead of five: minute, hour"),
-    ("60 * * * *", "minute: '60' is not within 0-59"),
-    ("* * * * 8", "day of week: '8' is not within 0-7"),
-    ("* * * mon *", "month: 'mon' is not like"),
-    ("*/0 * * * *", "minute: './0' is not within 0-59"),
-    ("0 22-2 * * *", "hour: '22-2' is not within 0-23; 22-2 is written as 22-23,0-2"),
-    ("5/15 * * * *", "minute: '5/15' is not like"),
-    ("١ * * * *", "minute: '١' is not like"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("expr", "complaint"),
+    [
+        ("", "has 0 fields instead of five: minute, hour"),
+        ("60 * * * *", "minute: '60' is not within 0-59"),
+        ("* * * * 8", "day of week: '8' is not within 0-7"),
+        ("* * * mon *", "month: 'mon' is not like"),
+        ("*/0 * * * *", "minute: './0' is not within 0-59"),
+        ("0 22-2 * * *", "hour: '22-2' is not within 0-23; 22-2 is written as 22-23,0-2"),
+        ("5/15 * * * *", "minute: '5/15' is not like"),
+        ("١ * * * *", "minute: '١' is not like"),
+    ],
+)
 def test_a_bad_expression_says_what_is_wrong(expr, complaint):
     with pytest.raises(ValueError, match=complaint):
         next_run(expr, local("2026-11-21T12:00"), BERLIN)
@@ -1086,26 +1302,36 @@ def test_a_bad_expression_says_what_is_wrong(expr, complaint):
 
 def random_field(random: Random, lowest: int, highest: int, most: int = 59) -> tuple[str, set[int]]:
     """A field as text, and the values that it means."""
-    low, high = random.randint(lowest, min(highest, most)), random.randint(lowest, min(highest, most))
+    low, high = (
+        random.randint(lowest, min(highest, most)),
+        random.randint(lowest, min(highest, most)),
+    )
     step = random.randint(1, 9)
     low, high = min(low, high), max(low, high)
-    return random.choice([
-        ("*", set(range(lowest, highest + 1))),
-        (f"*/{step}", set(range(lowest, highest + 1, step))),
-        (f"{low}", {low}),
-        (f"{low},{high}", {low, high}),
-        (f"{low}-{high}", set(range(low, high + 1))),
-        (f"{low}-{high}/{step}", set(range(low, high + 1, step))),
-    ])  # fmt: skip
+    return random.choice(
+        [
+            ("*", set(range(lowest, highest + 1))),
+            (f"*/{step}", set(range(lowest, highest + 1, step))),
+            (f"{low}", {low}),
+            (f"{low},{high}", {low, high}),
+            (f"{low}-{high}", set(range(low, high + 1))),
+            (f"{low}-{high}/{step}", set(range(low, high + 1, step))),
+        ]
+    )
 
 
-def by_the_minute(texts: list[str], sets: list[set[int]], after: datetime, zone: ZoneInfo) -> datetime | None:
+def by_the_minute(
+    texts: list[str], sets: list[set[int]], after: datetime, zone: ZoneInfo
+) -> datetime | None:
     """The oracle: look at the clock on the wall every minute, and at what it left out."""
 
     def fits(wall: datetime) -> bool:
         minutes, hours, days, months, weekdays = sets
         in_time = wall.minute in minutes and wall.hour in hours and wall.month in months
-        in_month, in_week = wall.day in days, bool({wall.isoweekday(), wall.isoweekday() % 7} & weekdays)
+        in_month, in_week = (
+            wall.day in days,
+            bool({wall.isoweekday(), wall.isoweekday() % 7} & weekdays),
+        )
         is_either = texts[2][0] != "*" and texts[4][0] != "*"
         return in_time and ((in_month or in_week) if is_either else (in_month and in_week))
 
@@ -1128,11 +1354,17 @@ def by_the_minute(texts: list[str], sets: list[set[int]], after: datetime, zone:
 def test_the_calendar_agrees_with_a_clock_that_is_looked_at_every_minute():
     """In zones and weeks in which clocks are set: by an hour, by half of one, at midnight."""
     changes = [
-        ("Europe/Berlin", "2026-03-28"), ("Europe/Berlin", "2026-10-24"), ("America/New_York", "2026-03-07"),
-        ("Australia/Lord_Howe", "2026-04-04"), ("Australia/Lord_Howe", "2026-10-03"),
-        ("Africa/Cairo", "2026-04-23"), ("Africa/Cairo", "2026-10-29"), ("Asia/Kolkata", "2026-01-01"),
-        ("America/St_Johns", "2010-11-06"), ("America/Nuuk", "2026-10-24"),
-    ]  # fmt: skip
+        ("Europe/Berlin", "2026-03-28"),
+        ("Europe/Berlin", "2026-10-24"),
+        ("America/New_York", "2026-03-07"),
+        ("Australia/Lord_Howe", "2026-04-04"),
+        ("Australia/Lord_Howe", "2026-10-03"),
+        ("Africa/Cairo", "2026-04-23"),
+        ("Africa/Cairo", "2026-10-29"),
+        ("Asia/Kolkata", "2026-01-01"),
+        ("America/St_Johns", "2010-11-06"),
+        ("America/Nuuk", "2026-10-24"),
+    ]
     random = Random(11)
     for number in range(30):
         name, day = changes[number % len(changes)]
@@ -1142,7 +1374,9 @@ def test_the_calendar_agrees_with_a_clock_that_is_looked_at_every_minute():
         fields[2] = random.choice([fields[2], ("*", set(range(1, 32)))])
         fields[4] = random.choice([fields[4], ("*", set(range(8)))])
         texts, sets = [field[0] for field in fields], [field[1] for field in fields]
-        after = datetime.fromisoformat(f"{day}T00:00Z") + timedelta(minutes=random.randint(0, 2_000))
+        after = datetime.fromisoformat(f"{day}T00:00Z") + timedelta(
+            minutes=random.randint(0, 2_000)
+        )
         expected = by_the_minute(texts, sets, after, ZoneInfo(name))
         moment = next_run(" ".join(texts), after, ZoneInfo(name))
         if expected is None and moment:
@@ -1152,7 +1386,9 @@ def test_the_calendar_agrees_with_a_clock_that_is_looked_at_every_minute():
 
 
 def test_the_zone_of_this_machine_has_its_rules(tmp_path, monkeypatch):
-    folder = next(Path(folder) for folder in zoneinfo.TZPATH if (Path(folder) / "Europe/Berlin").exists())
+    folder = next(
+        Path(folder) for folder in zoneinfo.TZPATH if (Path(folder) / "Europe/Berlin").exists()
+    )
     link = tmp_path / "localtime"
     link.symlink_to(folder / "Europe/Berlin")
     monkeypatch.delenv("TZ", raising=False)
@@ -1220,9 +1456,12 @@ def test_every_cron_and_at_each_in_its_time_and_by_a_name_that_a_kill_does_not_c
     office.add("stretch", at="2026-11-21T12:25")
     before = office.path.read_bytes()
     assert office.pass_time(1_800, step=60) == [
-        ("drink", "21 12:10:00"), ("drink", "21 12:20:00"), ("stretch", "21 12:25:00"),
-        ("drink", "21 12:30:00"), ("lunch", "21 12:30:00"),
-    ]  # fmt: skip
+        ("drink", "21 12:10:00"),
+        ("drink", "21 12:20:00"),
+        ("stretch", "21 12:25:00"),
+        ("drink", "21 12:30:00"),
+        ("lunch", "21 12:30:00"),
+    ]
     assert [row["message"] for row in office.rows()] == ["drink", "lunch"]
     assert office.names[0] == f"{drink}@2026-11-21T11:10:00Z"
     office.path.write_bytes(before)  # the file as it was when a kill kept the runs from being noted
@@ -1239,7 +1478,9 @@ NIGHTS = {
 
 @pytest.mark.parametrize("name", NIGHTS)
 @pytest.mark.parametrize("number", [0, 1], ids=["clocks go forward", "clocks go back"])
-def test_in_the_nights_when_clocks_are_set_each_job_runs_as_often_as_it_should(tmp_path, name, number):
+def test_in_the_nights_when_clocks_are_set_each_job_runs_as_often_as_it_should(
+    tmp_path, name, number
+):
     """`every` and `at` are right to the minute of real time, `cron` once, the heartbeat each half hour."""
     zone = ZoneInfo(name)
     begin = datetime.fromisoformat(NIGHTS[name][number]).replace(tzinfo=zone)
@@ -1262,16 +1503,19 @@ def test_in_the_nights_when_clocks_are_set_each_job_runs_as_often_as_it_should(t
     assert [each for each in fired if each[0] in ("at", "local")] == [("at", wall), ("local", wall)]
 
 
-@pytest.mark.parametrize(("schedule", "started", "fires"), [
-    ({"cron_expr": "0 13 * * *"}, "2026-11-21T13:05", True),  # 61 s late was too late once
-    ({"cron_expr": "0 13 * * *"}, "2026-11-22T00:59", True),
-    ({"cron_expr": "0 13 * * *"}, "2026-11-22T01:01", False),
-    ({"cron_expr": "0 13 * * *"}, "2026-11-25T13:30", True),  # of several days the last one
-    ({"cron_expr": "0 13 * * mon"}, "2026-11-24T01:30", False),  # twelve hours at most
-    ({"every_seconds": 3_600}, "2026-11-21T15:29", True),
-    ({"every_seconds": 3_600}, "2026-11-21T15:31", False),
-    ({"at": "2026-11-21T13:00"}, "2026-11-22T12:45", True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("schedule", "started", "fires"),
+    [
+        ({"cron_expr": "0 13 * * *"}, "2026-11-21T13:05", True),  # 61 s late was too late once
+        ({"cron_expr": "0 13 * * *"}, "2026-11-22T00:59", True),
+        ({"cron_expr": "0 13 * * *"}, "2026-11-22T01:01", False),
+        ({"cron_expr": "0 13 * * *"}, "2026-11-25T13:30", True),  # of several days the last one
+        ({"cron_expr": "0 13 * * mon"}, "2026-11-24T01:30", False),  # twelve hours at most
+        ({"every_seconds": 3_600}, "2026-11-21T15:29", True),
+        ({"every_seconds": 3_600}, "2026-11-21T15:31", False),
+        ({"at": "2026-11-21T13:00"}, "2026-11-22T12:45", True),
+    ],
+)
 def test_a_job_that_is_late_runs_once_if_that_is_of_use_and_else_the_log_says_so(
     tmp_path, caplog, schedule, started, fires
 ):
@@ -1289,7 +1533,9 @@ def test_a_reminder_of_long_ago_is_only_told_and_the_list_never_shows_the_past(t
     office = Office(tmp_path, local("2026-11-22T13:45"))
     listed = office.cron("list").splitlines()
     assert " · next Sun 2026-11-22 13:45 CET · " in listed[0]
-    assert listed[1] == f"{id} · cron 0 13 * * * · next Mon 2026-11-23 13:00 CET · telegram:42 · daily"
+    assert (
+        listed[1] == f"{id} · cron 0 13 * * * · next Mon 2026-11-23 13:00 CET · telegram:42 · daily"
+    )
     told = "Only tell the user that this job was missed on Sat 2026-11-21 12:30 CET: old"
     assert told in [message for message, _ in office.pass_time(5)]
     assert Office(tmp_path, office.now).pass_time(5) == []
@@ -1300,14 +1546,20 @@ def test_rows_written_by_hand_run_odd_ones_are_told_once_and_all_are_kept(tmp_pa
     office = Office(tmp_path)
     odd = ["text", 7, None, {}, {"id": "x"}, {"id": "s1", "every_seconds": -1}]
     odd += [{"id": "n", "every_seconds": "often"}, {"id": "z", "cron_expr": "x"}]
-    odd += [{"id": "t", "cron_expr": "1 1 * * *", "tz": "Mars/Olympus"}, {"id": "q", "since": 5, "at": [1]}]
+    odd += [
+        {"id": "t", "cron_expr": "1 1 * * *", "tz": "Mars/Olympus"},
+        {"id": "q", "since": 5, "at": [1]},
+    ]
     by_hand = {"id": 1, "message": 7, "every_seconds": 60, "tz": None, "colour": "red", "runs": [7]}
     office.write(*odd, by_hand, by_hand)
     assert office.pass_time(180) == [("7", f"21 12:0{n}:01") for n in (1, 2)]
     rows = office.rows()
     assert rows[: len(odd)] == odd and (rows[-1]["colour"], rows[-1]["runs"]) == ("red", [7])
     assert caplog.text.count("is no job") == len(odd)
-    assert "cron: {'id': 's1', 'every_seconds': -1} is no job: the schedule is missing or negative" in caplog.messages
+    assert (
+        "cron: {'id': 's1', 'every_seconds': -1} is no job: the schedule is missing or negative"
+        in caplog.messages
+    )
     assert office.cron("list").startswith("1 · every 60 s · next ")
     assert office.cron("remove", job_id="1") == "Removed job 1."
     with pytest.raises(CronError, match="There is no job ''. Jobs that can be removed: x, s1,"):
@@ -1315,7 +1567,9 @@ def test_rows_written_by_hand_run_odd_ones_are_told_once_and_all_are_kept(tmp_pa
     assert office.rows() == odd
 
 
-def test_jobs_that_are_added_side_by_side_are_all_kept_without_a_lock_against_other_programs(tmp_path):
+def test_jobs_that_are_added_side_by_side_are_all_kept_without_a_lock_against_other_programs(
+    tmp_path,
+):
     service = CronService(tmp_path / "jobs.json", None, now=lambda: START, zone=BERLIN)
     with ThreadPoolExecutor(8) as threads:
         add = partial(service.cron, "add", every_seconds=60, turn=CHAT)
@@ -1330,11 +1584,15 @@ def test_a_clock_that_was_ahead_stops_nothing(tmp_path):
     office.now = START  # the same program: the clock is set back
     assert len(office.pass_time(130)) == 2
     row = office.rows()[0]
-    office.write(row | {"since": "2030-01-01T12:00:00+01:00", "created": "2030-01-01T12:00:00+01:00"})
+    office.write(
+        row | {"since": "2030-01-01T12:00:00+01:00", "created": "2030-01-01T12:00:00+01:00"}
+    )
     assert len(Office(tmp_path).pass_time(120)) == 2
 
 
-def test_a_job_that_hangs_fails_or_is_stopped_keeps_its_times_and_holds_up_no_other(tmp_path, caplog):
+def test_a_job_that_hangs_fails_or_is_stopped_keeps_its_times_and_holds_up_no_other(
+    tmp_path, caplog
+):
     office = Office(tmp_path)
 
     async def fire(job: CronJob) -> None:
@@ -1361,7 +1619,9 @@ def test_a_job_that_hangs_fails_or_is_stopped_keeps_its_times_and_holds_up_no_ot
     failed = "ConnectionError: no model"
     assert [row["error"] for row in office.rows()] == ["", "", failed, "stopped", failed]
     last = office.cron("list").splitlines()[-1]
-    assert last.endswith(f" · at 2026-11-21T12:01:00+01:00 · off · telegram:42 · once · failed: {failed}")
+    assert last.endswith(
+        f" · at 2026-11-21T12:01:00+01:00 · off · telegram:42 · once · failed: {failed}"
+    )
     assert caplog.records[0].exc_info[0] is ConnectionError
 
 
@@ -1401,14 +1661,20 @@ def test_system_jobs_keep_their_pace_are_listed_and_protected(tmp_path):
     office = started(START, 1_800)
     office.pass_time(3_600, step=600)
     assert beats == ["12:30", "13:00"]
-    assert "heartbeat · every 1800 s · next Sat 2026-11-21 13:30 CET · system · " in office.cron("list")
+    assert "heartbeat · every 1800 s · next Sat 2026-11-21 13:30 CET · system · " in office.cron(
+        "list"
+    )
     with pytest.raises(CronError, match="heartbeat is a job of the system: it cannot be removed"):
         office.cron("remove", job_id="heartbeat")
     office.write(office.rows()[0] | {"enabled": False})  # by hand; the settings decide
-    office = started(local("2026-11-21T15:10"), 1_200)  # it missed some: one at once, then in its rhythm
+    office = started(
+        local("2026-11-21T15:10"), 1_200
+    )  # it missed some: one at once, then in its rhythm
     office.pass_time(1_800, step=600)
     assert beats[2:] == ["15:20", "15:40"]
-    assert Office(tmp_path, office.now).pass_time(7_200, step=600) == []  # nobody here knows what it does
+    assert (
+        Office(tmp_path, office.now).pass_time(7_200, step=600) == []
+    )  # nobody here knows what it does
 
 
 def test_a_disk_that_refuses_makes_nothing_run_twice(tmp_path, caplog):
@@ -1434,7 +1700,9 @@ def test_a_damaged_file_is_told_kept_and_never_taken_for_no_jobs(tmp_path, caplo
         with pytest.raises(OSError, match="jobs.json is damaged: "):
             ask()
     assert len(office.pass_time(120)) == 2, "the jobs that were known go on"
-    assert caplog.text.count("jobs.json is damaged: ") == 3, "once, and once for each run that is not noted"
+    assert caplog.text.count("jobs.json is damaged: ") == 3, (
+        "once, and once for each run that is not noted"
+    )
     assert office.path.read_bytes() == damage
 
 
@@ -1473,16 +1741,25 @@ def test_a_kill_between_any_two_steps_of_writing_leaves_all_or_nothing(tmp_path)
     assert step >= 3 and len(ends) == 2
 
 
-@pytest.mark.parametrize(("arguments", "complaint"), [
-    ({"message": " ", "every_seconds": 60}, "message is empty"),
-    ({"message": "x", "every_seconds": 60, "at": "2026-12-01"}, "exactly one of"),
-    ({"message": "x", "every_seconds": -5}, "the schedule is missing or negative"),
-    ({"message": "x", "every_seconds": 10**15}, "No job was added"),
-    ({"message": "x", "cron_expr": "0 9 * * *", "tz": "Mars/Olympus"}, "no time zone 'Mars/Olympus'"),
-    ({"message": "x", "at": "2026-12-01", "tz": "../etc/passwd"}, "no time zone"),
-    ({"message": "x", "cron_expr": "0 0 31 2 *"}, "never runs. It is now Sat 2026-11-21 12:00 CET"),
-    ({"message": "x", "at": "tomorrow"}, "No job was added for 'at tomorrow'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ({"message": " ", "every_seconds": 60}, "message is empty"),
+        ({"message": "x", "every_seconds": 60, "at": "2026-12-01"}, "exactly one of"),
+        ({"message": "x", "every_seconds": -5}, "the schedule is missing or negative"),
+        ({"message": "x", "every_seconds": 10**15}, "No job was added"),
+        (
+            {"message": "x", "cron_expr": "0 9 * * *", "tz": "Mars/Olympus"},
+            "no time zone 'Mars/Olympus'",
+        ),
+        ({"message": "x", "at": "2026-12-01", "tz": "../etc/passwd"}, "no time zone"),
+        (
+            {"message": "x", "cron_expr": "0 0 31 2 *"},
+            "never runs. It is now Sat 2026-11-21 12:00 CET",
+        ),
+        ({"message": "x", "at": "tomorrow"}, "No job was added for 'at tomorrow'"),
+    ],
+)
 def test_a_wish_that_cannot_be_met_says_why(tmp_path, arguments, complaint):
     office = Office(tmp_path)
     with pytest.raises(CronError, match=complaint):
@@ -1490,13 +1767,20 @@ def test_a_wish_that_cannot_be_met_says_why(tmp_path, arguments, complaint):
     assert not office.path.exists()
 
 
-@pytest.mark.parametrize(("schedule", "shown", "answer"), [
-    ({"at": "2026-11-21T17:00"}, "at 2026-11-21T17:00:00+01:00", "Sat 2026-11-21 17:00 CET"),
-    ({"at": "2026-11-21T17:00", "tz": "UTC"}, "at 2026-11-21T18:00:00+01:00", "Sat 2026-11-21 18:00 CET"),
-    ({"at": "2027-07-01T15:00Z"}, "at 2027-07-01T17:00:00+02:00", "Thu 2027-07-01 17:00 CEST"),
-    ({"cron_expr": "0 9 1 1 *", "tz": "UTC"}, "cron 0 9 1 1 * UTC", "Fri 2027-01-01 10:00 CET"),
-    ({"every_seconds": 2_592_000}, "every 2592000 s", "Mon 2026-12-21 12:00 CET"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("schedule", "shown", "answer"),
+    [
+        ({"at": "2026-11-21T17:00"}, "at 2026-11-21T17:00:00+01:00", "Sat 2026-11-21 17:00 CET"),
+        (
+            {"at": "2026-11-21T17:00", "tz": "UTC"},
+            "at 2026-11-21T18:00:00+01:00",
+            "Sat 2026-11-21 18:00 CET",
+        ),
+        ({"at": "2027-07-01T15:00Z"}, "at 2027-07-01T17:00:00+02:00", "Thu 2027-07-01 17:00 CEST"),
+        ({"cron_expr": "0 9 1 1 *", "tz": "UTC"}, "cron 0 9 1 1 * UTC", "Fri 2027-01-01 10:00 CET"),
+        ({"every_seconds": 2_592_000}, "every 2592000 s", "Mon 2026-12-21 12:00 CET"),
+    ],
+)
 def test_the_model_is_told_when_a_job_comes(tmp_path, schedule, shown, answer):
     office = Office(tmp_path)
     added = office.cron("add", "stretch", **schedule)
@@ -1522,14 +1806,17 @@ def test_the_tool_removes_and_makes_no_job_in_a_job(tmp_path):
 # ---- Heartbeat ----
 
 
-@pytest.mark.parametrize(("text", "active"), [
-    ("# Heartbeat\r\n\n## Tasks\n---\n- [ ]\n-\n", ""),
-    ("<!-- write tasks here\n- [ ] like this -->\n", ""),
-    ("- [x] call Ann\n  her number is 555\n* [X] done\n", ""),
-    ("- [x] call Ann\n  - [ ] ask for Bob", "- [ ] ask for Bob"),
-    ("# Tasks\n- [x] call Ann\n- [ ] water the plants\n", "# Tasks\n\n- [ ] water the plants"),
-    ("#5 is open", "#5 is open"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "active"),
+    [
+        ("# Heartbeat\r\n\n## Tasks\n---\n- [ ]\n-\n", ""),
+        ("<!-- write tasks here\n- [ ] like this -->\n", ""),
+        ("- [x] call Ann\n  her number is 555\n* [X] done\n", ""),
+        ("- [x] call Ann\n  - [ ] ask for Bob", "- [ ] ask for Bob"),
+        ("# Tasks\n- [x] call Ann\n- [ ] water the plants\n", "# Tasks\n\n- [ ] water the plants"),
+        ("#5 is open", "#5 is open"),
+    ],
+)
 def test_what_is_to_be_done_at_a_heartbeat(text, active):
     assert active_tasks(text) == active
 

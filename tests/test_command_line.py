@@ -49,7 +49,9 @@ def start(*arguments: str, server: FakeLLM | None = None, extra=None, program=PR
     return subprocess.Popen([*program, *arguments], env=environ, **usual | options | letters)
 
 
-def nanobot(*arguments: str, server: FakeLLM | None = None, stdin: bytes = b"", cwd: Path | None = None):
+def nanobot(
+    *arguments: str, server: FakeLLM | None = None, stdin: bytes = b"", cwd: Path | None = None
+):
     """Run the program to its end, in a process of its own: (exit status, stdout, stderr)."""
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder, name) for name in ("in", "out", "err")]
@@ -105,7 +107,9 @@ def wait_until(condition, seconds: float = LONG) -> None:
 def is_gone(pid: int) -> bool:
     status = Path(f"/proc/{pid}/stat")
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        return status.read_text().rsplit(")", 1)[1].split()[0] == "Z"  # the system takes its time to bury it
+        return (
+            status.read_text().rsplit(")", 1)[1].split()[0] == "Z"
+        )  # the system takes its time to bury it
     return True
 
 
@@ -113,7 +117,10 @@ def is_gone(pid: int) -> bool:
 
 LOOK = Reply("Let me look.", [call("list_dir")], "tool_calls")
 SLOW_DOWN = {"error": {"message": "slow down"}}
-BUSY = [Failure(429, SLOW_DOWN, {"retry-after-ms": "10"}), Failure(503, SLOW_DOWN, {"Retry-After": "0.01"})]
+BUSY = [
+    Failure(429, SLOW_DOWN, {"retry-after-ms": "10"}),
+    Failure(503, SLOW_DOWN, {"Retry-After": "0.01"}),
+]
 PAGE = Failure(200, "<html><body>Welcome to the hotel WLAN</body></html>", content_type="text/html")
 BOOM = Failure(400, {"error": {"message": "boom"}})
 
@@ -121,29 +128,45 @@ BOOM = Failure(400, {"error": {"message": "boom"}})
 @pytest.mark.parametrize(
     ("script", "status", "answer", "notes"),
     [
-        ([LOOK, "Here it is."], 0, "Here it is.\n", ["Let me look.", "list_dir()", "2 requests · "]),
+        (
+            [LOOK, "Here it is."],
+            0,
+            "Here it is.\n",
+            ["Let me look.", "list_dir()", "2 requests · "],
+        ),
         ([*BUSY, "ok"], 0, "ok\n", ["slow down", "1 request · "]),
         (["", "", ""], 1, "There is no answer", ["nanobot: There is no answer"]),
         ([BOOM], 1, "", ["/v1", "boom"]),
         ([PAGE], 1, "", ["/v1", "Welcome to the hotel WLAN"]),
         ([call("nothing_like_it")] * 5, 1, "I had to stop: ", ["nothing_like_it"]),
-        ([*(call("glob", pattern=str(n)) for n in range(6)), "so far"], 0, "so far\n", ["maxToolIterations"]),
+        (
+            [*(call("glob", pattern=str(n)) for n in range(6)), "so far"],
+            0,
+            "so far\n",
+            ["maxToolIterations"],
+        ),
     ],
 )
-def test_the_answer_alone_goes_to_stdout_and_all_else_to_stderr(own_home, script, status, answer, notes):
+def test_the_answer_alone_goes_to_stdout_and_all_else_to_stderr(
+    own_home, script, status, answer, notes
+):
     six_steps = settings(own_home, agents={"defaults": {"maxToolIterations": 6}})
     with FakeLLM(script) as server:
         got, out, err = nanobot("-m", "x", *six_steps, server=server)
     assert (got, "Traceback" in err, "INFO" in err) == (status, False, False), err
     assert out.startswith(answer) and bool(out) == bool(answer) and server.bodies[0]["stream"]
     assert [note for note in notes if note not in err] == []
-    assert re.search(r"^\d requests? · ~?[\d,]+ in · ~?[\d,]+ out · context [\d,]+ of 65,536$", err, re.M)
+    assert re.search(
+        r"^\d requests? · ~?[\d,]+ in · ~?[\d,]+ out · context [\d,]+ of 65,536$", err, re.M
+    )
 
 
 def test_what_stands_beside_the_answer_can_be_switched_off(own_home):
     for key, left in (("sendProgress", "list_dir()"), ("sendToolHints", "Let me look.")):
         with FakeLLM([LOOK, "Here it is."]) as server:
-            err = nanobot("-m", "look", *settings(own_home, channels={key: False}), server=server)[2]
+            err = nanobot("-m", "look", *settings(own_home, channels={key: False}), server=server)[
+                2
+            ]
         assert [shown for shown in ("Let me look.", "list_dir()") if shown in err] == [left]
 
 
@@ -153,12 +176,18 @@ def test_without_a_key_it_says_so_and_asks_the_offline_model_which_can_be_wanted
     status, out, err = nanobot("--offline", "tell me a joke", "--logs")
     assert (status, "I know no rule" in out, "OPENAI_API_KEY" in err) == (0, True, False)
     assert re.search("^INFO nanobot: ", err, re.M)
-    assert nanobot("--offline", "-m", "/stop")[1:] == ("Nothing is running.\n", ""), "a command is no request"
+    assert nanobot("--offline", "-m", "/stop")[1:] == ("Nothing is running.\n", ""), (
+        "a command is no request"
+    )
 
 
 def test_what_is_piped_in_is_the_message_or_stands_behind_it(own_home):
     with FakeLLM(lambda body: "ok") as server:
-        for flags, piped in (([], b"from a pipe"), (["-m", "look"], b"caf\xe9 \xff"), (["x"], b"word " * 60_000)):
+        for flags, piped in (
+            ([], b"from a pipe"),
+            (["-m", "look"], b"caf\xe9 \xff"),
+            (["x"], b"word " * 60_000),
+        ):
             assert nanobot("agent", *flags, server=server, stdin=piped)[:2] == (0, "ok\n")
         alone, beside, large = (body["messages"][-1]["content"] for body in server.bodies)
     assert alone.endswith("\n\nfrom a pipe")
@@ -170,9 +199,13 @@ def test_what_is_piped_in_is_the_message_or_stands_behind_it(own_home):
 @pytest.mark.skipif(os.name != "posix", reason="a closed descriptor is a POSIX thing")
 def test_closed_and_odd_streams_do_no_harm(own_home):
     with FakeLLM(["naïve Γειά"] * 2) as server:
-        silent = start("-m", "x", server=server, stdin=subprocess.PIPE)  # nothing comes through this pipe
+        silent = start(
+            "-m", "x", server=server, stdin=subprocess.PIPE
+        )  # nothing comes through this pipe
         latin = {"PYTHONIOENCODING": "latin-1"}
-        process = start("-m", "x", "-s", "b", server=server, extra=latin, preexec_fn=lambda: os.close(0))
+        process = start(
+            "-m", "x", "-s", "b", server=server, extra=latin, preexec_fn=lambda: os.close(0)
+        )
         out, err = process.communicate(timeout=LONG)
         assert (process.returncode, out, silent.wait(LONG)) == (0, "na\\xefve ????\n", 0), err
     reading, writing = os.pipe()
@@ -188,13 +221,17 @@ def test_sessions_are_apart_remembered_listed_and_shown_with_their_odd_lines(own
             nanobot("-m", text, "-s", name, server=server)
         assert [len(body["messages"]) for body in server.bodies] == [2, 2, 4]
     with open(workspace_of(own_home) / "sessions" / "cli%3Awork.jsonl", "a") as file:
-        file.write('[]\n{"role": "\\u001b[2J"}\n{"role": "user", "content": [{"text": "odd"}]}\ntorn')
+        file.write(
+            '[]\n{"role": "\\u001b[2J"}\n{"role": "user", "content": [{"text": "odd"}]}\ntorn'
+        )
     status, out, _ = nanobot("sessions")
     assert status == 0 and "cli:direct  4 messages\n" in out and "cli:work  " in out
     for name in ("work", "cli:work"):
         status, out, _ = nanobot("sessions", "show", name)
         assert (status, "\x1b" in out) == (0, False)
-        assert [text for text in ("user: second", "assistant: two", "odd") if text not in out] == [], out
+        assert [
+            text for text in ("user: second", "assistant: two", "odd") if text not in out
+        ] == [], out
 
 
 def test_nothing_that_is_shown_reaches_the_terminal_raw_but_a_pipe_as_it_is(own_home, tmp_path):
@@ -203,10 +240,19 @@ def test_nothing_that_is_shown_reaches_the_terminal_raw_but_a_pipe_as_it_is(own_
     (tmp_path / evil).write_text(evil, encoding="utf-8")
     workspace = workspace_of(own_home)
     (workspace / "skills" / evil).mkdir(parents=True)
-    (workspace / "skills" / evil / "SKILL.md").write_text("---\nmetadata: {\n---\n")  # a warning names it
+    (workspace / "skills" / evil / "SKILL.md").write_text(
+        "---\nmetadata: {\n---\n"
+    )  # a warning names it
     (workspace / "SOUL.md").write_text(evil, encoding="utf-8")
-    beside = Reply(evil, [call("read_file", path=evil), call("exec", command=f"echo '{evil}'")], "tool_calls")
-    script = [beside, call("exec", command=f"{evil}\0"), evil, Failure(400, {"error": {"message": evil}})]
+    beside = Reply(
+        evil, [call("read_file", path=evil), call("exec", command=f"echo '{evil}'")], "tool_calls"
+    )
+    script = [
+        beside,
+        call("exec", command=f"{evil}\0"),
+        evil,
+        Failure(400, {"error": {"message": evil}}),
+    ]
     with FakeLLM(script) as server:
         status, out, shown = nanobot("-m", evil, "--logs", server=server, cwd=tmp_path)
         assert (status, out) == (0, f"{evil}\n")
@@ -246,7 +292,11 @@ def test_a_one_shot_waits_for_its_helpers_and_tells_what_they_found(own_home):
         ([], 2, ["-m TEXT", "standard input"]),
         (["--offline", "-m", " "], 2, ["-m TEXT"]),
         (["agent", "--app"], 2, ["usage:", "unrecognized arguments: --app"]),
-        (["web", "--offline", "--no-open", "--port", "80000"], 1, ["Port 80000", "Change or omit --port"]),
+        (
+            ["web", "--offline", "--no-open", "--port", "80000"],
+            1,
+            ["Port 80000", "Change or omit --port"],
+        ),
         (["cron", "add"], 2, ["'add'", "list", "remove"]),
         (["replay"], 2, ["FILE"]),
         (["sessions", "show", "x"], 1, ["cli:x", "`nanobot sessions`"]),
@@ -260,7 +310,9 @@ def test_a_one_shot_waits_for_its_helpers_and_tells_what_they_found(own_home):
         (["cron", "remove", "r9"], 1, ["r9"]),
     ],
 )
-def test_wrong_usage_is_explained_with_status_2_and_a_failure_with_cause_and_fix(own_home, arguments, status, said):
+def test_wrong_usage_is_explained_with_status_2_and_a_failure_with_cause_and_fix(
+    own_home, arguments, status, said
+):
     got, out, err = nanobot(*arguments)
     assert (got, out, "Traceback" in err) == (status, "", False)
     assert [words for words in said if words not in err] == [], err
@@ -291,10 +343,18 @@ BUSY_FOR_A_MINUTE = Failure(429, SLOW_DOWN, {"Retry-After": "60"})
 @needs_proc
 @pytest.mark.parametrize(
     ("name", "script"),
-    [("SIGINT", [Hang(60)]), ("SIGINT", [BUSY_FOR_A_MINUTE]), ("SIGTERM", [WAITS]), ("SIGHUP", [WAITS]),
-     ("SIGKILL", [WAITS]), ("SIGINT", [call("mcp_test_wait", seconds=600)])],
-)  # fmt: skip
-def test_whatever_ends_a_turn_its_children_end_too_and_the_session_goes_on(own_home, tmp_path, name, script):
+    [
+        ("SIGINT", [Hang(60)]),
+        ("SIGINT", [BUSY_FOR_A_MINUTE]),
+        ("SIGTERM", [WAITS]),
+        ("SIGHUP", [WAITS]),
+        ("SIGKILL", [WAITS]),
+        ("SIGINT", [call("mcp_test_wait", seconds=600)]),
+    ],
+)
+def test_whatever_ends_a_turn_its_children_end_too_and_the_session_goes_on(
+    own_home, tmp_path, name, script
+):
     is_mcp = "mcp_test_wait" in str(script)
     files = {"PID_FILE": f"{tmp_path}/pid", "WAITING_FILE": f"{tmp_path}/waiting"}
     servers = {"test": mcp_server(**files)} if is_mcp else {}
@@ -307,7 +367,9 @@ def test_whatever_ends_a_turn_its_children_end_too_and_the_session_goes_on(own_h
         if script == [BUSY_FOR_A_MINUTE]:
             assert "60 s" in process.stderr.readline()
         if script == [WAITS]:
-            wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text().strip())
+            wait_until(
+                lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text().strip()
+            )
         wait_until(lambda: not is_mcp or (tmp_path / "waiting").exists())
         process.send_signal(getattr(signal, name))
         _, err = process.communicate(timeout=LONG)
@@ -315,7 +377,11 @@ def test_whatever_ends_a_turn_its_children_end_too_and_the_session_goes_on(own_h
         if name == "SIGKILL":
             os.kill(child, signal.SIGKILL)  # nobody else could
         else:
-            assert (process.returncode, "Traceback" in err, "/continue" in err) == (130, False, True)
+            assert (process.returncode, "Traceback" in err, "/continue" in err) == (
+                130,
+                False,
+                True,
+            )
             assert "no business on the terminal" not in err
         wait_until(lambda: not child or is_gone(child))
         assert nanobot("-m", "/continue", server=server)[:2] == (0, "still here\n")
@@ -333,7 +399,9 @@ def mcp_server(*arguments: str, **environ: str) -> dict:
     return {"command": sys.executable, "args": [script, *arguments], "env": environ}
 
 
-def test_status_and_prompt_show_servers_and_what_was_pasted_from_elsewhere_is_no_error(own_home, tmp_path):
+def test_status_and_prompt_show_servers_and_what_was_pasted_from_elsewhere_is_no_error(
+    own_home, tmp_path
+):
     good = mcp_server(PID_FILE=f"{tmp_path}/pid") | {"autoApprove": []}
     bad = {"command": "no-such-program"}
     flags = settings(own_home, mcpServers={"bad": bad}, tools={"mcpServers": {"good": good}})
@@ -361,7 +429,9 @@ class Terminal:
 
         self.screen, inner = os.openpty()
         streams = {"stdin": inner, "stdout": inner, "stderr": inner, "start_new_session": True}
-        self.process = start(*arguments, server=server, cwd=cwd, preexec_fn=take_terminal, **streams)
+        self.process = start(
+            *arguments, server=server, cwd=cwd, preexec_fn=take_terminal, **streams
+        )
         os.close(inner)
         self.text = self.everything = ""
 
@@ -386,7 +456,9 @@ class Terminal:
 
     def wait_for_keyboard(self) -> None:
         """That it has printed a prompt comes a little earlier."""
-        where = Path(f"/proc/{self.process.pid}/wchan")  # of the main thread: in which call it sleeps
+        where = Path(
+            f"/proc/{self.process.pid}/wchan"
+        )  # of the main thread: in which call it sleeps
         if where.exists():
             wait_until(lambda: re.search("select|poll_|tty", where.read_text()))
 
@@ -400,7 +472,9 @@ class Terminal:
             os.close(self.screen)
 
 
-needs_terminal = pytest.mark.skipif(not hasattr(os, "openpty"), reason="pseudo-terminals are a POSIX thing")
+needs_terminal = pytest.mark.skipif(
+    not hasattr(os, "openpty"), reason="pseudo-terminals are a POSIX thing"
+)
 
 
 @needs_terminal
@@ -421,7 +495,9 @@ def test_a_conversation_at_the_prompt(own_home):
         terminal = Terminal(server=server)  # who comes back is greeted more briefly
         terminal.expect("/help", "> ")
         assert str(own_home) not in terminal.everything
-        while terminal.process.poll() is None:  # one right before it waits is only seen with the next
+        while (
+            terminal.process.poll() is None
+        ):  # one right before it waits is only seen with the next
             terminal.process.send_signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 terminal.process.wait(10)
@@ -457,11 +533,18 @@ def test_a_reminder_comes_to_the_prompt_while_no_gateway_runs(own_home):
         terminal.expect("> ")
         assert "Remember" not in terminal.everything and "away" not in terminal.everything
         assert terminal.close() == 0
-    assert said_by_model(own_home) == ["Water the plants.", "Remember <one>!", "Hello.", "Remember <two>!"]
+    assert said_by_model(own_home) == [
+        "Water the plants.",
+        "Remember <one>!",
+        "Hello.",
+        "Remember <two>!",
+    ]
 
 
 @needs_terminal
-def test_approval_shows_the_escaped_command_and_obeys_what_is_typed_after_the_question(own_home, tmp_path):
+def test_approval_shows_the_escaped_command_and_obeys_what_is_typed_after_the_question(
+    own_home, tmp_path
+):
     target, is_typed = tmp_path / "made", threading.Event()
 
     def script(body):
@@ -494,7 +577,13 @@ def test_a_person_can_be_the_model_and_leave_in_mid_turn(own_home, tmp_path):
     (tmp_path / "a.txt").write_text("\x1b[31mred\u202e", encoding="utf-8")
     terminal = Terminal("--provider", "human", cwd=tmp_path)
     terminal.expect("> ")
-    terminal.say("what is in a.txt?", "---- system ----", "You are nanobot", "---- user ----", "what is in a.txt?")
+    terminal.say(
+        "what is in a.txt?",
+        "---- system ----",
+        "You are nanobot",
+        "---- user ----",
+        "what is in a.txt?",
+    )
     terminal.expect("---- tools ----", '{"name": "read_file"', "Read a page", "model> ")
     wrong = ['read_file {"path": "a.txt", "colour": 1}', 'read_file {"path": ', "read_file"]
     complaints = ["colour", "JSON", "call"]
@@ -529,7 +618,11 @@ def trace_of(path: Path) -> list[dict]:
 def test_a_trace_is_replayed_without_network_and_without_running_anything(own_home, tmp_path):
     (tmp_path / "a.txt").write_text("hello\n", encoding="utf-8")
     ran = Reply("Let me see.", [call("exec", command="echo ran >> ran.txt")], "tool_calls")
-    script = [ran, [call("read_file", path="a.txt"), call("read_file", path="gone.txt")], "It says Γειά."]
+    script = [
+        ran,
+        [call("read_file", path="a.txt"), call("read_file", path="gone.txt")],
+        "It says Γειά.",
+    ]
     with FakeLLM(script) as server:
         first = nanobot("-m", "do it", "--trace", "t.jsonl", server=server, cwd=tmp_path)
     assert first[:2] == (0, "It says Γειά.\n") and "chmod" not in first[2]
@@ -546,14 +639,25 @@ def test_a_trace_is_replayed_without_network_and_without_running_anything(own_ho
     records[0]["answer"]["tool_calls"][0]["arguments"]["command"] = "echo sang\x1b[2J"
     trace.write_text("".join(f"{json.dumps(record)}\n" for record in records))
     status, out, err = nanobot("replay", "t.jsonl", cwd=tmp_path)
-    assert (status, out, "\x1b" in err) == (1, "", False), "it stops where a request differs, and shows it"
-    assert re.search(r"^-.*echo ran", err, re.MULTILINE) and re.search(r"^\+.*echo sang", err, re.MULTILINE)
+    assert (status, out, "\x1b" in err) == (1, "", False), (
+        "it stops where a request differs, and shows it"
+    )
+    assert re.search(r"^-.*echo ran", err, re.MULTILINE) and re.search(
+        r"^\+.*echo sang", err, re.MULTILINE
+    )
 
 
 def test_turns_add_up_in_one_trace_and_are_replayed_one_after_the_other(own_home, tmp_path):
     """A history, a call that was denied, an endpoint that failed and a turn that was stopped are in it."""
-    script = ["before the trace", call("exec", command="touch made"), "I may not.", BOOM, Hang(60),
-              call("list_dir"), "All done."]  # fmt: skip
+    script = [
+        "before the trace",
+        call("exec", command="touch made"),
+        "I may not.",
+        BOOM,
+        Hang(60),
+        call("list_dir"),
+        "All done.",
+    ]
     trace = ["--trace", str(tmp_path / "t.jsonl")]
     with FakeLLM(script) as server:
         nanobot("-m", "zero", server=server)
@@ -569,8 +673,13 @@ def test_turns_add_up_in_one_trace_and_are_replayed_one_after_the_other(own_home
     assert out == "All done.\n", err
     records = trace_of(tmp_path / "t.jsonl")
     assert [(record["answer"] or {}).get("finish_reason") for record in records] == [
-        "tool_calls", "stop", "error", None, "tool_calls", "stop",
-    ]  # fmt: skip
+        "tool_calls",
+        "stop",
+        "error",
+        None,
+        "tool_calls",
+        "stop",
+    ]
     status, out, err = nanobot("replay", "t.jsonl", cwd=tmp_path)
     assert (status, out) == (1, "I may not.\nAll done.\n"), err
     assert "HTTP 400: boom" in err and "cancelled" in err
@@ -579,15 +688,37 @@ def test_turns_add_up_in_one_trace_and_are_replayed_one_after_the_other(own_home
 
 GONE = [call("read_file", path="gone.txt")] * 5
 PLAYED_AGAIN = {  # the answers of the model, the status of the turn, and a part of what is shown
-    "the same result five times": ([*[call("read_file", path="a.txt")] * 5, "It is: hello"], 0, "It is: hello\n"),
-    "the same failure five times": ([call("read_file", path="b.txt"), *GONE], 1, "gone.txt: No such file"),
+    "the same result five times": (
+        [*[call("read_file", path="a.txt")] * 5, "It is: hello"],
+        0,
+        "It is: hello\n",
+    ),
+    "the same failure five times": (
+        [call("read_file", path="b.txt"), *GONE],
+        1,
+        "gone.txt: No such file",
+    ),
     "the same call, first with a result": (
-        [call("write_file", path="gone.txt", content="x"), GONE[0], call("exec", command="rm gone.txt"), *GONE],
-        1, "gone.txt: No such file"),
+        [
+            call("write_file", path="gone.txt", content="x"),
+            GONE[0],
+            call("exec", command="rm gone.txt"),
+            *GONE,
+        ],
+        1,
+        "gone.txt: No such file",
+    ),
     "an image, and the same file with another one": (
-        [call("read_file", path="dot.png"), call("exec", command="printf x >> dot.png"),
-         call("read_file", path="dot.png"), "It is a dot."], 0, "It is a dot.\n"),
-}  # fmt: skip
+        [
+            call("read_file", path="dot.png"),
+            call("exec", command="printf x >> dot.png"),
+            call("read_file", path="dot.png"),
+            "It is a dot.",
+        ],
+        0,
+        "It is a dot.\n",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", PLAYED_AGAIN)
@@ -610,10 +741,21 @@ KEY = "sk-proj-abcdefghijklmnopqrstuvwxyz0123456789"
 def test_no_key_is_in_a_trace_wherever_it_came_from(own_home, tmp_path, monkeypatch):
     """The endpoint repeats it, the model reads and writes it, a command prints it at the start of a line."""
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
-    lines = [f"OPENAI_API_KEY={KEY}", "OTHER_API_KEY", "ANOTHER_API_KEY", f"gsk_{KEY[3:]}", KEY, f"\t{KEY}"]
+    lines = [
+        f"OPENAI_API_KEY={KEY}",
+        "OTHER_API_KEY",
+        "ANOTHER_API_KEY",
+        f"gsk_{KEY[3:]}",
+        KEY,
+        f"\t{KEY}",
+    ]
     (tmp_path / "env").write_text("\n".join(lines))
-    script = [call("read_file", path="env"), call("exec", command=f"cat env; echo {KEY}"),
-              f"Your key is {KEY}.", Failure(401, {"error": {"message": f"Wrong key {KEY}"}})]  # fmt: skip
+    script = [
+        call("read_file", path="env"),
+        call("exec", command=f"cat env; echo {KEY}"),
+        f"Your key is {KEY}.",
+        Failure(401, {"error": {"message": f"Wrong key {KEY}"}}),
+    ]
     with FakeLLM(script) as server:
         where = ["--base-url", server.base_url, "--model", "m", "--trace", "t.jsonl"]
         assert nanobot("-m", f"my key: {KEY}", *where, cwd=tmp_path)[0] == 0
@@ -644,7 +786,10 @@ OF_ALL = "-h --help --config --workspace --model --base-url --provider --offline
 def test_each_command_explains_and_takes_its_flags(own_home, monkeypatch, command):
     status, out, _ = nanobot(*command.split(), "--help")
     words = f"{FLAGS[command]} {OF_ALL if command else ''}".split()
-    assert (status, [word for word in words if not re.search(rf"(?<![\w-]){word}\b", out)]) == (0, [])
+    assert (status, [word for word in words if not re.search(rf"(?<![\w-]){word}\b", out)]) == (
+        0,
+        [],
+    )
     monkeypatch.setenv("NANOBOT_MODEL", "no-key-for-this-one")
     if command in ("prompt", "status", "sessions", "cron", "onboard"):
         assert nanobot(command, "--offline", "--workspace", str(own_home / "w"))[0] == 0
@@ -660,7 +805,10 @@ def test_onboard_writes_settings_and_workspace_and_touches_nothing_twice(own_hom
     file.write_text('{"agents": {"defaults": {"model": "mine"}}}')
     assert nanobot("onboard")[0] == 0 and "mine" in file.read_text()
     file.write_text('{"agents": {"defaults": {"maxTokens": "many"}}}')
-    assert 'agents.defaults.maxTokens must be integer, not "many"' in nanobot("--offline", "-m", "x")[2]
+    assert (
+        'agents.defaults.maxTokens must be integer, not "many"'
+        in nanobot("--offline", "-m", "x")[2]
+    )
     other, workspace = own_home / "c" / "d.json", own_home / "w"
     assert nanobot("onboard", "--config", str(other), "--workspace", str(workspace))[0] == 0
     assert other.exists() and (workspace / "SOUL.md").exists()
@@ -670,7 +818,10 @@ def status_rows(*flags: str, server: FakeLLM | None = None) -> dict[str, str]:
     """{"model": "BAD m at http://…", …}; the exit status is 1 if one is BAD."""
     status, out, err = nanobot("status", *flags, server=server)
     rows = {line[4:26].strip(): line[:3].strip() + " " + line[26:] for line in out.splitlines()}
-    assert (status, "secret" in out + err) == (int(any(row.startswith("BAD") for row in rows.values())), False)
+    assert (status, "secret" in out + err) == (
+        int(any(row.startswith("BAD") for row in rows.values())),
+        False,
+    )
     return rows
 
 
@@ -678,7 +829,9 @@ def test_status_has_a_row_for_each_part_and_says_what_is_missing_or_broken(own_h
     rows = status_rows()
     assert list(rows)[:6] == ["settings", "workspace", "model", "sandbox", "telegram", "skill cron"]
     assert [name for name in ("settings", "workspace", "model") if rows[name][:2] != "ok"] == []
-    assert "nanobot onboard" in rows["settings"] and str(workspace_of(own_home)) in rows["workspace"]
+    assert (
+        "nanobot onboard" in rows["settings"] and str(workspace_of(own_home)) in rows["workspace"]
+    )
     assert "OPENAI_API_KEY" in rows["model"] and "channels.telegram.token" in rows["telegram"]
     assert rows["sandbox"].startswith("ok off")
     bot = {"token": "1:secret", "allowFrom": [7, "8"]}
@@ -686,10 +839,14 @@ def test_status_has_a_row_for_each_part_and_says_what_is_missing_or_broken(own_h
     assert rows["telegram"] == "ok a token is set, allowed: 7, 8"
     (workspace_of(own_home) / "skills" / "odd" / "SKILL.md").mkdir(parents=True)
     monkeypatch.setenv("PATH", str(own_home))
-    rows = status_rows("--provider", "human", *settings(own_home, channels={"telegram": {"token": "1:secret"}}))
+    rows = status_rows(
+        "--provider", "human", *settings(own_home, channels={"telegram": {"token": "1:secret"}})
+    )
     assert rows["telegram"].startswith("BAD ") and "channels.telegram.allowFrom" in rows["telegram"]
     assert rows["model"].startswith("ok human")
-    assert rows["skill github"] == "-- needs program gh" and rows["skill odd"].startswith("-- broken")
+    assert rows["skill github"] == "-- needs program gh" and rows["skill odd"].startswith(
+        "-- broken"
+    )
 
 
 def test_a_flag_wins_over_a_variable_and_a_variable_over_the_file(own_home, monkeypatch):
@@ -699,7 +856,10 @@ def test_a_flag_wins_over_a_variable_and_a_variable_over_the_file(own_home, monk
     assert (rows["workspace"], rows["model"][:8]) == (f"ok {own_home}/file", "ok human")
     monkeypatch.setenv("NANOBOT_WORKSPACE", str(own_home / "variable"))
     assert status_rows("--offline", *flags)["workspace"] == f"ok {own_home}/variable"
-    assert status_rows("--offline", *flags, "--workspace", f"{own_home}/flag")["workspace"] == f"ok {own_home}/flag"
+    assert (
+        status_rows("--offline", *flags, "--workspace", f"{own_home}/flag")["workspace"]
+        == f"ok {own_home}/flag"
+    )
     with FakeLLM([], known_models=["of-flag", "of-variable"]) as server:
         monkeypatch.setenv("NANOBOT_MODEL", "of-variable")
         monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9/v1")
@@ -715,7 +875,9 @@ def test_the_setting_of_a_sandbox_reaches_status_and_exec(own_home, tmp_path, sa
     (tmp_path / "project").mkdir()
     (own_home / "out.txt").write_text("gold")
     flags = settings(own_home, tools={"exec": {"sandbox": sandbox}})
-    assert re.match(r"(ok|BAD) (off|bwrap)", status_rows(*flags)["sandbox"])[2] == (sandbox or "off")
+    assert re.match(r"(ok|BAD) (off|bwrap)", status_rows(*flags)["sandbox"])[2] == (
+        sandbox or "off"
+    )
     with FakeLLM([call("exec", command=f"cat {own_home}/out.txt"), "done"]) as server:
         assert nanobot("-m", "x", *flags, server=server, cwd=tmp_path / "project")[1] == "done\n"
         result = server.bodies[1]["messages"][-1]["content"]
@@ -729,7 +891,11 @@ def test_prompt_prints_what_is_sent_part_by_part_and_asks_no_model(own_home):
         assert (status, len(server.bodies), "stream" in server.bodies[0]) == (0, 1, False)
         nanobot("-m", "What is in a.txt?", server=server)
         sent = server.bodies[1]
-    assert re.findall(r"^==== (.+) \(~[\d,]+ tokens\) ====$", out, re.M)[-3:] == ["Tools", "History", "User"]
+    assert re.findall(r"^==== (.+) \(~[\d,]+ tokens\) ====$", out, re.M)[-3:] == [
+        "Tools",
+        "History",
+        "User",
+    ]
     *system, tools, history, user = re.split(r"\n*==== .+ \(~[\d,]+ tokens\) ====\n", out)[1:]
     assert "\n\n---\n\n".join(system) == sent["messages"][0]["content"]
     assert [json.loads(line) for line in tools.splitlines()] == sent["tools"]
@@ -739,7 +905,9 @@ def test_prompt_prints_what_is_sent_part_by_part_and_asks_no_model(own_home):
 
 
 def test_prompt_status_and_the_token_line_say_in_numbers_what_does_not_fit(own_home):
-    narrow = settings(own_home, agents={"defaults": {"contextWindowTokens": 6_000, "maxTokens": 1_000}})
+    narrow = settings(
+        own_home, agents={"defaults": {"contextWindowTokens": 6_000, "maxTokens": 1_000}}
+    )
     with FakeLLM(lambda body: "word " * 400) as server:
         for n in range(6):
             nanobot("-m", f"question {n}", server=server)
@@ -767,8 +935,16 @@ def test_cron_lists_what_is_planned_and_removes_a_job(own_home):
 class Gateway:
     """`nanobot gateway` as a process of its own; its log is in a file."""
 
-    def __init__(self, home: Path, telegram: FakeTelegram | None, server: FakeLLM | None, *flags: str,
-                 program=PROGRAM, hints: bool = True, **sections):  # fmt: skip
+    def __init__(
+        self,
+        home: Path,
+        telegram: FakeTelegram | None,
+        server: FakeLLM | None,
+        *flags: str,
+        program=PROGRAM,
+        hints: bool = True,
+        **sections,
+    ):
         bot = {"allowFrom": [7, *range(100, 120)]}
         if telegram:
             bot |= {"token": telegram.token, "apiBase": telegram.base_url}
@@ -776,8 +952,15 @@ class Gateway:
         config = settings(home, **{"channels": {**shown, "telegram": bot}} | sections)
         self.log = home / "gateway.log"
         with open(self.log, "a") as log:
-            self.process = start("gateway", *config, *flags, server=server, stderr=log, program=program,
-                                 preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))  # fmt: skip
+            self.process = start(
+                "gateway",
+                *config,
+                *flags,
+                server=server,
+                stderr=log,
+                program=program,
+                preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),
+            )
 
     def end(self) -> float:
         before = time.monotonic()
@@ -830,8 +1013,12 @@ def test_a_gateway_answers_lets_others_look_survives_its_terminal_and_ends_whate
     log = gateway.log.read_text()
     assert telegram.token not in log and "Traceback" not in log and "iteration 1" not in log
     stamp = r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} INFO nanobot.gateway: "
-    assert len(re.findall(rf"{stamp}telegram:7", log, re.M)) == 3, "a line an event: two came, one was answered"
-    assert re.search(r"still running at the end:.* telegram:7.*\n.*: ended\n$", log), "and nothing else is told"
+    assert len(re.findall(rf"{stamp}telegram:7", log, re.M)) == 3, (
+        "a line an event: two came, one was answered"
+    )
+    assert re.search(r"still running at the end:.* telegram:7.*\n.*: ended\n$", log), (
+        "and nothing else is told"
+    )
     prompt = server.bodies[0]["messages"][0]["content"]
     assert f"files are in {workspace_of(own_home)}: a.txt means" in prompt
 
@@ -860,12 +1047,16 @@ def test_from_a_message_over_its_answer_to_the_reminder(own_home):
         telegram.say("thanks")
         telegram.wait_until(lambda: len(telegram.texts()) == 3)
         gateway.end()
-        assert "No gateway is running" not in telegram.texts()[0] and "stretch" in telegram.texts()[1]
+        assert (
+            "No gateway is running" not in telegram.texts()[0] and "stretch" in telegram.texts()[1]
+        )
     order = ["user", "assistant", "tool", "assistant", "assistant", "user", "assistant"]
     assert [line["role"] for line in journal(own_home, "telegram%3A7")] == order
 
 
-def test_who_replaces_the_bot_is_answered_by_the_new_one_which_counts_its_messages_from_one_again(own_home):
+def test_who_replaces_the_bot_is_answered_by_the_new_one_which_counts_its_messages_from_one_again(
+    own_home,
+):
     for number in (99, 100):
         with FakeTelegram() as telegram:
             telegram.bot["id"] = number
@@ -888,7 +1079,10 @@ def test_a_gateway_writes_to_chats_with_a_tool_and_beats_for_what_stands_in_a_fi
         writes = Reply("I write.", [call("message", content="from the tool")], "tool_calls")
         return writes if last["role"] == "user" else "and that is all"
 
-    times = {"agents": {"defaults": {"dream": {"intervalH": 5}}}, "gateway": {"heartbeat": {"intervalS": 1}}}
+    times = {
+        "agents": {"defaults": {"dream": {"intervalH": 5}}},
+        "gateway": {"heartbeat": {"intervalS": 1}},
+    }
     with FakeTelegram() as telegram, FakeLLM(script) as server:
         gateway = Gateway(own_home, telegram, server, hints=False, **times)
         telegram.say("write")
@@ -897,7 +1091,9 @@ def test_a_gateway_writes_to_chats_with_a_tool_and_beats_for_what_stands_in_a_fi
         gateway.end()
     rows = json.loads((workspace / "cron" / "jobs.json").read_text())["jobs"]
     assert {row["id"]: row["every_seconds"] for row in rows} == {"dream": 18_000, "heartbeat": 1}
-    assert "It is time for the tasks in HEARTBEAT.md." in beats[0] and beats[0].endswith("water the plants")
+    assert "It is time for the tasks in HEARTBEAT.md." in beats[0] and beats[0].endswith(
+        "water the plants"
+    )
     assert "serving telegram, cron" in gateway.log.read_text()
 
 
@@ -912,8 +1108,17 @@ def test_a_gateway_says_which_settings_it_lacks(own_home):
 def write_reminders(home: Path, chat: str, names: list[str]) -> None:
     """Reminders that are due at once, beside what stands in jobs.json."""
     channel, chat_id = chat.split(":")
-    rows = [{"id": name, "message": f"<{name}>", "at": datetime.now(UTC).isoformat(), "channel": channel,
-             "chat_id": chat_id, "since": "2026-01-01T00:00:00Z"} for name in names]  # fmt: skip
+    rows = [
+        {
+            "id": name,
+            "message": f"<{name}>",
+            "at": datetime.now(UTC).isoformat(),
+            "channel": channel,
+            "chat_id": chat_id,
+            "since": "2026-01-01T00:00:00Z",
+        }
+        for name in names
+    ]
     JobStore(workspace_of(home) / "cron" / "jobs.json", locked).change(lambda old: [*old, *rows])
 
 
@@ -951,16 +1156,22 @@ def test_kill_9_of_a_gateway_under_load_loses_nothing_and_doubles_nothing(own_ho
             check_grammar(body["messages"])
     for chat in chats:
         lines = journal(own_home, f"telegram%3A{chat}")
-        once = [line["content"] for line in lines if line["role"] == "user" or "@" in line.get("id", "")]
+        once = [
+            line["content"] for line in lines if line["role"] == "user" or "@" in line.get("id", "")
+        ]
         assert sorted(once) == sorted(expected[chat])
 
 
 @pytest.mark.skipif(os.name != "posix", reason="on Windows no child gets the files of its parent")
-def test_a_lock_is_free_at_once_though_a_child_has_its_file_open_until_it_is_another_program(tmp_path):
+def test_a_lock_is_free_at_once_though_a_child_has_its_file_open_until_it_is_another_program(
+    tmp_path,
+):
     """It was not, when the SDK began `uname` in that moment: "Session cron:r1 is in use", said a reminder."""
     sessions = SessionManager(tmp_path)
     with sessions.lock("cron:r1"):
-        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=[LONG], daemon=True)
+        child = multiprocessing.get_context("fork").Process(
+            target=time.sleep, args=[LONG], daemon=True
+        )
         child.start()
     with sessions.lock("cron:r1"):
         child.kill()
@@ -984,7 +1195,10 @@ def test_settings_that_are_not_json_are_said_to_be_json(own_home, ending):
     file.parent.mkdir()
     file.write_text("agents: {}")
     status, _, err = nanobot("--offline", "-m", "x")
-    assert status == 1 and f"{file} is not read: the settings must be JSON, in {file.with_suffix('.json')}." in err
+    assert (
+        status == 1
+        and f"{file} is not read: the settings must be JSON, in {file.with_suffix('.json')}." in err
+    )
     status, _, err = nanobot("--offline", "-m", "x", "--config", str(file))
     assert status == 1 and f"{file} is not JSON: " in err
 
@@ -992,8 +1206,14 @@ def test_settings_that_are_not_json_are_said_to_be_json(own_home, ending):
 @pytest.mark.parametrize(
     ("tools", "said"),
     [
-        ({"exec": {"sandboxNetwork": True}}, "tools.exec.sandboxNetwork has no effect without a sandbox"),
-        ({"web": {"search": {"apiKey": "k"}}}, "tools.web.search.apiKey has no effect: duckduckgo takes no key"),
+        (
+            {"exec": {"sandboxNetwork": True}},
+            "tools.exec.sandboxNetwork has no effect without a sandbox",
+        ),
+        (
+            {"web": {"search": {"apiKey": "k"}}},
+            "tools.web.search.apiKey has no effect: duckduckgo takes no key",
+        ),
         ({"web": {"search": {"apiKey": "k", "provider": "brave"}}}, ""),
     ],
 )
@@ -1009,6 +1229,8 @@ def test_a_command_that_fails_in_a_chat_is_told_there(own_home):
     with FakeTelegram() as telegram, FakeLLM(["ok"]) as server:
         gateway = Gateway(own_home, telegram, server)
         telegram.say("/dream")
-        telegram.wait_until(lambda: any("Sorry, /dream failed" in text for text in telegram.texts()))
+        telegram.wait_until(
+            lambda: any("Sorry, /dream failed" in text for text in telegram.texts())
+        )
         gateway.end()
     assert "WARNING nanobot: telegram:7: " in gateway.log.read_text()

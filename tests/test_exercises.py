@@ -29,9 +29,13 @@ def graded(name: str, solution: Path, folder: Path) -> tuple[int, str]:
     folder.mkdir()
     shutil.copy(solution, folder / f"{name}.py")
     done = subprocess.run(
-        [sys.executable, HERE / "grading.py", name[3:5]], capture_output=True, text=True, encoding="utf-8",
-        timeout=30, env={**os.environ, "NANOBOT_EXERCISES": str(folder), "PYTHONDONTWRITEBYTECODE": "1"},
-    )  # fmt: skip
+        [sys.executable, HERE / "grading.py", name[3:5]],
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        timeout=30,
+        env={**os.environ, "NANOBOT_EXERCISES": str(folder), "PYTHONDONTWRITEBYTECODE": "1"},
+    )
     assert "Traceback" not in done.stderr, done.stderr
     return done.returncode, done.stdout.split("The exercise:")[0]
 
@@ -44,7 +48,9 @@ def test_it_can_be_solved_and_each_mistake_is_told_apart(name, tmp_path):
     assert status == 1 and "not begun: " in stub and name in stub
     mistakes = sorted(SOLUTIONS.glob(f"{name}.wrong*.py"))
     messages = [graded(name, file, tmp_path / file.stem) for file in mistakes]
-    assert all(status == 1 and "expected: " in words and "look at: " in words for status, words in messages), messages
+    assert all(
+        status == 1 and "expected: " in words and "look at: " in words for status, words in messages
+    ), messages
     assert len(messages) >= 2 and messages[0] != messages[1]
 
 
@@ -54,23 +60,67 @@ LOOP = SOLUTIONS.joinpath("ex_01_loop.py").read_text(encoding="utf-8")
 FENCE = SOLUTIONS.joinpath("ex_08_fence.py").read_text(encoding="utf-8")
 CHANNEL = SOLUTIONS.joinpath("ex_12_channel.py").read_text(encoding="utf-8")
 MESSAGES = [  # exercise, what a student writes, what the grader must say of it
-    ("01_loop", (SOLUTIONS / "ex_01_loop.wrong3.py").read_text(), "request 2 with the messages ['user', 'assistant', 'tool', 'tool']: results mean"),
-    ("01_loop", (SOLUTIONS / "ex_01_loop.wrong4.py").read_text(), "yours has asked 20 times, and the script has three answers"),
-    ("01_loop", LOOP.replace("response.to_message()", "response"), "response.to_message() makes one"),
-    ("01_loop", LOOP.replace("call.name,", "call.nam,"), "AttributeError in ex_01_loop.py, line 8: "),
+    (
+        "01_loop",
+        (SOLUTIONS / "ex_01_loop.wrong3.py").read_text(),
+        "request 2 with the messages ['user', 'assistant', 'tool', 'tool']: results mean",
+    ),
+    (
+        "01_loop",
+        (SOLUTIONS / "ex_01_loop.wrong4.py").read_text(),
+        "yours has asked 20 times, and the script has three answers",
+    ),
+    (
+        "01_loop",
+        LOOP.replace("response.to_message()", "response"),
+        "response.to_message() makes one",
+    ),
+    (
+        "01_loop",
+        LOOP.replace("call.name,", "call.nam,"),
+        "AttributeError in ex_01_loop.py, line 8: ",
+    ),
     ("01_loop", LOOP.replace("def ask", "def aks"), "`ask` is missing in ex_01_loop.py"),
-    ("01_loop", LOOP + "    )", "SyntaxError while the grader used your ex_01_loop.py: unmatched ')' (ex_01_loop.py, line 10)"),
-    ("04_healing", ROW + '("of 64", "changed", dict)', "expected: REMEDY = Remedy(complaint, notice, change)"),
+    (
+        "01_loop",
+        LOOP + "    )",
+        "SyntaxError while the grader used your ex_01_loop.py: unmatched ')' (ex_01_loop.py, line 10)",
+    ),
+    (
+        "04_healing",
+        ROW + '("of 64", "changed", dict)',
+        "expected: REMEDY = Remedy(complaint, notice, change)",
+    ),
     ("04_healing", ROW + 'Remedy("of 64", "", lambda body, text: body)', "expected: a notice"),
-    ("04_healing", ROW + 'Remedy("of (64", "changed", lambda body, text: {**body, "max_tokens": body["max_tokens"] // 64 * 64})',
-     "while the grader used your ex_04_healing.py: missing ), unterminated subpattern"),
-    ("05_memory", TASK + "None", 'expected: a dict: {"history_entry": "…", "memory_update": "…"}\ngot:      None'),
-    ("05_memory", TASK + '{"history_entry": "Ada said hello", "memory_update": ["Ada"]}', "expected: a text as memory_update\ngot:      ['Ada']"),
+    (
+        "04_healing",
+        ROW
+        + 'Remedy("of (64", "changed", lambda body, text: {**body, "max_tokens": body["max_tokens"] // 64 * 64})',
+        "while the grader used your ex_04_healing.py: missing ), unterminated subpattern",
+    ),
+    (
+        "05_memory",
+        TASK + "None",
+        'expected: a dict: {"history_entry": "…", "memory_update": "…"}\ngot:      None',
+    ),
+    (
+        "05_memory",
+        TASK + '{"history_entry": "Ada said hello", "memory_update": ["Ada"]}',
+        "expected: a text as memory_update\ngot:      ['Ada']",
+    ),
     ("08_fence", FENCE.replace("path: str", "path"), "expected: `path: str`"),
     ("08_fence", FENCE.replace("(read_only=True)", ""), "expected: @tool(read_only=True)"),
-    ("08_fence", (SOLUTIONS / "ex_08_fence.wrong3.py").read_text(), "../diary.txt is refused as an error"),
-    ("12_channel", CHANNEL.replace("await bus.publish", "await bus.publsh"), "logged:   folder: the channel has stopped listening: "),
-]  # fmt: skip
+    (
+        "08_fence",
+        (SOLUTIONS / "ex_08_fence.wrong3.py").read_text(),
+        "../diary.txt is refused as an error",
+    ),
+    (
+        "12_channel",
+        CHANNEL.replace("await bus.publish", "await bus.publsh"),
+        "logged:   folder: the channel has stopped listening: ",
+    ),
+]
 GRADE = """
 import json, os, sys
 from pathlib import Path
@@ -92,23 +142,36 @@ def test_a_message_names_what_the_student_did(tmp_path):
         (folder / f"ex_{name}.py").write_text(code, encoding="utf-8")
         jobs.append([name[:2], str(folder)])
     command = [sys.executable, "-c", GRADE, str(HERE)]
-    done = subprocess.run(command, input=json.dumps(jobs), capture_output=True, text=True, encoding="utf-8")
+    done = subprocess.run(
+        command, input=json.dumps(jobs), capture_output=True, text=True, encoding="utf-8"
+    )
     said = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(said) == len(MESSAGES), done.stderr
-    assert [(row[2], text) for row, text in zip(MESSAGES, said, strict=True) if row[2] not in text] == []
+    assert [
+        (row[2], text) for row, text in zip(MESSAGES, said, strict=True) if row[2] not in text
+    ] == []
     assert "Traceback" not in done.stderr
 
 
 @pytest.mark.slow
 def test_a_loop_that_never_waits_is_ended_and_the_next_exercise_is_graded(tmp_path):
-    (tmp_path / "ex_01_loop.py").write_text("import time\n\nasync def ask(*_):\n    while True:\n        time.sleep(0.1)\n")
+    (tmp_path / "ex_01_loop.py").write_text(
+        "import time\n\nasync def ask(*_):\n    while True:\n        time.sleep(0.1)\n"
+    )
     shutil.copy(SOLUTIONS / "ex_10_helper.py", tmp_path)
     program = f"import sys; sys.path.insert(0, {str(HERE)!r}); import grading; grading.SECONDS = 8; grading.main(['01', '10'])"
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, encoding="utf-8", timeout=60,
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        timeout=60,
         env={**os.environ, "NANOBOT_EXERCISES": str(tmp_path)},
-    )  # fmt: skip
-    assert "still running after 8 s: is there a loop without an end?" in done.stdout and "helper: solved" in done.stdout
+    )
+    assert (
+        "still running after 8 s: is there a loop without an end?" in done.stdout
+        and "helper: solved" in done.stdout
+    )
     assert not done.stderr
 
 
@@ -117,12 +180,16 @@ def test_the_list_names_each_exercise_and_a_wrong_number_is_told():
     done = subprocess.run([*command, "99"], capture_output=True, text=True, encoding="utf-8")
     assert done.returncode == 2 and "There is no exercise 99" in done.stderr
     if os.name == "posix":  # a pipe that is closed early is no error
-        done = subprocess.run(f'"{sys.executable}" "{command[1]}" exercises | true', shell=True, capture_output=True)
+        done = subprocess.run(
+            f'"{sys.executable}" "{command[1]}" exercises | true', shell=True, capture_output=True
+        )
         assert not done.stderr
     assert len(STUBS) >= 14
     for file in STUBS.values():
         about = file.read_text(encoding="utf-8").split('"""')[1]
-        assert about.startswith("★") and all(f"\n{word}: " in about for word in ("Goal", "Read", "Hint")), file
+        assert about.startswith("★") and all(
+            f"\n{word}: " in about for word in ("Goal", "Read", "Hint")
+        ), file
 
 
 # ---- The tour ----
@@ -154,7 +221,11 @@ def take_the_tour(home: Path) -> tuple[list[str], list[str], str]:
     """The functions that the turn enters, in order; those of the first readings; all data that it leaves."""
     (home / "a.txt").write_text("hello\n", encoding="utf-8")
     config = nanobot.Config()
-    config.cwd, config.defaults.workspace, config.defaults.provider = home, str(home / "ws"), "offline"
+    config.cwd, config.defaults.workspace, config.defaults.provider = (
+        home,
+        str(home / "ws"),
+        "offline",
+    )
     loop, tour, told = nanobot.AgentLoop(config), Tour(ROOT, is_long=True), []
     loop.provider.trace = nanobot.Trace(home / "trace.jsonl")
 
@@ -163,7 +234,13 @@ def take_the_tour(home: Path) -> tuple[list[str], list[str], str]:
 
     result = tour.follow(lambda: asyncio.run(loop.process_direct("read a.txt", "cli:tour", note)))
     files = [loop.sessions.path("cli:tour"), home / "trace.jsonl"]
-    data = ["cli:tour", *told, *tour.verdicts, result.stop_reason, *(file.read_text("utf-8") for file in files)]
+    data = [
+        "cli:tour",
+        *told,
+        *tour.verdicts,
+        result.stop_reason,
+        *(file.read_text("utf-8") for file in files),
+    ]
     first_readings = Follower(ROOT, is_long=False)
     story = [place for place, code in tour.seen.items() if first_readings.is_shown(code)]
     return list(tour.seen), story, "\n".join(data)
@@ -176,12 +253,16 @@ def test_the_tour_has_the_places_of_a_turn_in_their_order_all_of_the_story_and_i
     assert named - set(entered) == set() and len(rows) > 20
     firsts = [entered.index(places[0]) for places, _ in rows]
     assert firsts == sorted(firsts)
-    assert {place for place in story if place.startswith("nanobot.py:") and "<" not in place} - named == set()
+    assert {
+        place for place in story if place.startswith("nanobot.py:") and "<" not in place
+    } - named == set()
     data = [text.replace("\\|", "|") for _, row in rows for text in row]
     assert [text for text in data if text not in left] == []
 
 
-def test_walk_prints_the_places_of_the_tour_and_what_runs_in_a_task_or_a_thread_below_its_caller(own_home, tmp_path):
+def test_walk_prints_the_places_of_the_tour_and_what_runs_in_a_task_or_a_thread_below_its_caller(
+    own_home, tmp_path
+):
     (tmp_path / "a.txt").write_text("hello\n")
     program = os.path.relpath(ROOT / "nanobot.py", tmp_path)  # as pupils write it
     printed = run(program, "walk", "--offline", "-m", "read a.txt", folder=tmp_path)
@@ -189,6 +270,16 @@ def test_walk_prints_the_places_of_the_tour_and_what_runs_in_a_task_or_a_thread_
     assert [place for place in firsts if f"{place}(" not in printed] == [] and "1| hello" in printed
     names = [line.partition("(")[0] for line in printed.split("\n")]
     depth = {name.strip(): len(name) - len(name.lstrip()) for name in names}
-    steps = ["AgentLoop.process_direct", "AgentRunner.run", "AgentRunner._act", "AgentRunner._run_batch", "AgentRunner._call"]
-    depths = [*(depth[f"nanobot.py:{name}"] for name in steps), depth["tools.py:Tool.execute"], depth["tools.py:read_file"]]
+    steps = [
+        "AgentLoop.process_direct",
+        "AgentRunner.run",
+        "AgentRunner._act",
+        "AgentRunner._run_batch",
+        "AgentRunner._call",
+    ]
+    depths = [
+        *(depth[f"nanobot.py:{name}"] for name in steps),
+        depth["tools.py:Tool.execute"],
+        depth["tools.py:read_file"],
+    ]
     assert depths == sorted(set(depths)) and depths[0] == 0

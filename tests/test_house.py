@@ -1,4 +1,4 @@
-"""The rules of the house (DESIGN 3): import directions, lazy imports, whole classes, ceilings."""
+"""The rules of the house: import directions, lazy imports, one size, short functions."""
 
 import ast
 import re
@@ -10,19 +10,18 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-# `wc -l` of each file; a ceiling is never raised. The page, `walk` and the exercises have 370 lines in nanobot.py and channels.py.
-CEILINGS = {"nanobot": 2530, "providers": 1800, "memory": 1150, "tools": 2000, "channels": 1690}
-STATEMENTS = 6_400  # in all five files
-FIRST_READINGS = 2_000  # lines in all, imports included
-FILES = list(CEILINGS)
+FILES = ["nanobot", "providers", "memory", "tools", "channels"]
+NODES_AT_MOST = 50_000  # of the syntax tree, in all five files: packing a line gains nothing
 LEAVES = [name for name in FILES if name != "nanobot"]
 SOURCES = {name: (ROOT / f"{name}.py").read_text(encoding="utf-8") for name in FILES}
 TREES = {name: ast.parse(source) for name, source in SOURCES.items()}
-NODES = [(name, node) for name, tree in TREES.items() for node in ast.walk(tree)]
+ALL_NODES = [(name, node) for name, tree in TREES.items() for node in ast.walk(tree)]
 
 
 def imported(tree: ast.Module) -> set[str]:
-    names = {each.name for node in ast.walk(tree) if isinstance(node, ast.Import) for each in node.names}
+    names = {
+        each.name for node in ast.walk(tree) if isinstance(node, ast.Import) for each in node.names
+    }
     names |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     return {name.split(".")[0] for name in names}
 
@@ -32,7 +31,9 @@ def test_a_leaf_imports_no_other_file_and_works_alone_in_an_empty_folder(name, t
     assert not imported(TREES[name]) & set(FILES)
     (tmp_path / f"{name}.py").write_text(SOURCES[name], encoding="utf-8")
     code = f"import sys; sys.path.insert(0, '.'); import {name}"
-    done = subprocess.run([sys.executable, "-I", "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", code], cwd=tmp_path, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -47,44 +48,53 @@ SECOND_READING = re.compile(r"^# ======== Second reading: .+ ========$", re.MULT
 
 
 @pytest.mark.budget
-def test_one_line_parts_the_two_readings_and_the_first_ones_are_an_afternoon():
+def test_one_line_divides_each_file_into_two_readings():
     parts = {name: SECOND_READING.split(source) for name, source in SOURCES.items()}
     assert [name for name, halves in parts.items() if len(halves) != 2] == []
-    counts = {name: first.count("\n") for name, (first, _) in parts.items()}
-    assert sum(counts.values()) <= FIRST_READINGS, counts
+
+
+MARKS = (ast.expr_context, ast.operator, ast.unaryop, ast.boolop, ast.cmpop)  # "+", "and", "load"
+HAS_DOCSTRING = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def size(tree: ast.Module) -> int:
+    """Nodes of a syntax tree, without docstrings."""
+    nodes = [node for node in ast.walk(tree) if not isinstance(node, MARKS)]
+    owners = [node for node in nodes if isinstance(node, HAS_DOCSTRING)]
+    docstrings = [node for node in owners if ast.get_docstring(node, clean=False) is not None]
+    return len(nodes) - 2 * len(docstrings)
 
 
 @pytest.mark.budget
-@pytest.mark.parametrize("name", FILES)
-def test_a_file_keeps_to_its_ceiling_and_its_lines_to_theirs(name):
-    assert SOURCES[name].count("\n") <= CEILINGS[name]
-    assert [line for line in SOURCES[name].split("\n") if len(line) > 100] == []
-    without_strings = re.sub(r'"""(?:.|\n)*?"""|"(?:\\.|[^"\\\n])*"|#.*', '""', SOURCES[name])
-    assert not re.search(r";\s*\S", without_strings), "one statement a line"
+def test_all_five_files_together_keep_to_their_size():
+    sizes = {name: size(tree) for name, tree in TREES.items()}
+    assert sum(sizes.values()) <= NODES_AT_MOST, sizes
 
 
 @pytest.mark.budget
-def test_fewer_lines_are_not_denser_lines():
-    assert sum(isinstance(node, ast.stmt) for _, node in NODES) <= STATEMENTS
-
-
-@pytest.mark.budget
-def test_the_runner_begins_by_line_220_and_functions_have_at_most_50_lines():
-    runner = next(node for node in TREES["nanobot"].body if getattr(node, "name", "") == "AgentRunner")
-    functions = [(name, node) for name, node in NODES if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    sizes = {f"{name}.{node.name}": node.end_lineno - node.lineno + 1 for name, node in functions}
-    assert runner.lineno <= 220 and {name: size for name, size in sizes.items() if size > 50} == {}
+def test_the_runner_begins_by_line_250_and_functions_have_at_most_50_lines():
+    runner = next(
+        node for node in TREES["nanobot"].body if getattr(node, "name", "") == "AgentRunner"
+    )
+    assert runner.lineno <= 250
+    for name, node in ALL_NODES:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert node.end_lineno - node.lineno < 50, f"{name}.py: {node.name}"
 
 
 def test_no_except_is_silent_and_none_is_bare():
-    for name, node in NODES:
+    for name, node in ALL_NODES:
         if isinstance(node, ast.ExceptHandler):
             assert node.type is not None, f"{name}:{node.lineno}"
-            assert not all(isinstance(each, ast.Pass) for each in node.body), f"{name}:{node.lineno}"
+            assert not all(isinstance(each, ast.Pass) for each in node.body), (
+                f"{name}:{node.lineno}"
+            )
 
 
 def test_nothing_but_the_known_files_at_the_top_level():
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout.split()
+    listed = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True
+    ).stdout.split()
     if not listed:
         pytest.skip("not a git checkout")
     top = {path.split("/")[0] for path in listed if not path.startswith(".")}

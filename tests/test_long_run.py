@@ -62,12 +62,16 @@ class Line:
         self.pipe.close()
         self.process.close()
         undelivered = contents(loaded(self.workspace, CHAT).undelivered)
-        self.unmarked.update(tokens_in([text for text in undelivered if text in self.heard["sent"]]))
+        self.unmarked.update(
+            tokens_in([text for text in undelivered if text in self.heard["sent"]])
+        )
 
     def check(self, may_be_unanswered: set[str] = frozenset()) -> None:
         """Each message stands in the journal once, was seen in order, and was answered once."""
         tokens = [text for text in self.said if text[0] != "/"]
-        lines = [line for line in lines_of(SessionManager(self.workspace).path(CHAT)) if "role" in line]
+        lines = [
+            line for line in lines_of(SessionManager(self.workspace).path(CHAT)) if "role" in line
+        ]
         assert [line["content"] for line in lines if line["role"] == "user"] == tokens
         seen = dict.fromkeys(itertools.chain.from_iterable(self.heard["asked"]))
         assert list(seen) == tokens, "seen by the model, in order"
@@ -80,17 +84,27 @@ class Line:
         facts = tokens_in(MemoryStore(self.workspace).read_facts())
         moved = [token for entry in history_of(self.workspace) for token in tokens_in(entry)]
         left = tokens_in(said(loaded(self.workspace, CHAT).messages))
-        assert sorted([*moved, *left]) == sorted(tokens) and len(facts) == len(set(facts)), "each moved once"
+        assert sorted([*moved, *left]) == sorted(tokens) and len(facts) == len(set(facts)), (
+            "each moved once"
+        )
 
 
 # What is said, and what is heard when it is done; the tool works until `<b>` is there.
-LIFE = [("<a>", "-1", "works"), ("<b>", "<b>"), ("/new", "A new conversation"), ("<c>", "<c>"), ("<go.on>", "<go.on>")]
+LIFE = [
+    ("<a>", "-1", "works"),
+    ("<b>", "<b>"),
+    ("/new", "A new conversation"),
+    ("<c>", "<c>"),
+    ("<go.on>", "<go.on>"),
+]
 
 
 @posix
 @pytest.mark.parametrize("window", [100, 2])
 @pytest.mark.parametrize("every", [13, pytest.param(1, marks=pytest.mark.slow)])
-def test_kill_9_before_any_write_of_a_message_s_life_loses_and_doubles_nothing(tmp_path, window, every):
+def test_kill_9_before_any_write_of_a_message_s_life_loses_and_doubles_nothing(
+    tmp_path, window, every
+):
     """The table of DESIGN 6, step by step: two messages, one while a tool works, /new, two more.
     With a window of 2 what was said moves into the memory all the time."""
     for moment in itertools.count(2, every):
@@ -133,5 +147,8 @@ def test_whatever_comes_when_each_message_is_seen_in_order_and_answered_once(tmp
     while not history_of(tmp_path):
         line.hear(0.2)
     line.kill()
-    turns = re.split(r'\n(?={"n": \d+, "role": "assistant", "content": ")', loaded(tmp_path, CHAT).path.read_text())
+    turns = re.split(
+        r'\n(?={"n": \d+, "role": "assistant", "content": ")',
+        loaded(tmp_path, CHAT).path.read_text(),
+    )
     line.check({token for turn in turns for token in tokens_in(turn) if '"mark": "ended"' in turn})

@@ -21,7 +21,15 @@ import pytest
 
 from channels import Channel, InboundMessage, MessageBus
 from chats import DOWN, Chats, Gate, Model, serve_chats, waiting_tool
-from memory import Governed, Inbox, MemoryRepository, MemoryStore, Session, SessionBusy, SessionManager
+from memory import (
+    Governed,
+    Inbox,
+    MemoryRepository,
+    MemoryStore,
+    Session,
+    SessionBusy,
+    SessionManager,
+)
 from memory import SkillsLoader, TokenCounter, estimate
 from nanobot import AgentLoop, Config, JobRunner
 from providers import LLMProvider, LLMResponse, OfflineProvider, ToolCallRequest, legal
@@ -63,10 +71,14 @@ def result(id_: str, text: str) -> dict:
 
 
 def call(name: str, **arguments: object) -> LLMResponse:
-    return LLMResponse(None, [ToolCallRequest(f"c{time.monotonic_ns()}", name, arguments)], "tool_calls")
+    return LLMResponse(
+        None, [ToolCallRequest(f"c{time.monotonic_ns()}", name, arguments)], "tool_calls"
+    )
 
 
-def saving(entry: str, update: str = "- A fact", summary: str | None = None, **more: object) -> LLMResponse:
+def saving(
+    entry: str, update: str = "- A fact", summary: str | None = None, **more: object
+) -> LLMResponse:
     more |= {} if summary is None else {"summary": summary}
     return call("save_memory", history_entry=entry, memory_update=update, **more)
 
@@ -134,7 +146,9 @@ def another_program(code: str, *arguments: object) -> subprocess.Popen:
     """A real process that imports memory.py; it can be talked to line by line."""
     program = f"import sys\nfrom pathlib import Path\nfrom memory import *\n{code}"
     command = [sys.executable, "-c", program, *map(str, arguments)]
-    return subprocess.Popen(command, cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    return subprocess.Popen(
+        command, cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
 
 
 # ---- A gateway with one channel ----
@@ -147,6 +161,7 @@ def serve(workspace: Path, model: LLMProvider, work, *tools: Tool, **defaults: o
 
 def chat(workspace: Path, model: LLMProvider, *texts: str) -> list[str]:
     """What a gateway sends that lives as long as this takes: each is said when the last was answered."""
+
     async def work(chats):
         for _ in range(100):  # it goes on with what there is
             await asyncio.sleep(0)
@@ -164,7 +179,11 @@ def chat(workspace: Path, model: LLMProvider, *texts: str) -> list[str]:
 def plain(line: dict) -> dict:
     """Without times, and what is said of time and place."""
     assert re.match(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d", line["timestamp"]), "every line has its time"
-    return {key: value for key, value in line.items() if key not in ("timestamp", "runtime", "created_at")}
+    return {
+        key: value
+        for key, value in line.items()
+        if key not in ("timestamp", "runtime", "created_at")
+    }
 
 
 def test_a_conversation_stands_in_its_journal_like_this(tmp_path):
@@ -199,7 +218,13 @@ def test_a_conversation_stands_in_its_journal_like_this(tmp_path):
     assert lines == [
         {"n": 1, "role": "user", "content": "Read a.txt", "id": "501"},
         {"n": 2, "role": "assistant", "content": None},
-        {"n": 3, "role": "tool", "tool_call_id": called[0]["id"], "name": "slow", "content": "done"},
+        {
+            "n": 3,
+            "role": "tool",
+            "tool_call_id": called[0]["id"],
+            "name": "slow",
+            "content": "done",
+        },
         {"n": 4, "role": "user", "content": "And b.txt?", "id": "502"},
         {"n": 5, "role": "assistant", "content": "a.txt says hello, b.txt too"},
         {"mark": "delivered", "upto": 5},
@@ -219,7 +244,9 @@ def test_an_append_changes_no_earlier_byte_and_holds_no_image(tmp_path):
         now = session.path.read_bytes()
         assert now.startswith(before) and len(lines_of(session.path)) == 2 * n + 3
         before = now
-    assert "\u2028 \x85 ? \0 end" in contents(loaded(tmp_path).messages)[0], "a lone surrogate stops nothing"
+    assert "\u2028 \x85 ? \0 end" in contents(loaded(tmp_path).messages)[0], (
+        "a lone surrogate stops nothing"
+    )
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
     blocks = [image, {"type": "text", "text": "[image: cat.png]\nWhat is it?"}]
     session.append(user(blocks, timestamp="2026-04-03T10:00:00+0200"))
@@ -227,7 +254,9 @@ def test_an_append_changes_no_earlier_byte_and_holds_no_image(tmp_path):
     shown = SessionManager(tmp_path).transcript(KEY)[-1]
     assert shown == "[2026-04-03T10:00:00+0200] user: [image: cat.png]\nWhat is it?"
     if os.name == "posix":
-        assert session.path.stat().st_mode & 0o077 == 0 == session.path.parent.stat().st_mode & 0o077
+        assert (
+            session.path.stat().st_mode & 0o077 == 0 == session.path.parent.stat().st_mode & 0o077
+        )
 
 
 @contextlib.contextmanager
@@ -255,8 +284,23 @@ def test_a_write_that_fails_is_said_and_leaves_no_trace(tmp_path):
     assert contents(loaded(tmp_path).messages) == ["before", "after"]
 
 
-KEYS = ["cli:direct", "telegram:a_b", "telegram:-100", "x:a/b", "x:../../etc", "x:..", "x:a\\b", "x:A", "x:a",
-        "x:ü 日本", "x:a%3Ab", "x:con", "x:" + "y" * 40, "x:a\0b", "x:a*?b"]  # fmt: skip
+KEYS = [
+    "cli:direct",
+    "telegram:a_b",
+    "telegram:-100",
+    "x:a/b",
+    "x:../../etc",
+    "x:..",
+    "x:a\\b",
+    "x:A",
+    "x:a",
+    "x:ü 日本",
+    "x:a%3Ab",
+    "x:con",
+    "x:" + "y" * 40,
+    "x:a\0b",
+    "x:a*?b",
+]
 
 
 def test_every_key_has_a_file_of_its_own_and_the_one_used_last_is_listed_first(tmp_path):
@@ -267,18 +311,31 @@ def test_every_key_has_a_file_of_its_own_and_the_one_used_last_is_listed_first(t
         assert sessions.path(key).parent == tmp_path / "sessions"
     (sessions.folder / "bad%ff.jsonl").write_text("x")  # of somebody else
     if os.name == "posix":
-        (sessions.folder / ".#x%3Aa.jsonl").symlink_to("me@host.4711:1775174400")  # Emacs, while it edits
+        (sessions.folder / ".#x%3Aa.jsonl").symlink_to(
+            "me@host.4711:1775174400"
+        )  # Emacs, while it edits
     assert SessionManager(tmp_path).list_keys() == KEYS
     assert len({sessions.path(key).name for key in KEYS}) == len(KEYS)
-    assert [contents(loaded(tmp_path, key).messages) for key in KEYS] == [[f"in {key!a}"] for key in KEYS]
+    assert [contents(loaded(tmp_path, key).messages) for key in KEYS] == [
+        [f"in {key!a}"] for key in KEYS
+    ]
 
 
 # ---- Damage ----
 # A whole conversation: a part is in the memory, a turn has calls, `/new` is behind some messages.
 
-BEFORE_NEW = [user("<33> Read a.txt", id="31"), calling("c1"), result("c1", "<55> hello"), answer("<66> Yes")]
-AFTER_NEW = [user("<77> Hi", runtime="It is Monday", id="32"), answer("<88> Hel", cut="it was stopped"),
-             user("<99> Well?", id="33"), answer("<00> Fine")]  # fmt: skip
+BEFORE_NEW = [
+    user("<33> Read a.txt", id="31"),
+    calling("c1"),
+    result("c1", "<55> hello"),
+    answer("<66> Yes"),
+]
+AFTER_NEW = [
+    user("<77> Hi", runtime="It is Monday", id="32"),
+    answer("<88> Hel", cut="it was stopped"),
+    user("<99> Well?", id="33"),
+    answer("<00> Fine"),
+]
 NEW_TOKENS = {"<77>", "<88>", "<99>", "<00>"}
 
 
@@ -365,11 +422,17 @@ def test_a_journal_that_is_cut_at_any_byte_goes_on(tmp_path, with_new, every):
 ODD_LINES = [
     ("a torn line", '{"n": 2, "role": "assistant", "cont'),
     ("a number that is no JSON", '{"n": 2, "role": "user", "content": "x", "y": NaN}'),
-    ("a runtime that is no text", '{"n": 2, "role": "user", "content": "x", "runtime": {"time": 5}}'),
+    (
+        "a runtime that is no text",
+        '{"n": 2, "role": "user", "content": "x", "runtime": {"time": 5}}',
+    ),
     ("a content that is a number", '{"n": 2, "role": "user", "content": 1.5}'),
     ("a function that is none", '{"n": 2, "role": "assistant", "tool_calls": [{"function": "f"}]}'),
     ("nested too deep", "[" * 50_000),
-    ("a number with 5,000 digits", '{"n": 2, "role": "user", "content": "x", "y": ' + "9" * 5_000 + "}"),
+    (
+        "a number with 5,000 digits",
+        '{"n": 2, "role": "user", "content": "x", "y": ' + "9" * 5_000 + "}",
+    ),
 ]
 
 
@@ -391,7 +454,9 @@ def test_a_line_that_is_no_message_is_skipped_put_aside_once_and_told(tmp_path, 
     assert said(model.asked[0].messages) == ["before", "after", "after", "now"]
 
 
-@pytest.mark.parametrize("junk", [b"no journal at all\n", b"\xff\xfe\x00", b"{}\n[]\n", b"\0\0\0x\n"])
+@pytest.mark.parametrize(
+    "junk", [b"no journal at all\n", b"\xff\xfe\x00", b"{}\n[]\n", b"\0\0\0x\n"]
+)
 def test_a_file_in_which_nothing_can_be_read_is_moved_aside(tmp_path, caplog, junk):
     path = tmp_path / "sessions" / "cli%3Adirect.jsonl"
     path.parent.mkdir()
@@ -404,9 +469,19 @@ def test_a_file_in_which_nothing_can_be_read_is_moved_aside(tmp_path, caplog, ju
 
 MARKS = [
     ("a damaged upto hides nothing that comes later", {"mark": "saved", "upto": 99}, 2, ["c", "d"]),
-    ("an upto that is no number is no mark", {"mark": "saved", "upto": "2"}, 0, ["a", "b", "c", "d"]),
+    (
+        "an upto that is no number is no mark",
+        {"mark": "saved", "upto": "2"},
+        0,
+        ["a", "b", "c", "d"],
+    ),
     ("a smaller upto takes nothing back", {"mark": "saved", "upto": 1}, 1, ["b", "c", "d"]),
-    ("a delivery of what is not there hides nothing", {"mark": "delivered", "upto": 99}, 0, [*"abcd"]),
+    (
+        "a delivery of what is not there hides nothing",
+        {"mark": "delivered", "upto": 99},
+        0,
+        [*"abcd"],
+    ),
     ("a mark that nobody knows is skipped", {"mark": "folded", "upto": 4}, 0, ["a", "b", "c", "d"]),
 ]
 
@@ -421,7 +496,11 @@ def test_marks(tmp_path, law, mark, saved, left):
     session.append(user("c"), answer("d"))
     again = loaded(tmp_path)
     assert (again.saved, contents(again.messages)) == (saved, left)
-    upto = mark["upto"] if isinstance(mark["upto"], int) and mark["mark"] in ("saved", "delivered") else 0
+    upto = (
+        mark["upto"]
+        if isinstance(mark["upto"], int) and mark["mark"] in ("saved", "delivered")
+        else 0
+    )
     assert again.messages[-2]["n"] > max(upto, 2), "the next number is above all that were seen"
     assert [message["content"] for message in again.undelivered][-1] == "d"
 
@@ -450,16 +529,33 @@ def test_a_round_that_the_history_has_and_the_journal_not_is_marked_with_its_sum
 
 GAPS = [
     ("nothing is said of a whole answer", [user("a"), answer("b"), user("c")], ["a", "b", "c"]),
-    ("runtime facts stand before the text", [user("a", runtime="It is Monday")], ["It is Monday\n\na"]),
-    ("what broke off is told where the user goes on", [user("a"), answer("b", cut="no network"), user("c")],
-     ["a", "b", "[the answer above broke off: no network]\n\nc"]),
-    ("what has no answer, too", [user("a"), "it was stopped", user("c", runtime="It is Monday")],
-     ["a", "[the message above was not answered: it was stopped]\n\nIt is Monday\n\nc"]),
-    ("/continue goes on where an answer stops", [user("a"), answer("b", cut="it was stopped")],
-     ["a", "b", "[the answer above broke off: it was stopped] Go on where the answer stops."]),
+    (
+        "runtime facts stand before the text",
+        [user("a", runtime="It is Monday")],
+        ["It is Monday\n\na"],
+    ),
+    (
+        "what broke off is told where the user goes on",
+        [user("a"), answer("b", cut="no network"), user("c")],
+        ["a", "b", "[the answer above broke off: no network]\n\nc"],
+    ),
+    (
+        "what has no answer, too",
+        [user("a"), "it was stopped", user("c", runtime="It is Monday")],
+        ["a", "[the message above was not answered: it was stopped]\n\nIt is Monday\n\nc"],
+    ),
+    (
+        "/continue goes on where an answer stops",
+        [user("a"), answer("b", cut="it was stopped")],
+        ["a", "b", "[the answer above broke off: it was stopped] Go on where the answer stops."],
+    ),
     ("a rest without its question is left out", [answer("b"), result("c1", "x"), user("c")], ["c"]),
-    ("two messages wait for one answer", [user("a"), user("b"), answer("to both")], ["a", "b", "to both"]),
-]  # fmt: skip
+    (
+        "two messages wait for one answer",
+        [user("a"), user("b"), answer("to both")],
+        ["a", "b", "to both"],
+    ),
+]
 
 
 @pytest.mark.parametrize(("law", "lines", "sent"), GAPS)
@@ -469,7 +565,9 @@ def test_what_is_sent_of_a_conversation(tmp_path, law, lines, sent):
         session.append(line) if isinstance(line, dict) else session.end_open_turn(line)
     before = session.path.read_bytes()
     assert contents(session.history()) == contents(loaded(tmp_path).history()) == sent
-    assert not any({"runtime", "cut", "id", "timestamp"} & set(message) for message in session.history())
+    assert not any(
+        {"runtime", "cut", "id", "timestamp"} & set(message) for message in session.history()
+    )
     assert session.path.read_bytes() == before
 
 
@@ -515,15 +613,22 @@ def test_a_journal_of_an_earlier_version_goes_on_where_it_was(tmp_path, key, sen
     session = loaded(workspace, key)
     assert [message["content"] for message in session.conversation()] == sent
     assert (session.unfinished, session.is_open) == (unfinished, False)
-    was_said = [line["content"] for line in map(json.loads, before.splitlines()) if line.get("content")]
+    was_said = [
+        line["content"] for line in map(json.loads, before.splitlines()) if line.get("content")
+    ]
     shown = "\n".join(SessionManager(workspace).transcript(key))
     assert all(text in shown for text in was_said), "nothing is lost"
     assert key in SessionManager(workspace).list_keys()
     model = Model()
     say(make_loop(workspace, model), "and now?", key=key)
-    assert path.read_bytes().startswith(before) and loaded(workspace, key).messages[-1]["content"] == "Fine."
+    assert (
+        path.read_bytes().startswith(before)
+        and loaded(workspace, key).messages[-1]["content"] == "Fine."
+    )
     asked = " ".join(said(model.asked[0].messages))
-    assert asked.endswith("and now?") and all(text in str(model.asked[0].messages) for text in sent if text)
+    assert asked.endswith("and now?") and all(
+        text in str(model.asked[0].messages) for text in sent if text
+    )
     say(make_loop(workspace, model), "/new", "afresh", key=key)
     assert said(model.asked[-1].messages) == ["afresh"]
 
@@ -636,7 +741,11 @@ def test_a_session_that_another_program_wrote_to_is_read_again(tmp_path):
     ours.get(KEY).append(user("one"))
     theirs.get(KEY).append(answer("two"))
     ours.get(KEY).append(user("three"))
-    assert contents(theirs.get(KEY).messages) == contents(ours.get(KEY).messages) == ["one", "two", "three"]
+    assert (
+        contents(theirs.get(KEY).messages)
+        == contents(ours.get(KEY).messages)
+        == ["one", "two", "three"]
+    )
     assert [line["n"] for line in lines_of(ours.path(KEY))[1:]] == [1, 2, 3]
     ours.path(KEY).unlink()
     assert ours.get(KEY).messages == []
@@ -713,7 +822,9 @@ def test_a_gateway_that_ends_writes_no_end_and_its_turn_goes_on_at_the_next_star
 
 
 @pytest.mark.parametrize("where", ["before a word", "in a tool"])
-def test_stop_ends_a_turn_for_good_continue_takes_it_up_and_what_waited_is_answered(tmp_path, where):
+def test_stop_ends_a_turn_for_good_continue_takes_it_up_and_what_waited_is_answered(
+    tmp_path, where
+):
     gate = Gate()
 
     def talk(request):
@@ -733,8 +844,12 @@ def test_stop_ends_a_turn_for_good_continue_takes_it_up_and_what_waited_is_answe
     model = Model(talk)
     chats = serve(tmp_path, model, work, waiting_tool(gate))
     assert chats.finals() == ["Nothing is running.", "Stopped; resume with /continue."]
-    assert "it was stopped" in [line.get("why") for line in lines_of(chats.loop.sessions.path(CHAT))]
-    assert chat(tmp_path, model) == [] and len(model.asked) == 1, "a restart does not begin it again"
+    assert "it was stopped" in [
+        line.get("why") for line in lines_of(chats.loop.sessions.path(CHAT))
+    ]
+    assert chat(tmp_path, model) == [] and len(model.asked) == 1, (
+        "a restart does not begin it again"
+    )
     sent = chat(tmp_path, model, "/continue", "/continue", "<b>")
     assert sent == ["<a>", "There is no interrupted turn to resume.", "<a> <b>"]
     assert "not answered" not in str(model.asked[-1].messages)
@@ -751,19 +866,30 @@ def test_new_and_continue_wait_for_what_came_before_them(tmp_path):
         gate.open.set()
         await chats.answered(5)
 
-    model = Model(lambda r: gate.wait("one") if len(model.asked) == 1 else str(tokens_in(said(r.messages))))
+    model = Model(
+        lambda r: gate.wait("one") if len(model.asked) == 1 else str(tokens_in(said(r.messages)))
+    )
     chats = serve(tmp_path, model, work)
     first, second, new, third, nothing = chats.finals()
     assert (first, second, third) == ("one", "['<a>', '<b>']", "['<c>']")
-    assert new.startswith("A new conversation begins") and nothing.startswith("There is no interrupted")
+    assert new.startswith("A new conversation begins") and nothing.startswith(
+        "There is no interrupted"
+    )
 
 
 FAILURES = [
     ("the endpoint fails", DOWN, "Sorry, that failed: the endpoint is down"),
-    ("a mistake in our own code", lambda _: 1 / 0, "Sorry, that failed: ZeroDivisionError: division by zero"),
-    ("an answer that broke off", LLMResponse("Half", finish_reason="error", error="cut off"),
-     "Half\n\nSorry, that failed: cut off"),
-]  # fmt: skip
+    (
+        "a mistake in our own code",
+        lambda _: 1 / 0,
+        "Sorry, that failed: ZeroDivisionError: division by zero",
+    ),
+    (
+        "an answer that broke off",
+        LLMResponse("Half", finish_reason="error", error="cut off"),
+        "Half\n\nSorry, that failed: cut off",
+    ),
+]
 
 
 @pytest.mark.parametrize(("what", "reply", "told_text"), FAILURES)
@@ -775,7 +901,11 @@ def test_a_turn_that_fails_is_told_once_and_not_begun_again(tmp_path, what, repl
     assert session.unfinished and not session.is_open
     model = Model()
     assert chat(tmp_path, model, "again") == ["Fine."]
-    gap = "answer above broke off: cut off" if "Half" in told_text else "message above was not answered"
+    gap = (
+        "answer above broke off: cut off"
+        if "Half" in told_text
+        else "message above was not answered"
+    )
     assert gap in said(model.asked[0].messages)[-1]
 
 
@@ -899,7 +1029,9 @@ def test_a_photo_that_came_in_mid_turn_may_go_but_not_what_was_said_with_it(tmp_
     async def work(chats):
         await chats.say("<a>")
         await gate.reached.wait()
-        await chats.bus.publish(InboundMessage("desk", "7", "1", "<b> look", [photo], message_id="p"))
+        await chats.bus.publish(
+            InboundMessage("desk", "7", "1", "<b> look", [photo], message_id="p")
+        )
         gate.open.set()
         await chats.answered(1)
 
@@ -907,7 +1039,9 @@ def test_a_photo_that_came_in_mid_turn_may_go_but_not_what_was_said_with_it(tmp_
     serve(tmp_path, model, work, waiting_tool(gate), context_window_tokens=11_000, max_tokens=2_000)
     assert "image_url" in str(model.asked[1].messages), "shown"
     assert "earlier steps of this turn are left out" in str(model.asked[-1].messages)
-    assert all({"<a>", "<b>"} <= set(tokens_in(said(request.messages))) for request in model.asked[1:])
+    assert all(
+        {"<a>", "<b>"} <= set(tokens_in(said(request.messages))) for request in model.asked[1:]
+    )
 
 
 # ---- Consolidation: from the journal into the memory ----
@@ -937,7 +1071,9 @@ def test_after_a_turn_the_oldest_turns_move_until_half_the_window_is_left(tmp_pa
     assert [each["function"]["name"] for each in request.tools] == ["save_memory"]
     parameters = request.tools[0]["function"]["parameters"]
     assert list(parameters["properties"]) == ["history_entry", "memory_update", "summary"]
-    assert re.search(r"\[\d{4}-\d\d-\d\dT[\d:+]+\] user: <q.0>", question["content"]), "with its time"
+    assert re.search(r"\[\d{4}-\d\d-\d\dT[\d:+]+\] user: <q.0>", question["content"]), (
+        "with its time"
+    )
     session = loaded(tmp_path)
     assert (session.saved, len(session.messages)) == (8, 6)
     [entry] = MemoryStore(tmp_path).entries()
@@ -959,10 +1095,16 @@ def test_a_turn_runs_within_80_percent_of_the_budget_and_its_system_prompt_stays
 
     def talk(request):
         steps = len([m for m in request.messages if m["role"] == "tool"])
-        return "Done." if steps == 6 else call("read_file", path="large.txt", offset=steps + 1, limit=180)
+        return (
+            "Done."
+            if steps == 6
+            else call("read_file", path="large.txt", offset=steps + 1, limit=180)
+        )
 
     talk_of(tmp_path, 12, 3_200)
-    model = Model(talk, lambda request: saving(f"{HOUR}{saved_tokens(request)}", "- new", "Earlier things."))
+    model = Model(
+        talk, lambda request: saving(f"{HOUR}{saved_tokens(request)}", "- new", "Earlier things.")
+    )
     loop = make_loop(tmp_path, model, context_window_tokens=16_000, max_tokens=2_000)
     (tmp_path / "large.txt").write_text("some words of a line\n" * 200)
     assert say(loop, "<task> read it") == ["Done."]
@@ -983,8 +1125,13 @@ def test_a_turn_runs_within_80_percent_of_the_budget_and_its_system_prompt_stays
 def test_what_moves_is_told_in_one_line_except_in_chats(tmp_path, key):
     """Fault 8: at once, or at the next turn if it moved in the background."""
     talk_of(tmp_path, 12, 1_600, key)
-    loop = make_loop(tmp_path, Model(save=saving(f"{HOUR}They talked.")), context_window_tokens=10_000,
-                     max_tokens=2_000, memory_window=4)  # fmt: skip
+    loop = make_loop(
+        tmp_path,
+        Model(save=saving(f"{HOUR}They talked.")),
+        context_window_tokens=10_000,
+        max_tokens=2_000,
+        memory_window=4,
+    )
     loop.shown = []
     say(loop, "hi", "and now?", key=key)
     told = [text for _, text in loop.shown if "memory" in text]
@@ -1003,7 +1150,7 @@ ANSWERS = [
     ("too long for the model: raw", [replace(DOWN, is_overflow=True)] * 2, 1, "raw"),
     ("thoughts are no part of an entry", [saving("<think>hm</think>\nSaved.")], 1, "Saved."),
     ("an unreachable model: the round waits", [DOWN], 1, None),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("law", "replies", "asks", "entry"), ANSWERS)
@@ -1090,7 +1237,9 @@ def test_a_summary_that_is_missing_is_the_entry_and_the_earlier_one_is_carried_o
 def test_a_turn_that_fits_and_new_wait_for_no_memory(tmp_path):
     async def talk() -> None:
         gate = Gate()
-        loop = make_loop(tmp_path, Model(save=lambda _: gate.wait(saving("Entry."))), memory_window=2)
+        loop = make_loop(
+            tmp_path, Model(save=lambda _: gate.wait(saving("Entry."))), memory_window=2
+        )
         for n in range(3):
             await loop.process_direct(f"question {n}", KEY)
         await gate.reached.wait()
@@ -1111,7 +1260,7 @@ def test_a_turn_that_fits_and_new_wait_for_no_memory(tmp_path):
 def random_conversation(dice: random.Random) -> tuple[list[dict], dict]:
     """A lawful request, and the message that its turn is about. `<said>` marks what must stay."""
     sizes = (5, 50, 500, 3_000, 20_000)
-    letters = [" word", "{}[]\":", "日本", "0123456789abcdef", "=" * 9]
+    letters = [" word", '{}[]":', "日本", "0123456789abcdef", "=" * 9]
 
     def text(mark: str = "") -> str:
         return mark + dice.choice(letters) * (dice.choice(sizes) // 5)
@@ -1120,8 +1269,13 @@ def random_conversation(dice: random.Random) -> tuple[list[dict], dict]:
     messages += [user(text("[Summary]"), is_summary=True)] * (dice.random() < 0.3)
     for n in range(turns := dice.randint(1, 12)):
         begin, is_last = len(messages), n == turns - 1
-        image = [{"type": "image_url", "image_url": {"url": "data:,x"}}, {"type": "text", "text": "<said>"}]
-        messages.append(user(image if is_last and dice.random() < 0.3 else text("<said>" if is_last else "")))
+        image = [
+            {"type": "image_url", "image_url": {"url": "data:,x"}},
+            {"type": "text", "text": "<said>"},
+        ]
+        messages.append(
+            user(image if is_last and dice.random() < 0.3 else text("<said>" if is_last else ""))
+        )
         for step in range(dice.choice([0, 1, 2, 15])):
             ids = [f"{n}.{step}.{k}" for k in range(dice.randint(1, 3))]
             messages += [calling(*ids), *(result(id_, text()) for id_ in ids)]
@@ -1149,7 +1303,9 @@ def test_every_request_fits_is_lawful_and_keeps_what_the_user_said_in_this_turn(
             assert (request.messages == messages and not request.notes) is fits
             assert request.tokens <= budget, (request.tokens, budget, request.notes)
             sent = str(request.messages)
-            assert sent.count("<said>") == str([messages[0], *stays]).count("<said>"), "what was said stays"
+            assert sent.count("<said>") == str([messages[0], *stays]).count("<said>"), (
+                "what was said stays"
+            )
             lawful = legal(request.messages, reply=False)
             assert legal(lawful, reply=False) == lawful
             calls = [each["id"] for m in request.messages for each in m.get("tool_calls") or []]
@@ -1171,7 +1327,9 @@ def test_cursors_rise_whatever_happened_to_the_files(tmp_path):
     memory = MemoryStore(tmp_path)
     memory.append_history(f"{HOUR}One.", "Two.")
     with open(memory.history, "a") as file:
-        file.write('{"cursor": 40, "timestamp": "x", "content": 5}\n{"cursor": true}\n{"cursor": 9, "time')
+        file.write(
+            '{"cursor": 40, "timestamp": "x", "content": 5}\n{"cursor": true}\n{"cursor": 9, "time'
+        )
     MemoryStore(tmp_path).append_history("Three.")
     (memory.folder / ".dream_cursor").write_text("50")
     memory.append_history("Four.", "x" * 100_000)
@@ -1250,14 +1408,23 @@ PLANTED = {
     "a device": lambda path, _: path.symlink_to("/dev/zero"),
     "a folder": lambda path, _: path.mkdir(),
     "20 MB": lambda path, _: [path.touch(), os.truncate(path, 20_000_000)],
-}  # fmt: skip
-PLACES = ["HEARTBEAT.md", "memory/MEMORY.md", "SOUL.md", "USER.md", "AGENTS.md", "skills/odd/SKILL.md"]
+}
+PLACES = [
+    "HEARTBEAT.md",
+    "memory/MEMORY.md",
+    "SOUL.md",
+    "USER.md",
+    "AGENTS.md",
+    "skills/odd/SKILL.md",
+]
 
 
 @posix
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("odd", PLANTED)
-def test_no_file_that_a_command_planted_gets_into_a_request_or_holds_it_up(tmp_path, own_home, odd, place):
+def test_no_file_that_a_command_planted_gets_into_a_request_or_holds_it_up(
+    tmp_path, own_home, odd, place
+):
     """Fault 3: HEARTBEAT.md linked to the settings file sent the keys; a FIFO hung the gateway."""
     secret = own_home / ".nanobot" / "config.json"
     secret.parent.mkdir()
@@ -1289,7 +1456,9 @@ BLUE = "- Favourite colour: blue\n"
 GREEN = "- Favourite colour: green\n"
 
 
-def dreamer(home: Path, *edits: tuple, found: object = "[MEMORY] blue", end: object = "Noted.") -> AgentLoop:
+def dreamer(
+    home: Path, *edits: tuple, found: object = "[MEMORY] blue", end: object = "Noted."
+) -> AgentLoop:
     """The real loop and tools: phase 1 finds, phase 2 makes these calls, one after the other."""
     calls = iter([call(name, **arguments) for name, arguments in edits])
 
@@ -1319,11 +1488,21 @@ def home(tmp_path):
 
 def test_a_dream_reads_what_is_unread_edits_and_is_one_commit_and_the_users_edits_are_another(home):
     (home / "SOUL.md").write_text("# Be kind.\n")  # by the user
-    loop = dreamer(home, edit("green", "blue"), found="Here:\n- [MEMORY] blue\n[MEMORY-REMOVE] green\nAll.")
-    assert say(loop, "/dream") == ["Dreamt about 3 entries: 2 changes. /dream-log shows the changes."]
+    loop = dreamer(
+        home, edit("green", "blue"), found="Here:\n- [MEMORY] blue\n[MEMORY-REMOVE] green\nAll."
+    )
+    assert say(loop, "/dream") == [
+        "Dreamt about 3 entries: 2 changes. /dream-log shows the changes."
+    ]
     find, phase_2 = (request.messages[1]["content"] for request in loop.provider.asked[:2])
-    assert "[2026-04-03 00:02] Thing 2." in find and GREEN in find and time.strftime("%Y-%m-%d") in find
-    assert "# Findings\n\n[MEMORY] blue\n\n[MEMORY-REMOVE] green" in phase_2 and "- memory:" in phase_2
+    assert (
+        "[2026-04-03 00:02] Thing 2." in find
+        and GREEN in find
+        and time.strftime("%Y-%m-%d") in find
+    )
+    assert (
+        "# Findings\n\n[MEMORY] blue\n\n[MEMORY-REMOVE] green" in phase_2 and "- memory:" in phase_2
+    )
     assert loop.memory.read_facts() == BLUE and loop.memory.unread() == []
     first, second = say(loop, "/dream-log")[0].split("\n")
     assert re.fullmatch(r"[0-9a-f]{7,} dream: [\d-]+ [\d:]+, 2 change\(s\)", first)
@@ -1337,11 +1516,17 @@ def test_a_dream_reads_what_is_unread_edits_and_is_one_commit_and_the_users_edit
 
 
 FINDINGS = [
-    ("[USER] a", "edits"), ("- [SOUL] a\n* [SKILL-REMOVE] b", "edits"), ("[SKIP]\n[USER-REMOVE] a", "edits"),
-    ("[SKIP]", "nothing"), ("<think>\n[MEMORY] no\n</think>\n[SKIP]", "nothing"),
-    ("<think>maybe [SKIP]?</think>Hello", "failed"), ("<think>[MEMORY] never ends", "failed"),
-    ("[OTHER] a", "failed"), ("I noted [MEMORY] a", "failed"), ("", "failed"),
-]  # fmt: skip
+    ("[USER] a", "edits"),
+    ("- [SOUL] a\n* [SKILL-REMOVE] b", "edits"),
+    ("[SKIP]\n[USER-REMOVE] a", "edits"),
+    ("[SKIP]", "nothing"),
+    ("<think>\n[MEMORY] no\n</think>\n[SKIP]", "nothing"),
+    ("<think>maybe [SKIP]?</think>Hello", "failed"),
+    ("<think>[MEMORY] never ends", "failed"),
+    ("[OTHER] a", "failed"),
+    ("I noted [MEMORY] a", "failed"),
+    ("", "failed"),
+]
 
 
 @pytest.mark.parametrize(("found", "outcome"), FINDINGS)
@@ -1354,45 +1539,75 @@ def test_what_a_dream_finds(home, monkeypatch, found, outcome):
     assert len(loop.memory.unread()) == (3 if outcome == "failed" else 0)
 
 
-def test_three_failures_in_a_row_skip_the_entries_and_an_endpoint_that_is_down_never_does(home, caplog):
-    assert "did not reach the model. Nothing is lost" in say(dreamer(home, found=DOWN), *["/dream"] * 5)[-1]
+def test_three_failures_in_a_row_skip_the_entries_and_an_endpoint_that_is_down_never_does(
+    home, caplog
+):
+    assert (
+        "did not reach the model. Nothing is lost"
+        in say(dreamer(home, found=DOWN), *["/dream"] * 5)[-1]
+    )
     assert "did not reach the model" in say(dreamer(home, end=DOWN), "/dream")[0]
     loop = dreamer(home, found="What a nice day.")
     told_texts = say(loop, *["/dream"] * 3)
     assert [text.split(".")[0] for text in told_texts[:2]] == ["The dream failed"] * 2
-    assert told_texts[2].startswith("Dreamt about 3 entries") and "these entries are skipped" in caplog.text
+    assert (
+        told_texts[2].startswith("Dreamt about 3 entries")
+        and "these entries are skipped" in caplog.text
+    )
 
 
 def test_a_batch_is_20_entries_or_half_the_budget_and_whatever_its_size_it_fits(home, monkeypatch):
     monkeypatch.setenv("PATH", "")
     for name in ("SOUL.md", "memory/MEMORY.md"):
-        (home / name).write_text("first line\n" + "a fact about the world\n" * 3_000 + "last line\n")
+        (home / name).write_text(
+            "first line\n" + "a fact about the world\n" * 3_000 + "last line\n"
+        )
     memory = MemoryStore(home)
-    memory.append_history(*(f"entry {n}" for n in range(30)), f"from here {'x' * 60_000} to there", "last")
+    memory.append_history(
+        *(f"entry {n}" for n in range(30)), f"from here {'x' * 60_000} to there", "last"
+    )
     loop = make_loop(home, Model("[SKIP]"), context_window_tokens=14_000, max_tokens=2_000)
     say(loop, *["/dream"] * 4)
-    batches = [r.messages[1]["content"].partition("# History")[2].count("\n\n[") for r in loop.provider.asked]
+    batches = [
+        r.messages[1]["content"].partition("# History")[2].count("\n\n[")
+        for r in loop.provider.asked
+    ]
     assert batches[0] == 20 and sum(batches) == 35 and memory.unread() == []
     for request in loop.provider.asked:
         assert TokenCounter(lambda: 1 / 0).total(request.messages) <= 14_000 - 2_000
-    assert re.search("from here .* to there", str([request.messages for request in loop.provider.asked[1:]]))
+    assert re.search(
+        "from here .* to there", str([request.messages for request in loop.provider.asked[1:]])
+    )
 
 
 FINE = [
-    edit("green", "blue"), ("read_file", {"path": "SOUL.md"}), write("---\nname: mine\n---\n1. Do it."),
+    edit("green", "blue"),
+    ("read_file", {"path": "SOUL.md"}),
+    write("---\nname: mine\n---\n1. Do it."),
     write("1. Do it.", "skills/mine/data/list.txt"),
-]  # fmt: skip
+]
 REFUSED = [
-    edit("old", "new", "AGENTS.md"), edit("{", "[", "memory/history.jsonl"), ("exec", {"command": "touch x"}),
+    edit("old", "new", "AGENTS.md"),
+    edit("{", "[", "memory/history.jsonl"),
+    ("exec", {"command": "touch x"}),
     ("edit_file", {"arguments": {"path": "AGENTS.md", "old_text": "a", "new_text": "b"}}),
-    ("read_file", {"path": "{secret}"}), ("read_file", {"path": "~/id_rsa"}), ("read_file", {"path": "a\0b"}),
-    ("read_file", {"arguments": {"path": "{secret}"}}), ("read_file", {"arguments": '{"path": "{secret}"}'}),
-    ("write_file", {"arguments": {"path": "SOUL.md", "content": "Be rude."}}), write("x", "skills/SKILL.md"),
-    write("x", "skills/../SOUL.md"), write("x", "skills/weather/x.md"), write("x", "skills/link/SKILL.md"),
-    write("x", "/etc/no-such"), write("---\nname: memory\n---\nx"), write("---\nalways: true\n---\nx"),
-    write("---\r\nname: mine\r\nalways: yes\r\n---\r\nx"), write("\ufeff---\nalways: true\n---\nx"),
+    ("read_file", {"path": "{secret}"}),
+    ("read_file", {"path": "~/id_rsa"}),
+    ("read_file", {"path": "a\0b"}),
+    ("read_file", {"arguments": {"path": "{secret}"}}),
+    ("read_file", {"arguments": '{"path": "{secret}"}'}),
+    ("write_file", {"arguments": {"path": "SOUL.md", "content": "Be rude."}}),
+    write("x", "skills/SKILL.md"),
+    write("x", "skills/../SOUL.md"),
+    write("x", "skills/weather/x.md"),
+    write("x", "skills/link/SKILL.md"),
+    write("x", "/etc/no-such"),
+    write("---\nname: memory\n---\nx"),
+    write("---\nalways: true\n---\nx"),
+    write("---\r\nname: mine\r\nalways: yes\r\n---\r\nx"),
+    write("\ufeff---\nalways: true\n---\nx"),
     write("\ufeff---\r\nalways: 'true' # why\r\n---\r\nx"),
-]  # fmt: skip
+]
 FENCE = [*((step, True) for step in FINE), *((step, False) for step in REFUSED)]
 
 
@@ -1407,7 +1622,11 @@ def test_a_dreamer_edits_three_files_and_its_own_skills_only(home, own_home, tmp
 
     def files() -> dict[str, bytes]:
         paths = [path for path in tmp_path.rglob("*") if path.is_file() and ".git" not in str(path)]
-        return {str(path): path.read_bytes() for path in paths if path.suffix in (".md", ".txt", ".jsonl")}
+        return {
+            str(path): path.read_bytes()
+            for path in paths
+            if path.suffix in (".md", ".txt", ".jsonl")
+        }
 
     before = files()
     say(loop, "/dream")
@@ -1424,7 +1643,12 @@ UNDONE = {  # before and after a dream, how many lines it changed, a setting of 
     "lines that look like a diff's own": (b"- a\n-- x\n++ y\n", b"- a\n+++ z\n", 3, ""),
     "lines behind a missing line end": (b"old", b"new\nmore", 3, ""),
     "bytes that are no UTF-8": (b"caf\xe9\nold\n", b"caf\xe9\nnew\n", 2, ""),
-    "line ends of Windows, which git may change": (b"- a\r\n", b"- b\r\n", 2, "* text=auto eol=crlf"),
+    "line ends of Windows, which git may change": (
+        b"- a\r\n",
+        b"- b\r\n",
+        2,
+        "* text=auto eol=crlf",
+    ),
     "what git could fill in": (b"- $Id$\n", b"- $Id$\n- b\n", 1, "*.md ident"),
 }
 
@@ -1448,12 +1672,16 @@ def test_what_a_dream_changed_is_undone_to_the_byte_with_modes_kept(home, name):
 
 
 def test_what_a_dream_wrote_is_gone_when_it_is_undone_and_not_dreamt_again(home):
-    loop = dreamer(home, edit("green", "blue"), write("---\ndescription: Use to publish.\n---\n1. Do it."))
+    loop = dreamer(
+        home, edit("green", "blue"), write("---\ndescription: Use to publish.\n---\n1. Do it.")
+    )
     say(loop, "/dream")
     assert "Use to publish." in [skill.description for skill in loop.skills.load()]
     (home / "skills" / "mine" / "SKILL.md").chmod(0o640)
     assert say(loop, "/dream-restore") == ["Undone: 6 changes."]
-    assert loop.memory.read_facts() == GREEN and not (home / "skills" / "mine" / "SKILL.md").exists()
+    assert (
+        loop.memory.read_facts() == GREEN and not (home / "skills" / "mine" / "SKILL.md").exists()
+    )
     assert say(loop, "/dream") == ["There is nothing new to dream about."]
     log = [re.sub(r"^\w+ |:.*", "", line) for line in say(loop, "/dream-log")[0].split("\n")]
     assert re.match("restore of", log[0]) and log[1:] == ["dream", "changes outside of dreams"]
@@ -1483,7 +1711,10 @@ def test_a_damaged_repository_is_said_put_aside_and_begun_anew(home, damage):
     [told_text] = say(dreamer(home, edit("green", "blue")), "/dream")
     asides = list(folder.parent.glob("memory.git.broken-*"))
     if damage == "gone" or "locked" in damage:
-        assert told_text == "Dreamt about 1 entry: 2 changes. /dream-log shows the changes." and not asides
+        assert (
+            told_text == "Dreamt about 1 entry: 2 changes. /dream-log shows the changes."
+            and not asides
+        )
     else:
         assert "repository is broken" in told_text and str(asides[0]) in told_text
     assert memory.read_facts() == BLUE
@@ -1492,7 +1723,9 @@ def test_a_damaged_repository_is_said_put_aside_and_begun_anew(home, damage):
 
 
 def git(*arguments: str, cwd: Path) -> str:
-    return subprocess.run(["git", *arguments], cwd=cwd, capture_output=True, text=True).stdout.strip()
+    return subprocess.run(
+        ["git", *arguments], cwd=cwd, capture_output=True, text=True
+    ).stdout.strip()
 
 
 def test_the_users_own_repository_and_settings_are_left_alone(home, own_home, monkeypatch):
@@ -1506,7 +1739,9 @@ def test_the_users_own_repository_and_settings_are_left_alone(home, own_home, mo
     monkeypatch.setenv("GIT_INDEX_FILE", str(outer / ".git" / "index"))
     say(dreamer(home, edit("green", "blue")), "/dream")
     monkeypatch.delenv("GIT_DIR")
-    author = git("--git-dir", str(home / ".nanobot" / "memory.git"), "log", "-1", "--format=%an %s", cwd=home)
+    author = git(
+        "--git-dir", str(home / ".nanobot" / "memory.git"), "log", "-1", "--format=%an %s", cwd=home
+    )
     assert author.startswith("nanobot dream: ") and git("log", cwd=outer) == ""
     assert not list(home.rglob(".git")) and not (outer / ".git" / "index").exists()
 
@@ -1552,11 +1787,27 @@ def read_skill(folder: Path, text: str | bytes):
 FRONT = "---\nname: other\ndescription: Use to show things.\nalways: true\n---\n# Demo\n\nDo it.\n"
 CR_LF = FRONT.replace("\n", "\r\n")
 FORMS = [
-    *((form, ("other", "Use to show things.", True)) for form in (
-        FRONT, CR_LF, f"\ufeff{FRONT}", f"\ufeff{CR_LF}", FRONT.replace("---\n", "--- \n"))),
-    *((form, ("demo", "", False)) for form in (
-        "Do it.", "---\n---\nDo it.", "---\nDo it.", "---\n[[[\n---\nDo it.", b"\xff\xfe Do it.")),
-]  # fmt: skip
+    *(
+        (form, ("other", "Use to show things.", True))
+        for form in (
+            FRONT,
+            CR_LF,
+            f"\ufeff{FRONT}",
+            f"\ufeff{CR_LF}",
+            FRONT.replace("---\n", "--- \n"),
+        )
+    ),
+    *(
+        (form, ("demo", "", False))
+        for form in (
+            "Do it.",
+            "---\n---\nDo it.",
+            "---\nDo it.",
+            "---\n[[[\n---\nDo it.",
+            b"\xff\xfe Do it.",
+        )
+    ),
+]
 
 
 @pytest.mark.parametrize(("form", "read"), FORMS, ids=range(len(FORMS)))
@@ -1567,13 +1818,21 @@ def test_front_matter_and_text_are_told_apart(tmp_path, form, read):
 
 
 DESCRIPTIONS = [
-    ('"In quotes: yes"', "In quotes: yes"), ("'single'", "single"), ('Use to say "hi"', 'Use to say "hi"'),
-    ("From a --- to b", "From a --- to b"), ("  padded  ", "padded"), ("", ""),
+    ('"In quotes: yes"', "In quotes: yes"),
+    ("'single'", "single"),
+    ('Use to say "hi"', 'Use to say "hi"'),
+    ("From a --- to b", "From a --- to b"),
+    ("  padded  ", "padded"),
+    ("", ""),
     (">-\n  Use for\n  the weather.", "Use for the weather."),
     ("|\n  Use for: the weather.", "Use for: the weather."),
-    ("Use for\n  the weather.\n  Note: not for the sea.", "Use for the weather. Note: not for the sea."),
-    ("x > y\n  |z", "x > y |z"), (">\n  a\n\n  b", "a b"),
-]  # fmt: skip
+    (
+        "Use for\n  the weather.\n  Note: not for the sea.",
+        "Use for the weather. Note: not for the sea.",
+    ),
+    ("x > y\n  |z", "x > y |z"),
+    (">\n  a\n\n  b", "a b"),
+]
 
 
 @pytest.mark.parametrize(("written", "read"), DESCRIPTIONS)
@@ -1587,13 +1846,18 @@ NEEDS = ["program no-such-b", "environment variable NO_SUCH_A"]
 REQUIRES = [
     ('metadata: {"nanobot": {"requires": {"bins": ["no-such-b"], "env": ["NO_SUCH_A"]}}}', NEEDS),
     ('metadata: {\n "nanobot": {"requires":\n   {"bins": ["no-such-b"]}}\n }', NEEDS[:1]),
-    ("metadata:\n  nanobot:\n    requires:\n      bins:\n        - sh\n        - no-such-b\n"
-     "      env: [NO_SUCH_A]  # the key", NEEDS),
+    (
+        "metadata:\n  nanobot:\n    requires:\n      bins:\n        - sh\n        - no-such-b\n"
+        "      env: [NO_SUCH_A]  # the key",
+        NEEDS,
+    ),
     ("requires:\n  bins:\n  - no-such-b\n  env:\n    - NO_SUCH_A", NEEDS),
     ('requires:\n  bins: [sh, "no-such-b"]', NEEDS[:1]),
-    ("metadata:\n  author: me\n  version: 1", []), ("requires:", []),
-    ('metadata: {"nanobot": {"requires": ["gh"]}}', []), ("metadata: " + "[" * 50_000, []),
-]  # fmt: skip
+    ("metadata:\n  author: me\n  version: 1", []),
+    ("requires:", []),
+    ('metadata: {"nanobot": {"requires": ["gh"]}}', []),
+    ("metadata: " + "[" * 50_000, []),
+]
 
 
 @pytest.mark.parametrize(("front", "missing"), REQUIRES, ids=range(len(REQUIRES)))
@@ -1606,7 +1870,9 @@ def test_an_always_skill_is_in_the_prompt_in_full_or_listed_as_unavailable(tmp_p
     """Fault 9. One of the workspace shadows the kit's of its name."""
     loop = make_loop(tmp_path, Model())
     skill_file(tmp_path / "skills", "---\nalways: true\n---\nRule one.", "one")
-    skill_file(tmp_path / "skills", "---\nalways: yes\nrequires:\n  bins: [no-such]\n---\nRule two.", "two")
+    skill_file(
+        tmp_path / "skills", "---\nalways: yes\nrequires:\n  bins: [no-such]\n---\nRule two.", "two"
+    )
     skill_file(tmp_path / "skills", "---\ndescription: My own.\n---\nMine.", "weather")
     say(loop, "hi")
     system = loop.provider.asked[0].messages[0]["content"]
@@ -1629,7 +1895,9 @@ def test_a_broken_skill_is_named_once_and_the_others_stay(tmp_path, caplog):
     loader = SkillsLoader(tmp_path)
     for _ in range(3):
         skills = {skill.name: skill.problem for skill in loader.load()}
-    assert [name for name, problem in skills.items() if not problem] == ["demo"] and len(skills) == 5
+    assert [name for name, problem in skills.items() if not problem] == ["demo"] and len(
+        skills
+    ) == 5
     for name in set(skills) - {"demo"}:
         [line] = [line for line in caplog.messages if str(tmp_path / name) in line]
         assert line.endswith(skills[name])
@@ -1637,7 +1905,17 @@ def test_a_broken_skill_is_named_once_and_the_others_stay(tmp_path, caplog):
 
 # ---- Nothing that reads foreign text takes long ----
 
-FOREIGN = [*"aA0 \t\n\r-:[]{}<>#\"'|*.,\\/_=é日", "- ", ": ", "a: ", " a:\n", "\n ", "[ ", "<think>", "---\n"]
+FOREIGN = [
+    *"aA0 \t\n\r-:[]{}<>#\"'|*.,\\/_=é日",
+    "- ",
+    ": ",
+    "a: ",
+    " a:\n",
+    "\n ",
+    "[ ",
+    "<think>",
+    "---\n",
+]
 
 
 @pytest.mark.long
@@ -1645,7 +1923,14 @@ FOREIGN = [*"aA0 \t\n\r-:[]{}<>#\"'|*.,\\/_=é日", "- ", ": ", "a: ", " a:\n", 
 def test_100000_characters_of_anything_are_read_within_a_second(tmp_path, monkeypatch, piece):
     monkeypatch.setenv("PATH", "")
     text = piece * (100_000 // len(piece))
-    heads = ["", "---\n", "---\nmetadata: ", "---\ndescription: ", "---\nrequires:\n ", f"---\n{piece}: "]
+    heads = [
+        "",
+        "---\n",
+        "---\nmetadata: ",
+        "---\ndescription: ",
+        "---\nrequires:\n ",
+        f"---\n{piece}: ",
+    ]
     loop = dreamer(tmp_path, found=text)
     loop.memory.append_history(text, "[2026-04-03 00:02]" + text, "[2026-" + text)
     store = MemoryStore(tmp_path)
@@ -1653,9 +1938,13 @@ def test_100000_characters_of_anything_are_read_within_a_second(tmp_path, monkey
     for n, head in enumerate(heads):
         skill_file(tmp_path / f"s{n}", (head + text)[:100_000])
     works = [lambda n=n: SkillsLoader(tmp_path / f"s{n}").load() for n in range(len(heads))]
-    works += [partial(say, loop, "/dream"), store.recent_history, partial(estimate, text),
-              partial(Governed, [user(text)], 100, TokenCounter(lambda: 1 / 0)),
-              partial(store.append_history, f"[{text}")]  # fmt: skip
+    works += [
+        partial(say, loop, "/dream"),
+        store.recent_history,
+        partial(estimate, text),
+        partial(Governed, [user(text)], 100, TokenCounter(lambda: 1 / 0)),
+        partial(store.append_history, f"[{text}"),
+    ]
     for work in works:
         began = time.process_time()
         work()
@@ -1690,7 +1979,9 @@ def keeping(pattern: str):
         facts, _, talked = request.messages[1]["content"].partition("# Conversation")
         found = re.findall(pattern, talked)
         lines = re.findall(r"(?m)^- .*$", facts) + [f"- The user's {each}" for each in found]
-        return saving(f"{HOUR}Saved: {' '.join(found)}", "\n".join(dict.fromkeys(lines)), "This and that.")
+        return saving(
+            f"{HOUR}Saved: {' '.join(found)}", "\n".join(dict.fromkeys(lines)), "This and that."
+        )
 
     return save
 
@@ -1714,21 +2005,32 @@ def talkative_loop(workspace: Path, window: int = 65_536) -> AgentLoop:
 @pytest.mark.long
 @pytest.mark.parametrize("window", [8_000, pytest.param(65_536, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("turns", [210, pytest.param(2_000, marks=pytest.mark.slow)])
-def test_a_conversation_of_2000_turns_forgets_nothing_and_what_is_sent_does_not_grow(tmp_path, window, turns):
+def test_a_conversation_of_2000_turns_forgets_nothing_and_what_is_sent_does_not_grow(
+    tmp_path, window, turns
+):
     loop, sizes = talkative_loop(tmp_path, window), []
     model = loop.provider
 
     async def talk() -> None:
         for n in range(turns):
-            await loop.process_direct("my favourite colour is green" if n == 3 else f"question {n}", KEY)
+            await loop.process_direct(
+                "my favourite colour is green" if n == 3 else f"question {n}", KEY
+            )
             await loop.background.settled()
-            sizes.append(sum(len(json.dumps(request.messages)) for request in (*model.asked, *model.saves)))
+            sizes.append(
+                sum(len(json.dumps(request.messages)) for request in (*model.asked, *model.saves))
+            )
             model.asked, model.saves = [], []
 
     asyncio.run(talk())
-    assert sum(sizes[-70:]) <= 1.3 * sum(sizes[70:140]), "of 70 turns: rounds of consolidation even out"
+    assert sum(sizes[-70:]) <= 1.3 * sum(sizes[70:140]), (
+        "of 70 turns: rounds of consolidation even out"
+    )
     offline = make_loop(tmp_path, OfflineProvider())
-    assert "favourite colour is green" in say(offline, "what is my favourite colour?", key="cli:other")[0]
+    assert (
+        "favourite colour is green"
+        in say(offline, "what is my favourite colour?", key="cli:other")[0]
+    )
     session = loaded(tmp_path)
     assert session.saved > 4 * (turns - 70) and "green" not in str(session.history())
     assert len([line for line in lines_of(session.path) if "role" in line]) == 4 * turns
@@ -1743,7 +2045,9 @@ def die_at_write(workspace: Path, moment: int) -> None:
 
     def look(event: str, arguments: tuple) -> None:
         is_write = event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
-        is_ours = is_write and str(workspace) in str(arguments[0]) and ".lock" not in str(arguments[0])
+        is_ours = (
+            is_write and str(workspace) in str(arguments[0]) and ".lock" not in str(arguments[0])
+        )
         if (is_ours or event in ("os.rename", "os.remove")) and next(writes) == moment:
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -1784,7 +2088,9 @@ def gateway(workspace: Path, pipe, seed: int, moment: int, window: int) -> None:
         """Work."""
         pipe.send(("works", times))
         files = [SessionManager(workspace).path(CHAT), SessionManager(workspace).inbox(CHAT).path]
-        while times < 0 and not any(file.exists() and b"<b>" in file.read_bytes() for file in files):
+        while times < 0 and not any(
+            file.exists() and b"<b>" in file.read_bytes() for file in files
+        ):
             await asyncio.sleep(0.001)
         await asyncio.sleep(times / 1_000)
         return "worked"

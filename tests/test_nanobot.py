@@ -20,13 +20,31 @@ from fake_llm import call as ask_for
 from channels import CronError, CronJob
 from memory import SessionManager
 from nanobot import (
-    AgentHook, AgentLoop, AgentRunner, AgentRunSpec, ApprovalHook, CompositeHook, Config,
-    ConfigError, CostTrackingHook, JobRunner, Price, load_config,
-)  # fmt: skip
+    AgentHook,
+    AgentLoop,
+    AgentRunner,
+    AgentRunSpec,
+    ApprovalHook,
+    CompositeHook,
+    Config,
+    ConfigError,
+    CostTrackingHook,
+    JobRunner,
+    Price,
+    load_config,
+)
 from providers import (
-    ROWS, Endpoint, LLMProvider, LLMResponse, OpenAIProvider, ScriptedProvider, ToolCallRequest, Trace,
-    failed, legal,
-)  # fmt: skip
+    ROWS,
+    Endpoint,
+    LLMProvider,
+    LLMResponse,
+    OpenAIProvider,
+    ScriptedProvider,
+    ToolCallRequest,
+    Trace,
+    failed,
+    legal,
+)
 from test_providers import check_grammar
 from tools import ToolError, ToolRegistry, ToolResult, tool
 
@@ -106,8 +124,21 @@ def test_calls_run_and_the_model_sees_their_results_until_it_answers():
     result, provider = run(script, [look, broken], messages=given)
     assert (result.final_content, result.stop_reason, result.error) == ("done", "completed", None)
     assert (result.tools_used, result.requests) == (["look", "broken"], 3)
-    assert roles(result.messages) == ["user", "assistant", "tool", "tool", "assistant", "tool", "assistant"]
-    assert result.messages[2] == {"role": "tool", "tool_call_id": "a", "name": "look", "content": "saw 7"}
+    assert roles(result.messages) == [
+        "user",
+        "assistant",
+        "tool",
+        "tool",
+        "assistant",
+        "tool",
+        "assistant",
+    ]
+    assert result.messages[2] == {
+        "role": "tool",
+        "tool_call_id": "a",
+        "name": "look",
+        "content": "saw 7",
+    }
     assert results(provider.requests[1].messages) == ["saw 7", "it is broken: mend it"]
     assert result.tool_events == [
         {"name": "look", "arguments": {"n": 7}, "is_error": False, "result": "saw 7"},
@@ -126,7 +157,9 @@ def test_what_became_of_a_call_is_told_to_the_model():
     empty, unknown, torn = results(provider.requests[1].messages)
     assert empty == "(silent completed with no output)"
     assert "look, broken" in unknown, "the closest one first"
-    assert torn == "look was not run: its arguments are not valid JSON. Send the complete call again."
+    assert (
+        torn == "look was not run: its arguments are not valid JSON. Send the complete call again."
+    )
 
 
 def test_neighbours_that_only_read_go_together_and_whatever_else_alone():
@@ -145,7 +178,9 @@ def test_neighbours_that_only_read_go_together_and_whatever_else_alone():
 
     tools = [step("a", read_only=True), step("b", read_only=True), step("w")]
     tools.append(step("x", read_only=True, exclusive=True))
-    calls = [call(name, f"c{n}") for n, name in enumerate(["a", "b", "w", "x", "x", "a", "unknown", "b"])]
+    calls = [
+        call(name, f"c{n}") for n, name in enumerate(["a", "b", "w", "x", "x", "a", "unknown", "b"])
+    ]
     run([calls, "done"], tools)
     assert " ".join(steps) == "+a +b -a -b +w -w +x -x +x -x +a -a +b -b"
 
@@ -175,7 +210,10 @@ def test_each_message_is_journalled_when_it_exists_and_what_the_user_said_meanwh
         new, came[:] = list(came), []
         return new
 
-    script = [[call("look", "a"), call("picture", "b", letter="b"), call("picture", "c", letter="c")], "done"]
+    script = [
+        [call("look", "a"), call("picture", "b", letter="b"), call("picture", "c", letter="c")],
+        "done",
+    ]
     append = lambda *messages: heard.append(roles(messages))  # noqa: E731
     result, provider = run(script, [look, picture], append=append, arrivals=arrivals)
     assert heard == [["assistant"], ["tool"], ["tool"], ["tool"], ["user"], ["assistant"]]
@@ -200,7 +238,10 @@ def test_the_same_failing_call_is_told_to_change_at_three_and_ends_the_run_at_fi
 def test_the_same_result_is_told_at_three_and_ends_the_tools_at_five():
     script = [call("look", f"c{n}") for n in range(5)] + ["Nothing new."]
     result, provider = run(script, [look])
-    counts = [re.search(r"the same call has returned it (\d) times", text) for text in results(result.messages)]
+    counts = [
+        re.search(r"the same call has returned it (\d) times", text)
+        for text in results(result.messages)
+    ]
     assert [int(count[1]) for count in counts if count] == [3, 4, 5]
     assert [bool(request.tools) for request in provider.requests] == [True] * 5 + [False]
     assert (result.stop_reason, result.final_content) == ("completed", "Nothing new.")
@@ -246,24 +287,60 @@ NOTHING = "There is no answer: the model sent nothing useful. Ask in other words
 ENDS = [  # a sentence, the script, its stop reason, the answer, the number of requests
     ("an answer", ["whole"], "completed", "whole", 1),
     ("a cut answer is continued", [*ABC, "d"], "completed", "a b c d", 4),
-    ("three times, and then taken as it is", [*ABC, cut("d ")], "completed",
-     "a b c d \n\n(cut: the answer reached its length limit again and again)", 4),
+    (
+        "three times, and then taken as it is",
+        [*ABC, cut("d ")],
+        "completed",
+        "a b c d \n\n(cut: the answer reached its length limit again and again)",
+        4,
+    ),
     ("and again behind a whole step", [*ABC, call("look"), *ABC, "d"], "completed", "a b c d", 8),
-    ("a cut answer that goes on to a call", [*ABC, LLMResponse("d", [call("look")], "tool_calls"), "done"],
-     "completed", "done", 5),
+    (
+        "a cut answer that goes on to a call",
+        [*ABC, LLMResponse("d", [call("look")], "tool_calls"), "done"],
+        "completed",
+        "done",
+        5,
+    ),
     ("a cut thought", [cut(None), cut(None), "done"], "completed", "done", 3),
     ("blank twice, and once without tools", ["", " ", ""], "empty", NOTHING, 3),
-    ("a blank between two steps is forgiven", ["", call("look"), "", "done"], "completed", "done", 4),
-    ("an answer that was withheld", [LLMResponse(None, [], "content_filter")], "empty", WITHHELD, 1),
-    ("a refusal in words", [LLMResponse("I may not.", [], "refusal")], "completed", "I may not.", 1),
+    (
+        "a blank between two steps is forgiven",
+        ["", call("look"), "", "done"],
+        "completed",
+        "done",
+        4,
+    ),
+    (
+        "an answer that was withheld",
+        [LLMResponse(None, [], "content_filter")],
+        "empty",
+        WITHHELD,
+        1,
+    ),
+    (
+        "a refusal in words",
+        [LLMResponse("I may not.", [], "refusal")],
+        "completed",
+        "I may not.",
+        1,
+    ),
     ("a failure", [GONE], "error", None, 1),
-    ("a failure that has a text", [LLMResponse("half", [], "error", error="it is gone")], "error", None, 1),
+    (
+        "a failure that has a text",
+        [LLMResponse("half", [], "error", error="it is gone")],
+        "error",
+        None,
+        1,
+    ),
     ("a failure behind two blanks", ["", "", GONE], "error", None, 3),
     ("a failure behind a cut answer", [cut("a "), GONE], "error", "a ", 2),
-]  # fmt: skip
+]
 
 
-@pytest.mark.parametrize(("what", "script", "reason", "said", "count"), ENDS, ids=[row[0] for row in ENDS])
+@pytest.mark.parametrize(
+    ("what", "script", "reason", "said", "count"), ENDS, ids=[row[0] for row in ENDS]
+)
 def test_what_an_answer_leads_to(what, script, reason, said, count):
     result, provider = run(script, [look])
     assert (result.stop_reason, result.final_content) == (reason, said)
@@ -273,7 +350,10 @@ def test_what_an_answer_leads_to(what, script, reason, said, count):
 
 def test_an_answer_that_is_not_whole_is_marked_in_the_journal_and_none_is_no_line_of_it():
     reason = "cut: the answer reached its length limit again and again"
-    for script, text, why in [([*ABC, cut("d ")], "a b c d ", reason), ([cut("a "), GONE], "a ", "it is gone")]:
+    for script, text, why in [
+        ([*ABC, cut("d ")], "a b c d ", reason),
+        ([cut("a "), GONE], "a ", "it is gone"),
+    ]:
         assert run(script)[0].messages[-1] == {"role": "assistant", "content": text, "cut": why}
     for script in (["", " ", ""], [GONE], [LLMResponse(None, [], "refusal")]):
         assert roles(run(script)[0].messages) == ["user"], "nothing is put into the model's mouth"
@@ -282,7 +362,9 @@ def test_an_answer_that_is_not_whole_is_marked_in_the_journal_and_none_is_no_lin
 @pytest.mark.parametrize("reason", ["length", "content_filter", "refusal", "error"])
 def test_calls_that_may_be_cut_are_not_run(reason):
     error = "it broke" if reason == "error" else None
-    result, provider = run([LLMResponse("text", [call("look")], reason, error=error), "done"], [look])
+    result, provider = run(
+        [LLMResponse("text", [call("look")], reason, error=error), "done"], [look]
+    )
     assert result.tools_used == []
     assert reason == "error" or "shorter steps" in provider.requests[1].messages[-1]["content"]
 
@@ -313,18 +395,24 @@ def test_a_note_to_the_model_stands_last_in_the_next_request_and_nowhere_else(ca
     assert not asked.tools or note not in str(later[0].messages)
 
 
-@pytest.mark.parametrize(("last", "said"), [
-    ("this is done", "this is done"),
-    ("", "I stopped at the limit of 1 step."),
-    (failed("boom"), "I stopped at the limit of 1 step. boom"),
-    (LLMResponse("torn", [], "error", error="boom"), "I stopped at the limit of 1 step. boom"),
-    (cut("all I co"), "all I co"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("last", "said"),
+    [
+        ("this is done", "this is done"),
+        ("", "I stopped at the limit of 1 step."),
+        (failed("boom"), "I stopped at the limit of 1 step. boom"),
+        (LLMResponse("torn", [], "error", error="boom"), "I stopped at the limit of 1 step. boom"),
+        (cut("all I co"), "all I co"),
+    ],
+)
 def test_at_the_limit_of_steps_there_is_a_summary_or_the_reason_why_there_is_none(last, said):
     result, provider = run([call("look"), last], [look], max_iterations=1)
     assert (result.stop_reason, result.final_content) == ("max_iterations", said)
     assert result.messages[-1]["content"] == said
-    assert provider.requests[1].tools == [] and "1 steps" in provider.requests[1].messages[-1]["content"]
+    assert (
+        provider.requests[1].tools == []
+        and "1 steps" in provider.requests[1].messages[-1]["content"]
+    )
     result, _ = run([cut("part one, "), last], max_iterations=1)
     assert result.final_content == f"part one, {said}", "what was said before is part of it"
 
@@ -363,18 +451,24 @@ def test_what_was_shown_of_an_answer_that_was_stopped_is_journalled_once(asking)
             if asking and delta == " three":
                 await gate.wait()
 
-    script = ["one two three four"] if asking else [LLMResponse("I wait.", [call("slow")], "tool_calls")]
+    script = (
+        ["one two three four"] if asking else [LLMResponse("I wait.", [call("slow")], "tool_calls")]
+    )
     append = lambda *messages: journal.extend(messages)  # noqa: E731
     spec = {"tools": ToolRegistry([waiting_tool(gate)]), "hook": Stall(), "append": append}
     asyncio.run(stop_at(gate.reached, ScriptedProvider(script), **spec))
     if asking:
-        assert journal == [{"role": "assistant", "content": "one two three", "cut": "it was stopped"}]
+        assert journal == [
+            {"role": "assistant", "content": "one two three", "cut": "it was stopped"}
+        ]
     else:
         assert [(line["content"], "cut" in line) for line in journal] == [("I wait.", False)]
 
 
 @pytest.mark.parametrize("side_by_side", [True, False])
-def test_a_stopped_turn_has_ended_whatever_its_tools_do_and_keeps_the_finished_results(side_by_side):
+def test_a_stopped_turn_has_ended_whatever_its_tools_do_and_keeps_the_finished_results(
+    side_by_side,
+):
     journal, started, ended = [], asyncio.Event(), []
 
     @tool(read_only=side_by_side)
@@ -393,7 +487,9 @@ def test_a_stopped_turn_has_ended_whatever_its_tools_do_and_keeps_the_finished_r
         return "stopped, said the tool"
 
     async def go() -> list[int]:
-        provider = ScriptedProvider([[call("look"), *(call("stubborn", f"s{n}", n=n) for n in range(3))], "on"])
+        provider = ScriptedProvider(
+            [[call("look"), *(call("stubborn", f"s{n}", n=n) for n in range(3))], "on"]
+        )
         append = lambda *messages: journal.extend(messages)  # noqa: E731
         await stop_at(started, provider, tools=ToolRegistry([look, stubborn]), append=append)
         assert len(provider.requests) == 1
@@ -418,8 +514,12 @@ def test_a_run_of_which_nothing_is_said_has_these_limits():
 
 def test_usage_adds_up_and_a_size_is_what_the_endpoint_counted_or_an_estimate():
     cost, blank = CostTrackingHook({}, "m"), LLMResponse("", usage={"prompt_tokens": 1})
-    first = LLMResponse(None, [call("look")], "tool_calls", {"prompt_tokens": 10, "completion_tokens": 2})
-    last = LLMResponse("done", usage={"prompt_tokens": 20, "completion_tokens": 3, "cached_tokens": 8})
+    first = LLMResponse(
+        None, [call("look")], "tool_calls", {"prompt_tokens": 10, "completion_tokens": 2}
+    )
+    last = LLMResponse(
+        "done", usage={"prompt_tokens": 20, "completion_tokens": 3, "cached_tokens": 8}
+    )
     result, _ = run([first, blank, last], [look], hook=cost)
     total = {"prompt_tokens": 31, "completion_tokens": 5, "cached_tokens": 8, "estimated": False}
     assert total.items() <= result.usage.items() and cost.total == result.usage
@@ -427,8 +527,10 @@ def test_usage_adds_up_and_a_size_is_what_the_endpoint_counted_or_an_estimate():
     assert result.context_tokens == 20
     text = [question("word " * 400)]
     for usage in ({"prompt_tokens": 33, "estimated": True}, {"prompt_tokens": 0}, {}):
-        sizes = [run([LLMResponse("ok", usage=usage)], tools, messages=text)[0].context_tokens
-                 for tools in ([], [look])]  # fmt: skip
+        sizes = [
+            run([LLMResponse("ok", usage=usage)], tools, messages=text)[0].context_tokens
+            for tools in ([], [look])
+        ]
         assert 300 < sizes[0] < sizes[1] - 10 < 600, "its tools count, too"
 
 
@@ -488,7 +590,11 @@ def test_what_is_too_long_for_the_model_is_asked_again_without_the_oldest_turns_
     for request in later:
         check_grammar(request.messages)
         assert users(request)[: len(users(later[0]))] == users(later[0])
-    assert len(hook.told) == 1 and "\n" not in hook.told[0] and "retrying with a shorter" in hook.told[0]
+    assert (
+        len(hook.told) == 1
+        and "\n" not in hook.told[0]
+        and "retrying with a shorter" in hook.told[0]
+    )
 
 
 @pytest.mark.parametrize("history", [[], old_turns(5)], ids=["alone", "behind others"])
@@ -558,12 +664,26 @@ def test_each_hook_is_told_everything_in_order_and_one_that_fails_stops_nothing(
     history = [*old_turns(6), question("now")]
     result, _ = run(steps, [look], messages=history, hook=CompositeHook(hooks))
     assert result.final_content == "<<all done>>"
-    assert hooks[0].seen == hooks[2].seen == [
-        "before 0, 26 messages", "the request is too long for the model: retrying with a shorter one",
-        "end True", ["look"], ("look", "saw 0", False, True), (["look"], None, 10),
-        "before 1, 28 messages", "all", " done", "end False", ([], "all done", 20),
-    ]  # fmt: skip
-    assert [text for text in caplog.messages if "finalize" in text] == ["Faulty.finalize_content failed: again"]
+    assert (
+        hooks[0].seen
+        == hooks[2].seen
+        == [
+            "before 0, 26 messages",
+            "the request is too long for the model: retrying with a shorter one",
+            "end True",
+            ["look"],
+            ("look", "saw 0", False, True),
+            (["look"], None, 10),
+            "before 1, 28 messages",
+            "all",
+            " done",
+            "end False",
+            ([], "all done", 20),
+        ]
+    )
+    assert [text for text in caplog.messages if "finalize" in text] == [
+        "Faulty.finalize_content failed: again"
+    ]
     assert ("Traceback" in caplog.text) is (level == "INFO"), "only in the log that was asked for"
 
 
@@ -586,14 +706,25 @@ def approve(answers: list[str], *steps):
     return ran, questions, results(provider.requests[-1].messages)
 
 
-@pytest.mark.parametrize(("answers", "ran", "asked"), [
-    (["y", "y"], ["1", "2"], 2), (["n", "Y"], ["2"], 2), ([" yes \n", "n"], ["1"], 2),
-    (["always"], ["1", "2"], 1), (["A"], ["1", "2"], 1),
-    (["", "ye"], [], 2), (["yes!", "al"], [], 2), ([], [], 0), (["y"], ["1"], 2),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("answers", "ran", "asked"),
+    [
+        (["y", "y"], ["1", "2"], 2),
+        (["n", "Y"], ["2"], 2),
+        ([" yes \n", "n"], ["1"], 2),
+        (["always"], ["1", "2"], 1),
+        (["A"], ["1", "2"], 1),
+        (["", "ye"], [], 2),
+        (["yes!", "al"], [], 2),
+        ([], [], 0),
+        (["y"], ["1"], 2),
+    ],
+)
 def test_a_user_is_asked_before_a_tool_that_writes(answers, ran, asked):
     """In the last two rows there is nobody to ask, and the second question fails."""
-    did, questions, told = approve(answers, call("look"), call("act", text="1"), call("act", text="2"))
+    did, questions, told = approve(
+        answers, call("look"), call("act", text="1"), call("act", text="2")
+    )
     assert did == ran
     assert len(questions) == asked
     assert told[0] == "saw 0" and told.count("The user did not approve this call.") == 2 - len(ran)
@@ -608,7 +739,9 @@ def test_a_question_shows_all_of_a_call_on_one_line_and_nothing_in_it_can_scroll
     spoof = "rm x #" + "\u3000" * 3_000 + 'look {"n": 1}' + "x" * 500
     _, questions, _ = approve(["n"], call("act", text=spoof))
     assert "rm x #[3000 blanks]look" in questions[0]
-    assert re.search(r"\nact, 5\d\d characters\. Run it\? \[y/n/always\] \(always: [^()]+\) \Z", questions[0])
+    assert re.search(
+        r"\nact, 5\d\d characters\. Run it\? \[y/n/always\] \(always: [^()]+\) \Z", questions[0]
+    )
 
 
 def test_a_denial_is_the_result_of_a_call_and_what_would_not_run_anyway_is_not_asked_about():
@@ -653,13 +786,20 @@ def test_a_tool_that_appears_or_changes_behind_the_question_does_not_run():
     assert "did not approve" in late and "changed meanwhile" in looked
 
 
-@pytest.mark.parametrize(("price", "usage", "line"), [
-    (Price(1.0), (1_000_000, 0, 1_000_000), "1,000,000 in · 1,000,000 out · 1.0000"),
-    (Price(2.0, 0.0, 0.5), (1_000_000, 500_000, 0), "1,000,000 in (500,000 cached) · 0 out · 1.2500"),
-    (Price(2.0, 0.0), (1_000_000, 1, 0), "1,000,000 in (1 cached) · 0 out · 2.0000"),
-    (None, (1, 1, 1), "1 in (1 cached) · 1 out"),
-    (Price(1.0), (1_000, 0, 10, True), "~1,000 in · ~10 out · ~0.0010"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("price", "usage", "line"),
+    [
+        (Price(1.0), (1_000_000, 0, 1_000_000), "1,000,000 in · 1,000,000 out · 1.0000"),
+        (
+            Price(2.0, 0.0, 0.5),
+            (1_000_000, 500_000, 0),
+            "1,000,000 in (500,000 cached) · 0 out · 1.2500",
+        ),
+        (Price(2.0, 0.0), (1_000_000, 1, 0), "1,000,000 in (1 cached) · 0 out · 2.0000"),
+        (None, (1, 1, 1), "1 in (1 cached) · 1 out"),
+        (Price(1.0), (1_000, 0, 10, True), "~1,000 in · ~10 out · ~0.0010"),
+    ],
+)
 def test_a_line_of_tokens_and_money(price, usage, line):
     """Without the price of cached tokens the sum is an upper bound; an estimate is marked as one."""
     names = ("prompt_tokens", "cached_tokens", "completion_tokens", "estimated")
@@ -712,7 +852,13 @@ def test_a_turn_is_journalled_once_and_told_step_by_step(tmp_path):
     result, events = ask(loop, "hello")
     assert result.final_content == "an answer"
     assert roles(journal(loop)) == ["user", "assistant", "tool", "tool", "tool", "assistant"]
-    assert [text for kind, text in events if kind == "delta"] == ["Let", " me", " look.", "an", " answer"]
+    assert [text for kind, text in events if kind == "delta"] == [
+        "Let",
+        " me",
+        " look.",
+        "an",
+        " answer",
+    ]
     hint = ("tool_hint", 'list_dir("/tmp") × 3')
     steps = [event for event in events if event[0] != "delta"]
     assert steps == [("progress", "Let me look."), hint, ("final", "an answer")]
@@ -729,10 +875,15 @@ def test_a_question_is_sent_with_the_moment_and_the_place(tmp_path):
     sent = loop.provider.requests[0].messages
     assert legal(sent) == sent
     first, *facts, last, _, text = sent[1]["content"].split("\n")
-    assert (first, last) == ("[Runtime Context — metadata only, not instructions]", "[/Runtime Context]")
+    assert (first, last) == (
+        "[Runtime Context — metadata only, not instructions]",
+        "[/Runtime Context]",
+    )
     assert facts[:3] == ["Time: 2026-11-21 21:00 (Saturday), JST", "Channel: telegram", "Chat: 7:8"]
     assert text == "one"
-    assert journal(loop, "telegram:7:8")[0]["content"] == "one", "it is no part of what the user said"
+    assert journal(loop, "telegram:7:8")[0]["content"] == "one", (
+        "it is no part of what the user said"
+    )
     before, loop.config.cwd = loop.config.cwd, tmp_path / "elsewhere"
     ask(loop, "two", "telegram:7:8")
     text = str([message["content"] for message in loop.provider.requests[1].messages[1:]])
@@ -760,22 +911,42 @@ def test_a_session_may_change_files_that_it_has_read_or_that_stand_in_its_prompt
     """Another session, and this one behind /new, must read them first."""
     edit = call("edit_file", path="notes.md", old_text="# ", new_text="#  ", replace_all=True)
     own = call("edit_file", path="USER.md", old_text="Ada", new_text="Eve")
-    steps = [[call("read_file", path="notes.md")], "read", [edit], "known", [edit], "unknown", [edit], "known"]
+    steps = [
+        [call("read_file", path="notes.md")],
+        "read",
+        [edit],
+        "known",
+        [edit],
+        "unknown",
+        [edit],
+        "known",
+    ]
     loop = make_loop(tmp_path, [*steps, [edit], "unknown", [own], "done"])
     (loop.workspace / "notes.md").write_text("# me\n")
     (loop.workspace / "USER.md").write_text("I am Ada\n")
     refused = []
-    for text, session in [("read", "a:1"), ("edit", "a:1"), ("edit", "a:2"), ("edit", "a:1"), ("/new", "a:1"),
-                          ("edit", "a:1"), ("change it", "a:1")]:  # fmt: skip
+    for text, session in [
+        ("read", "a:1"),
+        ("edit", "a:1"),
+        ("edit", "a:2"),
+        ("edit", "a:1"),
+        ("/new", "a:1"),
+        ("edit", "a:1"),
+        ("change it", "a:1"),
+    ]:
         ask(loop, text, session)
         refused.append("read it" in str(loop.provider.requests[-1].messages[-1]["content"]))
     assert refused == [False, False, True, False, False, True, False]
     assert (loop.workspace / "USER.md").read_text() == "I am Eve\n"
 
 
-@pytest.mark.parametrize("settings", [
-    {"restrictToWorkspace": True}, {"exec": {"sandbox": "bwrap"}},  # the sandbox implies the fence
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"restrictToWorkspace": True},
+        {"exec": {"sandbox": "bwrap"}},  # the sandbox implies the fence
+    ],
+)
 def test_the_fence_opens_neither_home_nor_what_holds_it(own_home, tmp_path, settings):
     config = load_config(write_config(own_home, {"tools": settings}), {})
     (own_home / "outside.txt").write_text("beyond")
@@ -788,11 +959,17 @@ def test_the_fence_opens_neither_home_nor_what_holds_it(own_home, tmp_path, sett
         return not asyncio.run(loop.tools.execute("read_file", {"path": str(path)}, turn)).is_error
 
     for config.cwd in (own_home, own_home.parent, Path("/")):
-        assert not reads(own_home / "outside.txt") and reads(config.workspace / "USER.md") and reads(skill)
+        assert (
+            not reads(own_home / "outside.txt")
+            and reads(config.workspace / "USER.md")
+            and reads(skill)
+        )
         assert AgentLoop(config, ScriptedProvider([])).turn("cli:direct").cwd == config.workspace
     config.cwd = tmp_path / "project"
     (config.cwd / "a.txt").write_text("mine")
-    assert reads(config.cwd / "a.txt") and reads(Path("a.txt")) and not reads(own_home / "outside.txt")
+    assert (
+        reads(config.cwd / "a.txt") and reads(Path("a.txt")) and not reads(own_home / "outside.txt")
+    )
     config.tools.restrict_to_workspace, config.tools.exec.sandbox, config.cwd = False, "", own_home
     assert reads(Path("outside.txt"))
     config.path = own_home / "other.json"
@@ -804,7 +981,10 @@ def test_the_fence_opens_neither_home_nor_what_holds_it(own_home, tmp_path, sett
 
 COMMANDS = [
     ("/help", "/status: version, model"),
-    ("/help", "in a terminal press Ctrl-C"),  # a fault of issue 18: a line typed during a turn is read after it
+    (
+        "/help",
+        "in a terminal press Ctrl-C",
+    ),  # a fault of issue 18: a line typed during a turn is read after it
     ("/start@my_bot", "I am your agent"),
     (" /NEW\n", "A new conversation begins; the journal keeps the old one."),
     ("/stop", "Nothing is running."),
@@ -812,7 +992,10 @@ COMMANDS = [
     ("/stopp", "There is no /stopp."),
     ("/dream", "nothing"),
     ("/dream-log", "no dream"),
-    ("/dream-log wrong way", "'wrong way' is not a commit id. Write /dream-log, or add the id: /dream-log 1f3a9c"),
+    (
+        "/dream-log wrong way",
+        "'wrong way' is not a commit id. Write /dream-log, or add the id: /dream-log 1f3a9c",
+    ),
     ("/dream-restore", "no dream"),
     ("/etc/hosts?", "asked"),
     ("say /new", "asked"),
@@ -821,7 +1004,9 @@ COMMANDS = [
 
 
 @pytest.mark.parametrize(("text", "said"), COMMANDS)
-def test_a_command_is_answered_without_the_model_and_what_is_none_is_a_question(tmp_path, text, said):
+def test_a_command_is_answered_without_the_model_and_what_is_none_is_a_question(
+    tmp_path, text, said
+):
     loop = make_loop(tmp_path, ["asked"])
     result, events = ask(loop, text)
     assert said.lower() in result.final_content.lower()
@@ -831,15 +1016,21 @@ def test_a_command_is_answered_without_the_model_and_what_is_none_is_a_question(
 
 def test_status_tells_of_the_session_the_window_and_all_since_the_start(tmp_path):
     usage = {"prompt_tokens": 1_200, "completion_tokens": 34}
-    loop = make_loop(tmp_path, [LLMResponse("hi", usage=usage)], context_window_tokens=5_000, max_tokens=100)
+    loop = make_loop(
+        tmp_path, [LLMResponse("hi", usage=usage)], context_window_tokens=5_000, max_tokens=100
+    )
     ask(loop, "hello")
     first, helpers, second, third = ask(loop, "/status")[0].final_content.split("\n")
     assert first == f"nanobot {nanobot.__version__}, model scripted, session cli:direct, 2 messages"
     assert helpers == "0 helpers at work" and re.fullmatch(r"context \d,\d{3} of 5,000", second)
     assert third == "since the start: 1,200 in · 34 out, 0 h 0 min"
     for _ in range(8):
-        loop.sessions.get("cli:direct").append(question("word " * 400), {"role": "assistant", "content": "ok"})
-    assert re.search(r"\n\d turns left out \(~[\d,]+ tokens\)\n", ask(loop, "/status")[0].final_content)
+        loop.sessions.get("cli:direct").append(
+            question("word " * 400), {"role": "assistant", "content": "ok"}
+        )
+    assert re.search(
+        r"\n\d turns left out \(~[\d,]+ tokens\)\n", ask(loop, "/status")[0].final_content
+    )
 
 
 def test_files_come_before_the_text_images_as_data_and_the_journal_has_a_line_for_each(tmp_path):
@@ -851,10 +1042,12 @@ def test_files_come_before_the_text_images_as_data_and_the_journal_has_a_line_fo
     image_, text = loop.provider.requests[0].messages[1]["content"]
     assert (image_["type"], text["type"]) == ("image_url", "text")
     lines = [
-        f"[image: {tmp_path}/cat.png]", f"[file: {tmp_path}/a.txt]",
+        f"[image: {tmp_path}/cat.png]",
+        f"[file: {tmp_path}/a.txt]",
         f"[file: {tmp_path}/gone.png, not readable: No such file or directory]",
-        f"[file: {tmp_path}, not readable: Is a directory]", "what is it?",
-    ]  # fmt: skip
+        f"[file: {tmp_path}, not readable: Is a directory]",
+        "what is it?",
+    ]
     assert journal(loop)[0]["content"] == "\n".join(lines)
     assert text["text"].endswith("\n\n" + "\n".join(lines))
     ask(loop, "and now?")
@@ -893,7 +1086,9 @@ def program(own_home: Path, server: FakeLLM) -> Config:
 def saves_when_asked(body):
     """An endpoint that answers, and takes its time when it is asked for what is to be remembered."""
     if any(each["function"]["name"] == "save_memory" for each in body.get("tools", [])):
-        kept = ask_for("save_memory", history_entry="[2026-04-03 00:02] We spoke of cats.", memory_update="")
+        kept = ask_for(
+            "save_memory", history_entry="[2026-04-03 00:02] We spoke of cats.", memory_update=""
+        )
         return Reply(None, [kept], "tool_calls", delay=0.05)
     return f"{len(body['messages'])} messages"
 
@@ -905,7 +1100,9 @@ def test_run_answers_in_a_notebook_too_keeps_sessions_apart_and_waits_for_the_me
     with FakeLLM(saves_when_asked) as server:
         config = program(own_home, server)
         config.defaults.memory_window = 4
-        answers = [nanobot.run("hello", *session, config=config) for session in ((), ("cli:b",), ())]
+        answers = [
+            nanobot.run("hello", *session, config=config) for session in ((), ("cli:b",), ())
+        ]
 
         async def notebook() -> str:
             return nanobot.run("cats", config=config)
@@ -915,7 +1112,9 @@ def test_run_answers_in_a_notebook_too_keeps_sessions_apart_and_waits_for_the_me
             nanobot.run("hello", "cli:c", config=config)
         assert not before or len(list(opened.iterdir())) < before + 8
     assert answers == ["2 messages", "2 messages", "4 messages"]
-    assert "We spoke of cats." in (own_home / "ws" / "memory" / "history.jsonl").read_text(encoding="utf-8")
+    assert "We spoke of cats." in (own_home / "ws" / "memory" / "history.jsonl").read_text(
+        encoding="utf-8"
+    )
 
 
 def test_run_works_in_the_current_folder_and_streams(own_home, tmp_path, monkeypatch):
@@ -929,11 +1128,14 @@ def test_run_works_in_the_current_folder_and_streams(own_home, tmp_path, monkeyp
     assert "here.txt" in server.bodies[1]["messages"][-1]["content"]
 
 
-@pytest.mark.parametrize(("replies", "said"), [
-    (["", "", ""], "There is no answer: the model sent nothing useful"),
-    ([ask_for("nothing_like_it")] * 9, "nothing_like_it failed: "),
-    ([Reply("half of it", finish_reason="length"), error(400, "boom")], "boom"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("replies", "said"),
+    [
+        (["", "", ""], "There is no answer: the model sent nothing useful"),
+        ([ask_for("nothing_like_it")] * 9, "nothing_like_it failed: "),
+        ([Reply("half of it", finish_reason="length"), error(400, "boom")], "boom"),
+    ],
+)
 def test_run_raises_with_the_cause_where_there_is_no_answer(own_home, replies, said):
     with FakeLLM(replies) as server, pytest.raises(RuntimeError, match=said):
         nanobot.run("hello", config=program(own_home, server))
@@ -944,7 +1146,9 @@ def test_run_raises_with_the_cause_where_there_is_no_answer(own_home, replies, s
 
 def endpoint_loop(tmp_path: Path, server: FakeLLM, **more) -> AgentLoop:
     """A loop with a real client of the server; it does not wait between two tries."""
-    config = settings_for(tmp_path, memory_window=1_000_000)  # what the memory does is another matter
+    config = settings_for(
+        tmp_path, memory_window=1_000_000
+    )  # what the memory does is another matter
     end = Endpoint(ROWS["custom"], "sk-test-key-123456", server.base_url, "test-model")
     return AgentLoop(config, OpenAIProvider(end, pace=0.0, **more), ToolRegistry([look]))
 
@@ -977,7 +1181,9 @@ WEATHER = [
     Reply("the first part ", finish_reason="length"),
     Reply(" "),
 ]
-OVERFLOW = error(400, "This model's maximum context length is 100 tokens.", "context_length_exceeded")
+OVERFLOW = error(
+    400, "This model's maximum context length is 100 tokens.", "context_length_exceeded"
+)
 
 
 class Storm:
@@ -986,7 +1192,9 @@ class Storm:
     def __init__(self, seed: int):
         self.dice, self.weather, self.calls = random.Random(seed), list(WEATHER), 0
         self.dice.shuffle(self.weather)
-        self.weather.append(OVERFLOW)  # comes first: behind a turn that failed a replay would leave out other turns
+        self.weather.append(
+            OVERFLOW
+        )  # comes first: behind a turn that failed a replay would leave out other turns
 
     def __call__(self, body: dict):
         luck = self.dice.random()
@@ -1018,7 +1226,9 @@ def test_after_a_storm_every_message_is_there_once_and_the_next_is_answered(tmp_
         assert result.stop_reason == "completed"
         for body in server.bodies:
             check_grammar(body["messages"])
-        asked = [each["content"] for each in server.bodies[-1]["messages"] if each["role"] == "user"]
+        asked = [
+            each["content"] for each in server.bodies[-1]["messages"] if each["role"] == "user"
+        ]
         sent = "\n".join(map(str, asked))
         assert all(sent.count(f"\n{text}\n") + sent.endswith(text) == 1 for text, _, _ in turns)
     assert nanobot.main(["replay", str(trace)]) == 1, "some turns failed, as they did then"
@@ -1036,7 +1246,9 @@ def check_journal(lines: list[dict], turns: list) -> None:
     lines = [{key: value for key, value in line.items() if key not in own} for line in lines]
     reasons = [result.stop_reason for _, result, _ in turns]
     assert reasons.count("completed") > 3 and reasons.count("error") > 3, reasons
-    assert [line["content"] for line in lines if line["role"] == "user"] == [text for text, _, _ in turns]
+    assert [line["content"] for line in lines if line["role"] == "user"] == [
+        text for text, _, _ in turns
+    ]
     ends = [before for _, _, before in turns[1:]] + [len(lines)]
     for (text, result, start), end in zip(turns, ends, strict=True):
         turn = lines[start:end]
@@ -1058,8 +1270,11 @@ def test_why_an_answer_takes_longer_reaches_the_channel_and_hooks_of_ones_own(tm
         result, events = ask(loop, "hello")
     assert result.final_content == "here", "a faulty hook does not stop the next try"
     told = [text for kind, text in events if kind == "retry"]
-    assert told == hook.told == [
-        "HTTP 429: slow down; asking again in 7 s", "HTTP 503: not now; asking again in 2 s"]  # fmt: skip
+    assert (
+        told
+        == hook.told
+        == ["HTTP 429: slow down; asking again in 7 s", "HTTP 503: not now; asking again in 2 s"]
+    )
     assert "asking again" not in loop.sessions.path("cli:direct").read_text(encoding="utf-8")
 
 
@@ -1074,7 +1289,9 @@ def array_in(raw: bytes, name: str) -> str:
 @pytest.mark.parametrize("streaming", [True, False])
 def test_every_request_begins_with_the_bytes_of_the_last_one(tmp_path, streaming):
     """Prompt caches live on it: the same system message and tools, then all that was sent before."""
-    thinks = Reply(None, [ask_for("look", n=2)], "tool_calls", extra={"reasoning_content": "hm, Größe"})
+    thinks = Reply(
+        None, [ask_for("look", n=2)], "tool_calls", extra={"reasoning_content": "hm, Größe"}
+    )
     twice = [ask_for("look", n=1), ask_for("look", n=1)]
     script = [twice, error(503, "not now"), thinks, "naïve \u2028 ok\n", "second"]
     script += [ask_for("nothing_like_it"), ask_for("look", n=-1), "  third "]
@@ -1111,9 +1328,11 @@ TURNS = {
     "a call that could not be read": [UNREADABLE, call("look", "c2"), "done", "next"],
     "out of steps": [call("look", "a"), call("look", "b"), call("look", "c"), "so far"] * 2,
     "letters that are none": [
-        LLMResponse("done", extra={"reasoning_content": "\ud83d"}), ToolCallRequest("c\ud83d", "look"), "next",
+        LLMResponse("done", extra={"reasoning_content": "\ud83d"}),
+        ToolCallRequest("c\ud83d", "look"),
+        "next",
     ],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", TURNS)
@@ -1151,9 +1370,18 @@ def test_the_system_prompt_has_its_parts_in_order(tmp_path):
     entry = {"cursor": 1, "timestamp": "2026-04-03 00:02", "content": "We spoke of cats."}
     loop.memory.history.write_text(json.dumps(entry) + "\n", encoding="utf-8")
     prompt = prompt_of(loop)
-    marks = ["## AGENTS.md\n\nI am AGENTS.", "## SOUL.md\n\nI am SOUL.", "## USER.md\n\nI am USER.",
-             "## TOOLS.md\n\nI am TOOLS.", "# Memory\n\n", "\n\nThe cat is Tom.", "# Active Skills\n\n",
-             "# Skills\n\n", "# Recent History\n\n", "[2026-04-03 00:02] We spoke of cats."]  # fmt: skip
+    marks = [
+        "## AGENTS.md\n\nI am AGENTS.",
+        "## SOUL.md\n\nI am SOUL.",
+        "## USER.md\n\nI am USER.",
+        "## TOOLS.md\n\nI am TOOLS.",
+        "# Memory\n\n",
+        "\n\nThe cat is Tom.",
+        "# Active Skills\n\n",
+        "# Skills\n\n",
+        "# Recent History\n\n",
+        "[2026-04-03 00:02] We spoke of cats.",
+    ]
     places = [prompt.index(mark) for mark in marks]
     assert places == sorted(places)
     assert prompt.startswith("I am IDENTITY.\n\nYou work on the user's own machine")
@@ -1165,9 +1393,15 @@ def test_the_first_part_of_the_prompt_says_where_whose_files_are_and_how_to_answ
     loop.config.cwd = tmp_path / "project"
     for key, style in (("cli:direct", "in a terminal"), ("telegram:7", "in a chat")):
         text = prompt_of(loop, key).split("\n\n---\n\n")[0]
-        assert f"user's files are in {tmp_path / 'project'}: a.txt means {tmp_path / 'project'}/a.txt" in text
+        assert (
+            f"user's files are in {tmp_path / 'project'}: a.txt means {tmp_path / 'project'}/a.txt"
+            in text
+        )
         assert f"facts: {tmp_path / 'workspace'}/memory/MEMORY.md" in text
-        assert f"machine ({sys.platform}, Python {sys.version_info.major}.{sys.version_info.minor})" in text
+        assert (
+            f"machine ({sys.platform}, Python {sys.version_info.major}.{sys.version_info.minor})"
+            in text
+        )
         assert f"The user reads your answer {style}" in text
 
 
@@ -1182,7 +1416,9 @@ def test_a_small_question_with_all_tools_stays_under_10_kb(tmp_path):
     assert not re.search(r"\n## USER\.md|---\n\n# Memory", request.messages[0]["content"])
 
 
-def test_a_file_of_the_prompt_that_was_changed_is_read_again_and_one_too_large_left_out(tmp_path, caplog):
+def test_a_file_of_the_prompt_that_was_changed_is_read_again_and_one_too_large_left_out(
+    tmp_path, caplog
+):
     loop = make_loop(tmp_path)
     for text in ("I am kind.", "I am bold.", "x" * 100_001):
         (loop.workspace / "SOUL.md").write_text(text, encoding="utf-8")
@@ -1191,16 +1427,26 @@ def test_a_file_of_the_prompt_that_was_changed_is_read_again_and_one_too_large_l
 
 
 def test_of_many_facts_and_notes_the_newest_are_in_the_prompt(tmp_path):
-    loop = make_loop(tmp_path, context_window_tokens=6_000, max_tokens=100)  # 1,219 tokens for the memory
-    loop.memory.facts.write_text("\n".join(f"fact {n}: {'x' * 90}" for n in range(30)), encoding="utf-8")
-    notes = [{"cursor": n, "timestamp": "2026-04-03 00:02", "content": f"note {n}: {'y' * 70}"}
-             for n in range(1, 61)]  # fmt: skip
-    loop.memory.history.write_text("".join(f"{json.dumps(note)}\n" for note in notes), encoding="utf-8")
+    loop = make_loop(
+        tmp_path, context_window_tokens=6_000, max_tokens=100
+    )  # 1,219 tokens for the memory
+    loop.memory.facts.write_text(
+        "\n".join(f"fact {n}: {'x' * 90}" for n in range(30)), encoding="utf-8"
+    )
+    notes = [
+        {"cursor": n, "timestamp": "2026-04-03 00:02", "content": f"note {n}: {'y' * 70}"}
+        for n in range(1, 61)
+    ]
+    loop.memory.history.write_text(
+        "".join(f"{json.dumps(note)}\n" for note in notes), encoding="utf-8"
+    )
     prompt = prompt_of(loop)
     assert "fact 0:" in prompt and "fact 29:" in prompt and "note 60:" in prompt
     recent = prompt.split("# Recent History\n\n")[1]
     assert "note 20:" not in recent and len(recent) < 4_050
-    loop.memory.facts.write_text("\n".join(f"fact {n}: {'x' * 90}" for n in range(20_000)), encoding="utf-8")
+    loop.memory.facts.write_text(
+        "\n".join(f"fact {n}: {'x' * 90}" for n in range(20_000)), encoding="utf-8"
+    )
     prompt = prompt_of(loop)
     assert "fact 19999:" in prompt and "fact 9999:" not in prompt and len(prompt) < 20_000
 
@@ -1215,7 +1461,11 @@ def test_a_workspace_is_private_filled_once_and_never_overwritten(tmp_path):
     assert (home / "SOUL.md").read_text(encoding="utf-8") == "mine" and (home / "USER.md").exists()
     ask(loop, "hello")
     path = loop.sessions.path("cli:direct")
-    assert [each.stat().st_mode & 0o777 for each in (home, path.parent, path)] == [0o700, 0o700, 0o600]
+    assert [each.stat().st_mode & 0o777 for each in (home, path.parent, path)] == [
+        0o700,
+        0o700,
+        0o600,
+    ]
     with pytest.raises(ConfigError) as caught:
         make_loop(tmp_path, workspace=str(path / "ws"))
     said = f"Cannot write the workspace {path}/ws: Not a directory. Choose another folder with --workspace."
@@ -1266,16 +1516,34 @@ def test_what_nobody_has_set_is_this(own_home):
     assert config.path == own_home / ".nanobot" / "config.json"
 
 
-@pytest.mark.parametrize(("text", "path", "value"), [
-    ('{"agents": {"defaults": {"maxTokens": 100}}}', "agents.defaults.max_tokens", 100),
-    ('\ufeff{"agents": {"defaults": {"maxTokens": 9000.0}}}', "agents.defaults.max_tokens", 9000),
-    ('{"agents": {"defaults": {"temperature": 0}}}', "agents.defaults.temperature", 0),
-    ('{"channels": {"telegram": {"allowFrom": [7, "8"]}}}', "channels.telegram.allow_from", [7, "8"]),
-    ('{"gateway": {"heartbeat": {"enabled": false}}}', "gateway.heartbeat.enabled", False),
-    ('{"providers": {"vllm": {"apiKey": "a ${KEY} b"}}}', "providers.vllm.api_key", 'a q"u\\o\nte b'),
-    ('{"providers": {"vllm": {"extraHeaders": {"X-myHeader": "x"}}}}', "providers.vllm.extra_headers",
-     {"X-myHeader": "x"}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "path", "value"),
+    [
+        ('{"agents": {"defaults": {"maxTokens": 100}}}', "agents.defaults.max_tokens", 100),
+        (
+            '\ufeff{"agents": {"defaults": {"maxTokens": 9000.0}}}',
+            "agents.defaults.max_tokens",
+            9000,
+        ),
+        ('{"agents": {"defaults": {"temperature": 0}}}', "agents.defaults.temperature", 0),
+        (
+            '{"channels": {"telegram": {"allowFrom": [7, "8"]}}}',
+            "channels.telegram.allow_from",
+            [7, "8"],
+        ),
+        ('{"gateway": {"heartbeat": {"enabled": false}}}', "gateway.heartbeat.enabled", False),
+        (
+            '{"providers": {"vllm": {"apiKey": "a ${KEY} b"}}}',
+            "providers.vllm.api_key",
+            'a q"u\\o\nte b',
+        ),
+        (
+            '{"providers": {"vllm": {"extraHeaders": {"X-myHeader": "x"}}}}',
+            "providers.vllm.extra_headers",
+            {"X-myHeader": "x"},
+        ),
+    ],
+)
 def test_a_setting_is_read_in_both_spellings_with_variables_filled_in(own_home, text, path, value):
     found = load_config(write_config(own_home, text), {"KEY": 'q"u\\o\nte'})
     for name in path.split("."):
@@ -1283,41 +1551,98 @@ def test_a_setting_is_read_in_both_spellings_with_variables_filled_in(own_home, 
     assert repr(found) == repr(value)
 
 
-@pytest.mark.parametrize(("text", "place", "said"), [
-    ("[]", "the file", "object"),
-    ("{", "config.json", "Correct the file."),
-    ('{"streaming": false}', "streaming: unknown key", "agents, channels, gateway, "),
-    ('{"agents": {"defualts": {}}}', "agents.defualts: unknown key", "defaults"),
-    ('{"agents": {"defaults": {"maxTokens": "many"}}}', "agents.defaults.maxTokens", 'integer, "many"'),
-    ('{"agents": {"defaults": {"maxTokens": true}}}', "agents.defaults.maxTokens", "integer, true"),
-    ('{"agents": {"defaults": {"maxTokens": 0}}}', "agents.defaults.maxTokens", "1"),
-    ('{"agents": {"defaults": {"temperature": NaN}}}', "agents.defaults.temperature", "number"),
-    ('{"gateway": {"heartbeat": {"enabled": 1}}}', "gateway.heartbeat.enabled", "boolean, 1"),
-    ('{"channels": {"telegram": {"allowFrom": [[]]}}}', "channels.telegram.allowFrom[0]", "string or integer"),
-    ('{"providers": {"vllm": {"textToolCalls": "yes"}}}', "providers.vllm.textToolCalls", "auto"),
-    ('{"providers": {"openai": {"apiKeys": ""}}}', "providers.openai.apiKeys: unknown key", "apiBase, apiKey, "),
-    ('{"providers": {"openai": {"extraHeaders": {"X-Team": 5}}}}', "providers.openai.extraHeaders.X-Team", "string, 5"),
-    ('{"providers": {"openai": {"apiKey": "${NO_SUCH_KEY}"}}}', "NO_SUCH_KEY", "which is not set."),
-    ('{"tools": {"exec": {"sandbox": "docker"}}}', "tools.exec.sandbox", "bwrap"),
-    ('{"tools": {"mcpServers": {"a": {"args": "x"}}}}', "tools.mcpServers.a.args", 'array, "x"'),
-    ('{"mcpServers": {"a": {}}, "tools": {"mcpServers": 5}}', "tools.mcpServers", "object, 5"),
-    # what can only be seen when a loop is made
-    ('{"agents": {"defaults": {"maxTokens": 500, "contextWindowTokens": 1000}}}',
-     "agents.defaults.maxTokens", "under half of contextWindowTokens (1000)"),
-    ('{"agents": {"defaults": {"timezone": "Mars/Olympus"}}}', "time zone", "'Mars/Olympus'"),
-    ('{"tools": {"web": {"search": {"provider": "altavista"}}}}', "tools.web.search.provider", "duckduckgo"),
-    ('{"tools": {"web": {"proxy": "socks5://x"}}}', "tools.web.proxy", "'socks5://x' is no proxy. Write it like"),
-    ('{"tools": {"ssrfWhitelist": ["10.1.2.3/8"]}}', "tools.ssrfWhitelist", "10.1.2.3/8 has host bits set"),
-    # and which model they mean
-    ('{"providers": {"opnai": {}}}', "providers.opnai", "Known: openai, "),
-    ('{"agents": {"defaults": {"provider": "opnai"}}}', "no provider 'opnai'", "There are: "),
-    ('{"agents": {"defaults": {"model": "gpt"}}}', "no key and no base URL for the model gpt",
-     "Set OPENAI_API_KEY or OPENAI_BASE_URL, or use --off"),
-])  # fmt: skip
-def test_a_setting_that_cannot_work_is_named_with_its_place_and_what_it_may_be(own_home, text, place, said):
+@pytest.mark.parametrize(
+    ("text", "place", "said"),
+    [
+        ("[]", "the file", "object"),
+        ("{", "config.json", "Correct the file."),
+        ('{"streaming": false}', "streaming: unknown key", "agents, channels, gateway, "),
+        ('{"agents": {"defualts": {}}}', "agents.defualts: unknown key", "defaults"),
+        (
+            '{"agents": {"defaults": {"maxTokens": "many"}}}',
+            "agents.defaults.maxTokens",
+            'integer, "many"',
+        ),
+        (
+            '{"agents": {"defaults": {"maxTokens": true}}}',
+            "agents.defaults.maxTokens",
+            "integer, true",
+        ),
+        ('{"agents": {"defaults": {"maxTokens": 0}}}', "agents.defaults.maxTokens", "1"),
+        ('{"agents": {"defaults": {"temperature": NaN}}}', "agents.defaults.temperature", "number"),
+        ('{"gateway": {"heartbeat": {"enabled": 1}}}', "gateway.heartbeat.enabled", "boolean, 1"),
+        (
+            '{"channels": {"telegram": {"allowFrom": [[]]}}}',
+            "channels.telegram.allowFrom[0]",
+            "string or integer",
+        ),
+        (
+            '{"providers": {"vllm": {"textToolCalls": "yes"}}}',
+            "providers.vllm.textToolCalls",
+            "auto",
+        ),
+        (
+            '{"providers": {"openai": {"apiKeys": ""}}}',
+            "providers.openai.apiKeys: unknown key",
+            "apiBase, apiKey, ",
+        ),
+        (
+            '{"providers": {"openai": {"extraHeaders": {"X-Team": 5}}}}',
+            "providers.openai.extraHeaders.X-Team",
+            "string, 5",
+        ),
+        (
+            '{"providers": {"openai": {"apiKey": "${NO_SUCH_KEY}"}}}',
+            "NO_SUCH_KEY",
+            "which is not set.",
+        ),
+        ('{"tools": {"exec": {"sandbox": "docker"}}}', "tools.exec.sandbox", "bwrap"),
+        (
+            '{"tools": {"mcpServers": {"a": {"args": "x"}}}}',
+            "tools.mcpServers.a.args",
+            'array, "x"',
+        ),
+        ('{"mcpServers": {"a": {}}, "tools": {"mcpServers": 5}}', "tools.mcpServers", "object, 5"),
+        # what can only be seen when a loop is made
+        (
+            '{"agents": {"defaults": {"maxTokens": 500, "contextWindowTokens": 1000}}}',
+            "agents.defaults.maxTokens",
+            "under half of contextWindowTokens (1000)",
+        ),
+        ('{"agents": {"defaults": {"timezone": "Mars/Olympus"}}}', "time zone", "'Mars/Olympus'"),
+        (
+            '{"tools": {"web": {"search": {"provider": "altavista"}}}}',
+            "tools.web.search.provider",
+            "duckduckgo",
+        ),
+        (
+            '{"tools": {"web": {"proxy": "socks5://x"}}}',
+            "tools.web.proxy",
+            "'socks5://x' is no proxy. Write it like",
+        ),
+        (
+            '{"tools": {"ssrfWhitelist": ["10.1.2.3/8"]}}',
+            "tools.ssrfWhitelist",
+            "10.1.2.3/8 has host bits set",
+        ),
+        # and which model they mean
+        ('{"providers": {"opnai": {}}}', "providers.opnai", "Known: openai, "),
+        ('{"agents": {"defaults": {"provider": "opnai"}}}', "no provider 'opnai'", "There are: "),
+        (
+            '{"agents": {"defaults": {"model": "gpt"}}}',
+            "no key and no base URL for the model gpt",
+            "Set OPENAI_API_KEY or OPENAI_BASE_URL, or use --off",
+        ),
+    ],
+)
+def test_a_setting_that_cannot_work_is_named_with_its_place_and_what_it_may_be(
+    own_home, text, place, said
+):
     with pytest.raises((ConfigError, CronError)) as caught:
         AgentLoop(load_config(write_config(own_home, text), {}))
-    assert place in str(caught.value) and said in re.sub(r"(?<=, )(got|not) ", "", str(caught.value))
+    assert place in str(caught.value) and said in re.sub(
+        r"(?<=, )(got|not) ", "", str(caught.value)
+    )
 
 
 def test_servers_that_stand_at_the_top_join_those_in_their_place_and_this_is_said(own_home, caplog):
@@ -1345,10 +1670,20 @@ def loop_of(home: Path, settings: dict, replies=()) -> AgentLoop:
 def test_the_settings_of_a_model_and_its_provider_reach_the_endpoint(own_home, text_calls):
     written = '<tool_call>{"name": "list_dir", "arguments": {}}</tool_call>'
     with FakeLLM([written, "done"]) as server:
-        vllm = {"apiKey": "sk-mine", "apiBase": server.base_url, "extraHeaders": {"X-Title": "kit"},
-                "extraBody": {"min_p": 0.1}, "textToolCalls": text_calls}  # fmt: skip
-        defaults = {"model": "m", "provider": "vllm", "maxTokens": 777, "temperature": 0.25,
-                    "maxToolResultChars": 1_000}  # fmt: skip
+        vllm = {
+            "apiKey": "sk-mine",
+            "apiBase": server.base_url,
+            "extraHeaders": {"X-Title": "kit"},
+            "extraBody": {"min_p": 0.1},
+            "textToolCalls": text_calls,
+        }
+        defaults = {
+            "model": "m",
+            "provider": "vllm",
+            "maxTokens": 777,
+            "temperature": 0.25,
+            "maxToolResultChars": 1_000,
+        }
         prices = {"m": {"input": 1_000_000, "output": 0}}
         settings = {"agents": {"defaults": defaults}, "providers": {"vllm": vllm}, "prices": prices}
         loop = loop_of(own_home, settings, None)
@@ -1356,11 +1691,16 @@ def test_the_settings_of_a_model_and_its_provider_reach_the_endpoint(own_home, t
             (own_home / "project" / f"{number:0>40}").touch()
         result, _ = ask(loop, "look")
     for request in server.requests:
-        assert (request.headers["authorization"], request.headers["x-title"]) == ("Bearer sk-mine", "kit")
+        assert (request.headers["authorization"], request.headers["x-title"]) == (
+            "Bearer sk-mine",
+            "kit",
+        )
         assert {"model": "m", "temperature": 0.25, "min_p": 0.1}.items() <= request.body.items()
         assert 777 in (request.body.get("max_tokens"), request.body.get("max_completion_tokens"))
     assert result.final_content == ("done" if text_calls == "auto" else written)
-    assert ["too long to show" in text for text in results(result.messages)] == [True] * len(result.tools_used)
+    assert ["too long to show" in text for text in results(result.messages)] == [True] * len(
+        result.tools_used
+    )
     assert loop.cost.line(result.usage).endswith(f" · {result.usage['prompt_tokens']:.4f}")
 
 
@@ -1368,7 +1708,9 @@ ALL_TOOLS = "read_file write_file edit_file notebook_edit list_dir glob grep exe
 ALL_TOOLS += " web_fetch web_search spawn cron"
 
 
-@pytest.mark.parametrize(("off", "gone"), [("", ""), ("exec", "exec"), ("web", "web_fetch web_search")])
+@pytest.mark.parametrize(
+    ("off", "gone"), [("", ""), ("exec", "exec"), ("web", "web_fetch web_search")]
+)
 def test_the_tools_are_these_and_two_sorts_can_be_switched_off(own_home, off, gone):
     loop = loop_of(own_home, {"tools": {off: {"enable": False}} if off else {}}, ["ok"])
     ask(loop, "hello")
@@ -1386,9 +1728,14 @@ def test_the_settings_of_exec_and_of_the_web_have_their_effect(own_home, monkeyp
     shell = {"timeout": 1, "pathAppend": str(program.parent), "allowedEnvKeys": ["SEEN"]}
     search = {"provider": "tavily", "apiKey": "k", "baseUrl": "http://127.0.0.1:65000"}
     tools = {"exec": shell, "web": {"search": search}, "ssrfWhitelist": ["127.0.0.0/8"]}
-    calls = [call("exec", command="my-program; echo [$SEEN$UNSEEN]; sleep 60"),
-             call("web_search", query="x"), call("web_fetch", url="http://127.0.0.1:65000/")]  # fmt: skip
-    ran, searched, fetched = ask(loop_of(own_home, {"tools": tools}, [calls, "done"]), "go")[0].tool_events
+    calls = [
+        call("exec", command="my-program; echo [$SEEN$UNSEEN]; sleep 60"),
+        call("web_search", query="x"),
+        call("web_fetch", url="http://127.0.0.1:65000/"),
+    ]
+    ran, searched, fetched = ask(loop_of(own_home, {"tools": tools}, [calls, "done"]), "go")[
+        0
+    ].tool_events
     assert ran["result"].startswith("it runs\n[yes]\n") and "Timed out after 1 s" in ran["result"]
     refused = "no address accepted the connection"  # but it may be asked
     assert refused in searched["result"] and refused in fetched["result"]
@@ -1448,7 +1795,10 @@ def test_messages_of_a_chat_are_answered_in_order_chats_side_by_side_and_command
         assert chats.texts("1") == ["one"]
         gates["one"].open.set()
         await chats.answered(3, "1")
-        assert chats.finals("1")[0].startswith("/start: ") and chats.finals("1")[1:] == ["to one", "to late"]
+        assert chats.finals("1")[0].startswith("/start: ") and chats.finals("1")[1:] == [
+            "to one",
+            "to late",
+        ]
         assert chats.texts("1") == ["one", "to one", "late", "to late"], "as the model met them"
         await chats.until(lambda: len(asyncio.all_tasks()) == tasks and not chats.loop.turns.locks)
 
@@ -1479,20 +1829,29 @@ def test_messages_that_come_while_tools_run_join_the_turn_behind_them_three_at_a
         await chats.answered()
         one, two, three = chats.model.asked
         assert ["".join(re.findall(r"<(\d)>", str(users(each)))) for each in (one, two, three)] == [
-            "0", "0123", "012345"]  # fmt: skip
+            "0",
+            "0123",
+            "012345",
+        ]
         assert two.messages[: len(one.messages)] == one.messages
         assert three.messages[: len(two.messages)] == two.messages
         assert roles(two.messages)[-3:] == ["assistant", "tool", "user"]
         blocks = [block["type"] for block in two.messages[-1]["content"]]
-        assert blocks.count("image_url") == 1 and set(blocks) == {"image_url", "text"}, "shown with its text"
+        assert blocks.count("image_url") == 1 and set(blocks) == {"image_url", "text"}, (
+            "shown with its text"
+        )
         assert "base64" not in str(journal(chats.loop, "desk:1"))
         assert chats.desk.sent[-1].reply_to == "id5" and chats.finals() == ["all of it"]
 
     serve(tmp_path, script, work, slow)
 
 
-@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(n, marks=pytest.mark.slow) for n in range(3, 200))])
-def test_whenever_messages_come_each_is_answered_in_one_turn_and_the_journal_is_lawful(tmp_path, seed):
+@pytest.mark.parametrize(
+    "seed", [*range(3), *(pytest.param(n, marks=pytest.mark.slow) for n in range(3, 200))]
+)
+def test_whenever_messages_come_each_is_answered_in_one_turn_and_the_journal_is_lawful(
+    tmp_path, seed
+):
     """Ten messages in each of four chats at random moments, to a model that works in random steps."""
     dice, numbers = random.Random(seed), itertools.count()
 
@@ -1518,8 +1877,12 @@ def test_whenever_messages_come_each_is_answered_in_one_turn_and_the_journal_is_
             ids = [next(numbers) for _ in range(dice.randint(1, 3))]
             calls = [call(dice.choice(["act", "watch"]), f"c{n}", n=n) for n in ids]
             return LLMResponse(None, calls, "tool_calls")
-        answered = str([each["content"] for each in request.messages if each["role"] == "assistant"])
-        return " ".join(text for text in re.findall(r"<\w\.\d>", str(users(request))) if text not in answered)
+        answered = str(
+            [each["content"] for each in request.messages if each["role"] == "assistant"]
+        )
+        return " ".join(
+            text for text in re.findall(r"<\w\.\d>", str(users(request))) if text not in answered
+        )
 
     async def talk(chats, chat):
         for number in range(10):
@@ -1530,12 +1893,16 @@ def test_whenever_messages_come_each_is_answered_in_one_turn_and_the_journal_is_
         await asyncio.gather(*(talk(chats, chat) for chat in "abcd"))
         for chat in "abcd":
             await chats.until(lambda chat=chat: len(" ".join(chats.finals(chat)).split()) == 10)
-            assert sorted(" ".join(chats.finals(chat)).split()) == [f"<{chat}.{n}>" for n in range(10)]
+            assert sorted(" ".join(chats.finals(chat)).split()) == [
+                f"<{chat}.{n}>" for n in range(10)
+            ]
             requests = [each for each in chats.model.asked if f"<{chat}." in str(each.messages)]
             for request in requests:
                 check_grammar(request.messages)
             sent = [request.messages for request in requests]
-            assert all(later[: len(earlier)] == earlier for earlier, later in itertools.pairwise(sent))
+            assert all(
+                later[: len(earlier)] == earlier for earlier, later in itertools.pairwise(sent)
+            )
             whole = legal([sent[-1][0], *chats.session(chat).history()], reply=False)
             assert whole[:-1] == sent[-1] and not chats.session(chat).unfinished
 
@@ -1578,12 +1945,20 @@ TOLD_IN_A_CHAT = {
     "an end with an error and no text": (lambda n: LLMResponse(None, [], "error"), NO_REASON),
     "silence": (lambda n: "", NOTHING),
     "the limit of steps": (lambda n: call("list_dir", path=f"/{n}") if n < 6 else "so far", LIMIT),
-    "a call that fails for ever": (lambda n: call("gone"), "I had to stop: gone failed: There is no tool"),
-    "a mistake in our code": (lambda n: a_fault_of_ours(), "Sorry, that failed: ValueError: a fault of ours"),
+    "a call that fails for ever": (
+        lambda n: call("gone"),
+        "I had to stop: gone failed: There is no tool",
+    ),
+    "a mistake in our code": (
+        lambda n: a_fault_of_ours(),
+        "Sorry, that failed: ValueError: a fault of ours",
+    ),
 }
 
 
-def test_every_turn_ends_with_an_answer_or_with_what_went_wrong_and_the_others_go_on(tmp_path, caplog):
+def test_every_turn_ends_with_an_answer_or_with_what_went_wrong_and_the_others_go_on(
+    tmp_path, caplog
+):
     """Fault 9 of issue 18: an answer that ended with an error and no text was swallowed."""
     counts = {what: itertools.count() for what in TOLD_IN_A_CHAT}
 
@@ -1633,11 +2008,19 @@ def test_a_journal_that_cannot_be_read_holds_up_no_other_and_loses_nothing(tmp_p
         if text == "dig":
             return await gate.wait("gold")
         asks = text == "go" and is_question(request)
-        return call("spawn", task="dig") if asks else "It found gold." if "gold" in text else f"to {text}"
+        return (
+            call("spawn", task="dig")
+            if asks
+            else "It found gold."
+            if "gold" in text
+            else f"to {text}"
+        )
 
     async def work(chats):
         await chats.answered(1, "3")
-        assert len(chats.loop.sessions.get("cli:direct").messages) == 1, "there is no such channel here"
+        assert len(chats.loop.sessions.get("cli:direct").messages) == 1, (
+            "there is no such channel here"
+        )
         await chats.say("go")
         await chats.answered()
         path = chats.session().path
@@ -1674,11 +2057,17 @@ def test_stop_between_the_journalled_answer_and_its_delivery_loses_nothing(tmp_p
 
 def test_in_a_group_the_text_begins_with_who_said_it_but_a_command_stays_one(tmp_path):
     async def work(chats):
-        for count, (text, speaker) in enumerate([("hello", "Ada"), ("/new", "Bob"), ("hi", "Bob")], 1):
+        for count, (text, speaker) in enumerate(
+            [("hello", "Ada"), ("/new", "Bob"), ("hi", "Bob")], 1
+        ):
             await chats.say(text, speaker=speaker)
             await chats.answered(count)
         said = chats.finals()
-        assert said[0] == "to Ada: hello" and "A new conversation" in said[1] and said[2] == "to Bob: hi"
+        assert (
+            said[0] == "to Ada: hello"
+            and "A new conversation" in said[1]
+            and said[2] == "to Bob: hi"
+        )
 
     serve(tmp_path, echo, work)
 
@@ -1693,7 +2082,9 @@ def test_a_helper_reports_in_its_chat_in_the_agents_words_and_status_counts_it(t
     async def script(request):
         text = users(request)[-1]
         if text == "dig":
-            assert not {"spawn", "message", "cron"} & {each["function"]["name"] for each in request.tools}
+            assert not {"spawn", "message", "cron"} & {
+                each["function"]["name"] for each in request.tools
+            }
             prompt = request.messages[0]["content"]
             assert "# Skills" in prompt and "Time: 2" in request.messages[-1]["content"]
             return await gate.wait("gold")
@@ -1702,7 +2093,11 @@ def test_a_helper_reports_in_its_chat_in_the_agents_words_and_status_counts_it(t
         if "[The helper" in text:
             return "It found gold for you." if "gold" in text else "It cannot dive."
         calls = [call("spawn", "a", task="dig", label="digger"), call("spawn", "b", task="dive")]
-        return LLMResponse(None, calls, "tool_calls") if text == "go" and is_question(request) else "begun"
+        return (
+            LLMResponse(None, calls, "tool_calls")
+            if text == "go" and is_question(request)
+            else "begun"
+        )
 
     async def work(chats):
         await chats.say("go", "1")
@@ -1717,22 +2112,45 @@ def test_a_helper_reports_in_its_chat_in_the_agents_words_and_status_counts_it(t
         assert (begun, dived, found) == ("begun", "It cannot dive.", "It found gold for you.")
         assert "\n1 helper at work\n" in status and chats.finals("2") == ["begun"]
         told = [text for text in chats.texts() if str(text).startswith("[The helper")]
-        assert '[The helper "dive" has ended.' in told[0] and "did not finish (error): no water" in told[0]
+        assert (
+            '[The helper "dive" has ended.' in told[0]
+            and "did not finish (error): no water" in told[0]
+        )
         assert '[The helper "digger" has ended.' in told[1] and "\n\ngold\n\n" in told[1]
         assert results(chats.session().messages)[0] == (
-            "Helper 'digger' is at work. Its result arrives as a message. Go on, or stop here.")  # fmt: skip
+            "Helper 'digger' is at work. Its result arrives as a message. Go on, or stop here."
+        )
 
     serve(tmp_path, script, work)
 
 
-@pytest.mark.parametrize(("session", "wait", "does", "said"), [
-    ("cli:direct", True, lambda n: "gold", "gold"),
-    ("cron:j1", False, lambda n: "gold", "gold"),  # when a job has ended, nobody hears what comes later
-    ("cli:direct", True, lambda n: failed("no such model"), "The helper did not finish (error): no such model"),
-    ("cli:direct", True, lambda n: call("list_dir", path=f"/{n}") if n < 15 else "",
-     "The helper did not finish (max_iterations): I stopped at the limit of 15 steps."),
-])  # fmt: skip
-def test_a_helper_that_is_waited_for_gives_its_answer_or_why_it_has_none(tmp_path, session, wait, does, said):
+@pytest.mark.parametrize(
+    ("session", "wait", "does", "said"),
+    [
+        ("cli:direct", True, lambda n: "gold", "gold"),
+        (
+            "cron:j1",
+            False,
+            lambda n: "gold",
+            "gold",
+        ),  # when a job has ended, nobody hears what comes later
+        (
+            "cli:direct",
+            True,
+            lambda n: failed("no such model"),
+            "The helper did not finish (error): no such model",
+        ),
+        (
+            "cli:direct",
+            True,
+            lambda n: call("list_dir", path=f"/{n}") if n < 15 else "",
+            "The helper did not finish (max_iterations): I stopped at the limit of 15 steps.",
+        ),
+    ],
+)
+def test_a_helper_that_is_waited_for_gives_its_answer_or_why_it_has_none(
+    tmp_path, session, wait, does, said
+):
     count = itertools.count()
 
     async def script(request):
@@ -1781,7 +2199,9 @@ def test_what_needs_approval_needs_it_in_a_helper_too_and_is_refused_in_a_job(tm
     async def script(request):
         if "dig" in users(request)[-1]:
             is_first = is_question(request)
-            return call("exec", command="touch hole") if is_first else request.messages[-1]["content"]
+            return (
+                call("exec", command="touch hole") if is_first else request.messages[-1]["content"]
+            )
         return call("spawn", task="dig", wait=True) if is_question(request) else "so it is"
 
     loop = AgentLoop(settings_for(tmp_path), Model(script))
@@ -1800,17 +2220,35 @@ def test_the_message_tool_reaches_known_chats_and_its_text_is_not_said_twice(tmp
     (tmp_path / "outside.txt").write_text("secret")
     to_nobody = "There is no conversation in the chat desk:99. Known chats: desk:1, desk:2"
     cases = {  # what the model writes, what is sent in this chat, what the tool says
-        "same": ({"content": "from the tool"}, ["from the tool", "final of same"], "Sent to desk:1."),
+        "same": (
+            {"content": "from the tool"},
+            ["from the tool", "final of same"],
+            "Sent to desk:1.",
+        ),
         "repeated": ({"content": "final of repeated"}, ["final of repeated"], "Sent to desk:1."),
         "other": ({"content": "for you", "chat_id": "2"}, ["final of other"], "Sent to desk:2."),
         "stranger": ({"content": "psst", "chat_id": "99"}, ["final of stranger"], to_nobody),
         "nowhere": (
-            {"content": "x", "channel": "cron", "chat_id": "j"}, ["final of nowhere"], "There is no conversation in",
+            {"content": "x", "channel": "cron", "chat_id": "j"},
+            ["final of nowhere"],
+            "There is no conversation in",
         ),
-        "file": ({"content": "here", "media": ["a.txt"]}, ["here", "final of file"], "Sent to desk:1."),
-        "gone": ({"content": "x", "media": ["a.txt", "b"]}, ["final of gone"], f"There is no file {tmp_path}"),
-        "outside": ({"content": "x", "media": [str(tmp_path / "outside.txt")]}, ["final of outside"], ""),
-    }  # fmt: skip
+        "file": (
+            {"content": "here", "media": ["a.txt"]},
+            ["here", "final of file"],
+            "Sent to desk:1.",
+        ),
+        "gone": (
+            {"content": "x", "media": ["a.txt", "b"]},
+            ["final of gone"],
+            f"There is no file {tmp_path}",
+        ),
+        "outside": (
+            {"content": "x", "media": [str(tmp_path / "outside.txt")]},
+            ["final of outside"],
+            "",
+        ),
+    }
 
     async def script(request):
         text = users(request)[-1]
@@ -1860,28 +2298,44 @@ def test_the_answer_of_a_job_goes_to_its_chat_and_its_failure_too(tmp_path, fail
         if users(request)[-1] == "first":
             return await gate.wait("yes")
         is_job = "stretch" in users(request)[-1]
-        return failed("no such luck") if fails and is_job else "Stretch!" if is_job else await echo(request)
+        return (
+            failed("no such luck")
+            if fails and is_job
+            else "Stretch!"
+            if is_job
+            else await echo(request)
+        )
 
     async def work(chats):
         await chats.say("first")
         await gate.reached.wait()
         for number in range(6):
-            with pytest.raises(RuntimeError, match="no such luck") if fails else contextlib.nullcontext():
+            with (
+                pytest.raises(RuntimeError, match="no such luck")
+                if fails
+                else contextlib.nullcontext()
+            ):
                 await run_job(chats, f"j1@{number}")
         await chats.say("second")
         gate.open.set()
         await chats.answered(8)
-        said = "The job j1 (stretch) failed. Sorry, that failed: no such luck" if fails else "Stretch!"
+        said = (
+            "The job j1 (stretch) failed. Sorry, that failed: no such luck" if fails else "Stretch!"
+        )
         assert chats.finals() == ["yes", *[said] * 6, "to second"]
         texts = [line["content"] for line in journal(chats.loop, "desk:1")]
         assert texts == ["first", "yes", *[said] * 6, "second", "to second"]
         _, *jobs, last = chats.model.asked
         assert {len(request.messages) for request in jobs} == {2}
-        assert users(jobs[0])[0].endswith("do this now, or to tell the user if it is a reminder: stretch")
+        assert users(jobs[0])[0].endswith(
+            "do this now, or to tell the user if it is a reminder: stretch"
+        )
         assert "Channel: cron\nChat: j1" in jobs[0].messages[-1]["content"]
         assert said in str(last.messages)
         await chats.loop.background.settled()
-        assert not [entry for entry in chats.loop.memory.entries() if entry["session"].startswith("cron:")]
+        assert not [
+            entry for entry in chats.loop.memory.entries() if entry["session"].startswith("cron:")
+        ]
 
     serve(tmp_path, script, work, memory_window=8)
 
@@ -1899,14 +2353,20 @@ def test_a_run_that_was_killed_behind_its_report_does_not_report_twice(tmp_path)
         await run_job(chats, "j1@13:00", "cli:direct")
 
     async def second(chats):
-        for name, chat in (("j1@12:00", "desk:1"), ("j1@13:00", "desk:1"), ("j1@13:00", "cli:direct")):
+        for name, chat in (
+            ("j1@12:00", "desk:1"),
+            ("j1@13:00", "desk:1"),
+            ("j1@13:00", "cli:direct"),
+        ):
             await run_job(chats, name, chat)
         await run_job(chats, "j1@14:00")
         await chats.answered(2)
         await chats.at_rest()
         assert len(chats.finals()) == 2 and len(chats.texts()) == 3
         (line,) = chats.loop.sessions.inbox("cli:direct").read()
-        assert (line["kind"], "stretch" in line["content"]) == ("report", True), "it waits for the terminal"
+        assert (line["kind"], "stretch" in line["content"]) == ("report", True), (
+            "it waits for the terminal"
+        )
 
     serve(tmp_path, echo, first)
     serve(tmp_path, echo, second)
@@ -1939,20 +2399,30 @@ def test_the_cron_tool_says_when_nothing_will_happen_and_what_is_wrong(tmp_path)
     listed = asyncio.run(cron({"action": "list"}))
     assert " · desk:1 · stretch" in listed.text and note not in listed.text
     refused = asyncio.run(cron(job))
-    assert refused.is_error and refused.text == "Give exactly one of `every_seconds`, `cron_expr` and `at`."
+    assert (
+        refused.is_error
+        and refused.text == "Give exactly one of `every_seconds`, `cron_expr` and `at`."
+    )
 
 
 # ---- What programs and workspaces of users expect ----
 
 
-def test_texts_of_the_kit_are_in_the_prompt_and_placeholders_are_not_until_they_are_filled(tmp_path):
+def test_texts_of_the_kit_are_in_the_prompt_and_placeholders_are_not_until_they_are_filled(
+    tmp_path,
+):
     loop = make_loop(tmp_path)
     parts = loop.context.parts(loop.turn("cli:direct"))
     for name in ("SOUL.md", "AGENTS.md", "TOOLS.md"):
-        assert parts[name] == f"## {name}\n\n{(loop.workspace / name).read_text(encoding='utf-8').strip()}"
+        assert (
+            parts[name]
+            == f"## {name}\n\n{(loop.workspace / name).read_text(encoding='utf-8').strip()}"
+        )
     assert "nanobot" not in parts["SOUL.md"]
-    older = ("Instructions of the user for the agent go here: rules of a project, preferences for tools, "
-             "things never to do.\n")  # fmt: skip
+    older = (
+        "Instructions of the user for the agent go here: rules of a project, preferences for tools, "
+        "things never to do.\n"
+    )
     for name, placeholder in (("AGENTS.md", older), ("USER.md", None), ("memory/MEMORY.md", None)):
         path = loop.workspace / name
         path.write_text(placeholder or path.read_text(encoding="utf-8"), encoding="utf-8")

@@ -25,7 +25,9 @@ class Page:
     def __init__(self, folder: Path, *flags: str):
         command = [*NANOBOT, "web", "--port", "0", "--no-open", *flags]
         with open(folder / "stderr", "w") as err:
-            self.process = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=err, text=True)
+            self.process = subprocess.Popen(
+                command, cwd=folder, stdout=subprocess.PIPE, stderr=err, text=True
+            )
         self.address = re.search(r"http://\S+", self.process.stdout.readline())[0]
         self.port = int(re.search(r":(\d+)/", self.address)[1])
         self.token = self.address.partition("token=")[2]
@@ -33,9 +35,10 @@ class Page:
     def request(self, method: str, path: str, body: str | None = None, **headers: str):
         """(status, headers, text). The cookie of the token is sent unless `Cookie` is given."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
-        headers = {"Cookie": f"nanobot_{self.port}={self.token}", "Content-Type": "application/json"} | {
-            name.replace("_", "-"): value for name, value in headers.items()
-        }
+        headers = {
+            "Cookie": f"nanobot_{self.port}={self.token}",
+            "Content-Type": "application/json",
+        } | {name.replace("_", "-"): value for name, value in headers.items()}
         connection.request(method, path, body, headers)
         answer = connection.getresponse()
         text = answer.read().decode()
@@ -48,7 +51,9 @@ class Page:
     def events(self, until: str, chat: str = "page") -> list[dict]:
         """What a window is sent, up to the first event of that kind."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
-        connection.request("GET", f"/events?chat={chat}", headers={"Cookie": f"nanobot_{self.port}={self.token}"})
+        connection.request(
+            "GET", f"/events?chat={chat}", headers={"Cookie": f"nanobot_{self.port}={self.token}"}
+        )
         answer = connection.getresponse()
         found = []
         while not found or found[-1]["kind"] != until:
@@ -89,14 +94,22 @@ def test_only_whoever_has_the_token_sees_or_says_anything(open_page):
     page = open_page()
     body = json.dumps({"chat": "page", "text": "hi", "id": "1"})
     strangers = {
-        "no cookie": {"Cookie": ""}, "a wrong token": {"Cookie": f"nanobot_{page.port}=x"},
+        "no cookie": {"Cookie": ""},
+        "a wrong token": {"Cookie": f"nanobot_{page.port}=x"},
         "another page in the same browser": {"Origin": "https://evil.example"},
-        "a sandboxed frame": {"Origin": "null"}, "another port": {"Origin": "http://127.0.0.1:1"},
-        "a rebound name": {"Host": f"evil.example:{page.port}"}, "IPv6": {"Host": f"[::1]:{page.port}"},
+        "a sandboxed frame": {"Origin": "null"},
+        "another port": {"Origin": "http://127.0.0.1:1"},
+        "a rebound name": {"Host": f"evil.example:{page.port}"},
+        "IPv6": {"Host": f"[::1]:{page.port}"},
         "the owner of [::1]": {"Host": f"localhost:{page.port}"},
-    }  # fmt: skip
+    }
     for who, headers in strangers.items():
-        for method, path in [("GET", "/"), ("GET", "/events?chat=page"), ("GET", "/x"), ("POST", "/say")]:
+        for method, path in [
+            ("GET", "/"),
+            ("GET", "/events?chat=page"),
+            ("GET", "/x"),
+            ("POST", "/say"),
+        ]:
             assert page.request(method, path, body, **headers)[0] == 403, (who, path)
     assert page.request("GET", "/?token=wrong", Cookie="")[0] == 403
     status, headers, _ = page.request("GET", f"/?token={page.token}", Cookie="")
@@ -113,18 +126,24 @@ def test_only_whoever_has_the_token_sees_or_says_anything(open_page):
         assert page.request("POST", "/say", Content_Length=size)[0] in (400, 413)
     assert page.request("POST", "/say", Transfer_Encoding="chunked")[0] == 400
     assert page.request("POST", "/say", "[]")[0] == 400
-    tossed = f"nanobot_{page.port}=x; nanobot_{page.port}={page.token}"  # by another port of this host
+    tossed = (
+        f"nanobot_{page.port}=x; nanobot_{page.port}={page.token}"  # by another port of this host
+    )
     assert page.request("GET", "/", Cookie=tossed)[0] == 200
 
 
-def test_no_name_leads_out_of_the_sessions_and_a_window_that_breaks_off_is_no_traceback(open_page, folder):
+def test_no_name_leads_out_of_the_sessions_and_a_window_that_breaks_off_is_no_traceback(
+    open_page, folder
+):
     page = open_page()
     assert page.say("hi", "../my session\r\n\r\nx")[0] == 204
     assert page.events("say", "..-my-session-x")[0]["chats"] == ["..-my-session-x"]
     with socket.create_connection(("127.0.0.1", page.port)) as window:
         window.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         cookie = f"Cookie: nanobot_{page.port}={page.token}"
-        window.sendall(f"GET /events HTTP/1.1\r\nHost: 127.0.0.1:{page.port}\r\n{cookie}\r\n\r\n".encode())
+        window.sendall(
+            f"GET /events HTTP/1.1\r\nHost: 127.0.0.1:{page.port}\r\n{cookie}\r\n\r\n".encode()
+        )
         window.recv(100)
     assert page.say("hi", number="2")[0] == 204 and page.events("say")
     assert "Traceback" not in (folder / "stderr").read_text()
@@ -149,30 +168,50 @@ def test_a_window_gets_the_request_the_call_the_answer_and_the_journal(open_page
     assert [message["role"] for message in second["messages"]] == ["assistant", "tool"]
     call = next(event for event in events if event["kind"] == "answer")["answer"]["tool_calls"][0]
     assert call["name"] == "read_file" and call["arguments"] == {"path": "a.txt"}
-    assert next(event for event in events if event["kind"] == "result")["text"].startswith("1| hello")
+    assert next(event for event in events if event["kind"] == "result")["text"].startswith(
+        "1| hello"
+    )
     again = page.events("say")  # a reload: the same from the beginning, and the journal before it
-    lines = [json.loads(line) for event in again if event["kind"] == "journal" for line in event["lines"]]
-    assert [line["role"] for line in lines if "n" in line] == ["user", "assistant", "tool", "assistant"]
+    lines = [
+        json.loads(line) for event in again if event["kind"] == "journal" for line in event["lines"]
+    ]
+    assert [line["role"] for line in lines if "n" in line] == [
+        "user",
+        "assistant",
+        "tool",
+        "assistant",
+    ]
     assert [event for event in again if event["kind"] == "request"] == [first, second]
     assert page.say("read a.txt")[0] == 204  # the same id: taken once
     assert len([e for e in page.events("say") if e["kind"] == "request"]) == 2
 
 
-def test_the_window_of_a_chat_gets_what_the_endpoint_said_before_it_was_asked_again(open_page, folder):
+def test_the_window_of_a_chat_gets_what_the_endpoint_said_before_it_was_asked_again(
+    open_page, folder
+):
     slow_down = Failure(503, {"error": {"message": "slow down"}}, {"Retry-After": "0.01"})
-    no_temperature = error(400, "Unsupported parameter: 'temperature' is not supported with this model.")
+    no_temperature = error(
+        400, "Unsupported parameter: 'temperature' is not supported with this model."
+    )
     with FakeLLM([slow_down, no_temperature, "ok"]) as server:
         page = open_page("--base-url", server.base_url, "--model", "m", "--trace", "run.jsonl")
         assert page.say("hello", chat="work")[0] == 204
-        told = [event["text"] for event in page.events("say", chat="work") if event["kind"] == "retry"]
-    assert any("slow down" in text for text in told) and any("Unsupported parameter" in text for text in told)
-    assert [json.loads(line)["outcome"] for line in (folder / "run.jsonl").read_text().splitlines()] == [
-        "retried", "healed", "answered"]  # fmt: skip
+        told = [
+            event["text"] for event in page.events("say", chat="work") if event["kind"] == "retry"
+        ]
+    assert any("slow down" in text for text in told) and any(
+        "Unsupported parameter" in text for text in told
+    )
+    assert [
+        json.loads(line)["outcome"] for line in (folder / "run.jsonl").read_text().splitlines()
+    ] == ["retried", "healed", "answered"]
 
 
 def test_a_trace_is_shown_as_text_and_as_a_page_that_needs_no_server(folder):
     def nanobot(*words: str) -> subprocess.CompletedProcess:
-        return subprocess.run([*NANOBOT, *words], cwd=folder, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+        return subprocess.run(
+            [*NANOBOT, *words], cwd=folder, capture_output=True, text=True, stdin=subprocess.DEVNULL
+        )
 
     (folder / "a.txt").write_text("hello <script>document.title = 'owned'</script> %NONCE% %RUN%\n")
     nanobot("agent", "--offline", "--trace", "run.jsonl", "-m", "read a.txt")
@@ -203,7 +242,11 @@ def test_at_the_terminal_a_step_waits_for_enter_and_a_call_runs_as_it_was_change
     terminal.say("", "this is b")
     terminal.expect("> ")
     assert terminal.close() == 0
-    assert any("this is b" in str(line.get("content")) for line in journal(own_home) if line.get("role") == "tool")
+    assert any(
+        "this is b" in str(line.get("content"))
+        for line in journal(own_home)
+        if line.get("role") == "tool"
+    )
 
 
 # ---- In a real browser ----
@@ -230,7 +273,9 @@ def opened(browser, address, **more):
 
 
 @pytest.mark.slow
-def test_a_question_is_asked_and_answered_in_the_page_and_nothing_in_it_is_markup(browser, open_page):
+def test_a_question_is_asked_and_answered_in_the_page_and_nothing_in_it_is_markup(
+    browser, open_page
+):
     page = open_page()
     tab = opened(browser, page.address)
     assert "token" not in tab.run("location.href")
@@ -244,7 +289,9 @@ def test_a_question_is_asked_and_answered_in_the_page_and_nothing_in_it_is_marku
     second.say("what time is it?")
     tab.wait("document.querySelectorAll('.said.agent').length === 2")
     tab.do("Page.reload")
-    tab.wait("typeof RECORDED !== 'undefined' && document.querySelectorAll('.said.agent').length === 2")
+    tab.wait(
+        "typeof RECORDED !== 'undefined' && document.querySelectorAll('.said.agent').length === 2"
+    )
     tab.click("Journal")
     assert '"role": "user"' in tab.run("byId('journal').textContent")
 
@@ -271,14 +318,18 @@ def test_calls_are_approved_changed_skipped_and_stopped_in_the_page(browser, ope
     tab.click("Send it")
     tab.wait("Boolean(document.querySelector('.question textarea'))")
     tab.do("Page.reload")  # in mid-turn: the question is asked again
-    tab.wait("typeof RECORDED !== 'undefined' && Boolean(document.querySelector('.question textarea'))")
+    tab.wait(
+        "typeof RECORDED !== 'undefined' && Boolean(document.querySelector('.question textarea'))"
+    )
     tab.run("""document.querySelector('.question textarea').value = '{"path": "two.txt"}'""")
     tab.click("Run it")
     tab.click("Send it")
     tab.wait("document.querySelectorAll('.said.agent').length === 3")
     assert "arguments that ran" in tab.run("byId('requests').textContent")
     tab.click("Journal")
-    assert "two.txt" in tab.run("byId('journal').lastChild.previousSibling.textContent + byId('journal').textContent")
+    assert "two.txt" in tab.run(
+        "byId('journal').lastChild.previousSibling.textContent + byId('journal').textContent"
+    )
     tab.say("read a.txt")
     tab.click("Stop the turn")
     tab.wait("byId('chat').textContent.includes('The turn ended')")
@@ -296,7 +347,9 @@ def test_a_person_is_the_model_in_the_page(browser, open_page):
         path.value = 'a.txt';
         path.dispatchEvent(new KeyboardEvent('keydown', {key: 'Enter', bubbles: true, cancelable: true}));
     })(document.querySelector('.question select'))""")
-    tab.wait("document.querySelectorAll('article').length === 2 && Boolean(document.querySelector('.question textarea'))")
+    tab.wait(
+        "document.querySelectorAll('article').length === 2 && Boolean(document.querySelector('.question textarea'))"
+    )
     tab.run("document.querySelector('.question textarea').value = 'It says hello.'")
     tab.click("Answer")
     tab.wait("byId('chat').textContent.includes('It says hello.')")
@@ -309,7 +362,10 @@ def test_a_long_session_stays_responsive_and_a_reminder_appears(browser, open_pa
     tab.say("remind me in 1 second to drink water")
     for number in range(200):
         assert page.say("hello", number=f"n{number}")[0] == 204
-    tab.wait("byId('chat').textContent.includes('drink water') && document.querySelectorAll('.said.user').length > 100", 120)
+    tab.wait(
+        "byId('chat').textContent.includes('drink water') && document.querySelectorAll('.said.user').length > 100",
+        120,
+    )
     began = time.monotonic()
     tab.run("selectTab('tab-journal')")
     tab.run("document.body.getBoundingClientRect().height")
@@ -318,33 +374,58 @@ def test_a_long_session_stays_responsive_and_a_reminder_appears(browser, open_pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [390, 1024, 1280, 1920])
-def test_no_width_scrolls_sideways_and_a_long_header_leaves_the_message_box_in_view(browser, open_page, folder, width):
+def test_no_width_scrolls_sideways_and_a_long_header_leaves_the_message_box_in_view(
+    browser, open_page, folder, width
+):
     (folder / "long.txt").write_text("x" * 3_000)
     tab = opened(browser, open_page().address, width=width, scheme="dark")
     tab.say("read long.txt")
     tab.wait("document.querySelectorAll('.said.agent').length === 1")
-    tab.run("setState(false, 'No connection: the program has ended or starts again. A new start prints a new address.')")
+    tab.run(
+        "setState(false, 'No connection: the program has ended or starts again. A new start prints a new address.')"
+    )
     assert tab.run("document.documentElement.scrollWidth") <= width
     assert tab.run("byId('write').getBoundingClientRect().bottom <= innerHeight")
 
 
 @pytest.mark.slow
 def test_a_recorded_run_opens_without_a_server(browser, folder):
-    for words in (["agent", "--offline", "--trace", "run.jsonl", "-m", "read a.txt"], ["trace", "run.jsonl", "--html", "run.html"]):
-        subprocess.run([*NANOBOT, *words], cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, check=True)
+    for words in (
+        ["agent", "--offline", "--trace", "run.jsonl", "-m", "read a.txt"],
+        ["trace", "run.jsonl", "--html", "run.html"],
+    ):
+        subprocess.run(
+            [*NANOBOT, *words],
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            check=True,
+        )
     tab = opened(browser, (folder / "run.html").as_uri())
     assert tab.run("document.querySelectorAll('article').length") == 2
     assert answers(tab) == 1
-    subprocess.run([*NANOBOT, "trace", "mistake", "--html", "run.html"], cwd=folder, capture_output=True, check=True)
+    subprocess.run(
+        [*NANOBOT, "trace", "mistake", "--html", "run.html"],
+        cwd=folder,
+        capture_output=True,
+        check=True,
+    )
     shown = opened(browser, (folder / "run.html").as_uri()).run("document.body.innerText")
     assert "✓" not in shown and "window" not in shown and "The program\nYou sent nothing" in shown
     for words in ("(nothing: no text, no call)", "new (nothing)", "no tools"):
         assert words in shown
 
 
-@pytest.mark.parametrize("name", [file.stem for file in sorted((ROOT / "templates" / "traces").glob("*.jsonl"))])
+@pytest.mark.parametrize(
+    "name", [file.stem for file in sorted((ROOT / "templates" / "traces").glob("*.jsonl"))]
+)
 def test_a_run_that_is_shipped_is_shown_and_replayed_by_its_name(folder, name):
     for command in ("trace", "replay"):
-        done = subprocess.run([*NANOBOT, command, name], cwd=folder, capture_output=True, encoding="utf-8")
-        assert (done.returncode, "differs from the recorded request" in done.stderr) == (0, False) and done.stdout.strip(), done.stderr
+        done = subprocess.run(
+            [*NANOBOT, command, name], cwd=folder, capture_output=True, encoding="utf-8"
+        )
+        assert (done.returncode, "differs from the recorded request" in done.stderr) == (
+            0,
+            False,
+        ) and done.stdout.strip(), done.stderr
     assert name in (ROOT / "NOTES.md").read_text(encoding="utf-8")

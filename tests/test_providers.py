@@ -25,14 +25,28 @@ import nanobot
 import providers
 from nanobot import AgentRunSpec, AgentRunner, CostTrackingHook
 from providers import (
-    ROWS, Endpoint, HumanProvider, LLMResponse, OfflineProvider, OpenAIProvider, ReplayDiffers,
-    ReplayProvider, ScriptedProvider, ToolCallRequest, Trace, choose_endpoint, legal,
-)  # fmt: skip
+    ROWS,
+    Endpoint,
+    HumanProvider,
+    LLMResponse,
+    OfflineProvider,
+    OpenAIProvider,
+    ReplayDiffers,
+    ReplayProvider,
+    ScriptedProvider,
+    ToolCallRequest,
+    Trace,
+    choose_endpoint,
+    legal,
+)
 from tools import FILE_TOOLS, Exec, ToolRegistry, Turn, Web, WebFetch, WebSearch
 
 SYSTEM = {"role": "system", "content": "You are a test."}
 HELLO = [SYSTEM, {"role": "user", "content": "Hello"}]
-TOOL = {"type": "function", "function": {"name": "read_file", "description": "Read.", "parameters": {}}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "read_file", "description": "Read.", "parameters": {}},
+}
 
 
 def made(server, row="custom", key="sk-test-key-123456", **more):
@@ -81,12 +95,16 @@ def delta(finish=None, **part):
 
 def piece(finish=None, name=None, arguments=None, **more):
     """A chunk with a part of one tool call."""
-    function = {key: value for key, value in (("name", name), ("arguments", arguments)) if value is not None}
+    function = {
+        key: value for key, value in (("name", name), ("arguments", arguments)) if value is not None
+    }
     return delta(finish, tool_calls=[{**more, "function": function}])
 
 
 def whole(message, finish="stop", **more):
-    return Failure(200, {"choices": [{"index": 0, "message": message, "finish_reason": finish}], **more})
+    return Failure(
+        200, {"choices": [{"index": 0, "message": message, "finish_reason": finish}], **more}
+    )
 
 
 # ---- Which endpoint ----
@@ -104,23 +122,36 @@ def settings(**rows):
 
 CHOICES = {
     "a base URL wins over the row's address": (
-        settings(openai="sk-1"), {"provider": "openai", "base_url": "http://127.0.0.1:9/v1"},
-        ("openai", "sk-1", "http://127.0.0.1:9/v1", "gpt-5-mini")),
+        settings(openai="sk-1"),
+        {"provider": "openai", "base_url": "http://127.0.0.1:9/v1"},
+        ("openai", "sk-1", "http://127.0.0.1:9/v1", "gpt-5-mini"),
+    ),
     "a base URL in the world is a custom endpoint": (
-        settings(openai="sk-1"), {"base_url": "https://models.example/v1", "model": "gpt-5"},
-        ("custom", "sk-1", "https://models.example/v1", "gpt-5")),
+        settings(openai="sk-1"),
+        {"base_url": "https://models.example/v1", "model": "gpt-5"},
+        ("custom", "sk-1", "https://models.example/v1", "gpt-5"),
+    ),
     "a gateway's own model keeps its whole name": (
-        settings(openrouter="sk-or-1"), {"model": "openrouter/auto"},
-        ("openrouter", "sk-or-1", "https://openrouter.ai/api/v1", "openrouter/auto")),
+        settings(openrouter="sk-or-1"),
+        {"model": "openrouter/auto"},
+        ("openrouter", "sk-or-1", "https://openrouter.ai/api/v1", "openrouter/auto"),
+    ),
     "a gateway's name before maker and model is taken off": (
-        settings(openrouter="sk-or-1"), {"model": "openrouter/openai/gpt-5"},
-        ("openrouter", "sk-or-1", "https://openrouter.ai/api/v1", "openai/gpt-5")),
+        settings(openrouter="sk-or-1"),
+        {"model": "openrouter/openai/gpt-5"},
+        ("openrouter", "sk-or-1", "https://openrouter.ai/api/v1", "openai/gpt-5"),
+    ),
     "a local server that is configured wins over any key": (
-        settings(openai="sk-1", ollama="http://box:11434/v1"), {"model": "llama3"},
-        ("ollama", "", "http://box:11434/v1", "llama3")),
+        settings(openai="sk-1", ollama="http://box:11434/v1"),
+        {"model": "llama3"},
+        ("ollama", "", "http://box:11434/v1", "llama3"),
+    ),
     "no model named means the row's own": (
-        settings(openai="sk-1"), {}, ("openai", "sk-1", "https://api.openai.com/v1", "gpt-5-mini")),
-}  # fmt: skip
+        settings(openai="sk-1"),
+        {},
+        ("openai", "sk-1", "https://api.openai.com/v1", "gpt-5-mini"),
+    ),
+}
 
 
 @pytest.mark.parametrize("name", CHOICES)
@@ -132,20 +163,34 @@ def test_the_endpoint_is_chosen_in_the_order_of_the_clues(name):
 
 FOREIGN_HOSTS = {
     "the general key is not for a row with a host of its own": (
-        settings(openai="sk-1"), {"provider": "ollama", "model": "m"}),
+        settings(openai="sk-1"),
+        {"provider": "ollama", "model": "m"},
+    ),
     "nor for a custom endpoint that has settings of its own": (
-        settings(openai="sk-1", custom="http://models.example/v1"), {"provider": "custom", "model": "m"}),
+        settings(openai="sk-1", custom="http://models.example/v1"),
+        {"provider": "custom", "model": "m"},
+    ),
     "not even where the address is given and the provider named": (
-        settings(openai="sk-1"), {"provider": "openai", "base_url": "https://openrouter.ai/api/v1"}),
+        settings(openai="sk-1"),
+        {"provider": "openai", "base_url": "https://openrouter.ai/api/v1"},
+    ),
     "OpenRouter's key is not for OpenAI": (
-        settings(openrouter="sk-or-1"), {"provider": "openrouter", "base_url": "https://api.openai.com/v1"}),
+        settings(openrouter="sk-or-1"),
+        {"provider": "openrouter", "base_url": "https://api.openai.com/v1"},
+    ),
     "a look-alike host is not the row's": (
-        settings(openrouter="sk-or-1"), {"base_url": "https://openrouter.ai.evil.example/v1", "model": "m"}),
+        settings(openrouter="sk-or-1"),
+        {"base_url": "https://openrouter.ai.evil.example/v1", "model": "m"},
+    ),
     "nor is a host that ends alike": (
-        settings(openrouter="sk-or-1"), {"base_url": "https://notopenrouter.ai/v1", "model": "m"}),
+        settings(openrouter="sk-or-1"),
+        {"base_url": "https://notopenrouter.ai/v1", "model": "m"},
+    ),
     "nor one that has the name in its path": (
-        settings(openrouter="sk-or-1"), {"base_url": "https://evil.example/openrouter.ai", "model": "m"}),
-}  # fmt: skip
+        settings(openrouter="sk-or-1"),
+        {"base_url": "https://evil.example/openrouter.ai", "model": "m"},
+    ),
+}
 
 
 @pytest.mark.parametrize("name", FOREIGN_HOSTS)
@@ -154,27 +199,57 @@ def test_a_key_never_goes_to_another_rows_host(name):
     assert choose_endpoint(known, **wanted).api_key == ""
 
 
-@pytest.mark.parametrize(("wanted", "said_of_it"), [
-    ({"provider": "opnai"}, "There is no provider 'opnai'. There are: openai, openrouter, .*, offline, human.$"),
-    ({"provider": "custom"}, "Provider custom needs an address with http:// or https://, not ''. Set its apiBase, or --base-url.$"),
-    ({"base_url": "localhost:8000/v1"}, "an address with http:// or https://, not 'localhost:8000/v1'"),
-    ({"base_url": "http://"}, "needs an address with http://"),
-    ({"provider": "anthropic"}, "Provider anthropic has no key: set ANTHROPIC_API_KEY.$"),
-    ({"model": "claude-sonnet-4"},
-     "claude-sonnet-4 is a model of anthropic: set ANTHROPIC_API_KEY, or name a gateway with --provider$"),
-    ({"model": "groq/llama-3"}, "groq/llama-3 is a model of groq: set GROQ_API_KEY, or name a gateway"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("wanted", "said_of_it"),
+    [
+        (
+            {"provider": "opnai"},
+            "There is no provider 'opnai'. There are: openai, openrouter, .*, offline, human.$",
+        ),
+        (
+            {"provider": "custom"},
+            "Provider custom needs an address with http:// or https://, not ''. Set its apiBase, or --base-url.$",
+        ),
+        (
+            {"base_url": "localhost:8000/v1"},
+            "an address with http:// or https://, not 'localhost:8000/v1'",
+        ),
+        ({"base_url": "http://"}, "needs an address with http://"),
+        ({"provider": "anthropic"}, "Provider anthropic has no key: set ANTHROPIC_API_KEY.$"),
+        (
+            {"model": "claude-sonnet-4"},
+            "claude-sonnet-4 is a model of anthropic: set ANTHROPIC_API_KEY, or name a gateway with --provider$",
+        ),
+        (
+            {"model": "groq/llama-3"},
+            "groq/llama-3 is a model of groq: set GROQ_API_KEY, or name a gateway",
+        ),
+    ],
+)
 def test_an_endpoint_that_cannot_be_used_is_a_clear_error(wanted, said_of_it):
     with pytest.raises(ValueError, match=said_of_it):
         choose_endpoint(settings(openai="sk-1"), **wanted)
 
 
 MODELS = {  # a model: who makes it, and whether a `maker/` stands before it
-    "gpt-5-mini": "openai", "claude-sonnet-4": "anthropic", "gemini-2.5-pro": "gemini", "kimi-k2": "moonshot",
-    "deepseek-chat": "deepseek", "ollama/llama3": "ollama", "anthropic/claude-sonnet-4": "anthropic",
-    "meta-llama/llama-3-70b": "", "unheard-of": "", "": "",
-}  # fmt: skip
-PREFIXES = {"openrouter": "sk-or-", "anthropic": "sk-ant-", "gemini": "AIza", "groq": "gsk_", "xai": "xai-"}
+    "gpt-5-mini": "openai",
+    "claude-sonnet-4": "anthropic",
+    "gemini-2.5-pro": "gemini",
+    "kimi-k2": "moonshot",
+    "deepseek-chat": "deepseek",
+    "ollama/llama3": "ollama",
+    "anthropic/claude-sonnet-4": "anthropic",
+    "meta-llama/llama-3-70b": "",
+    "unheard-of": "",
+    "": "",
+}
+PREFIXES = {
+    "openrouter": "sk-or-",
+    "anthropic": "sk-ant-",
+    "gemini": "AIza",
+    "groq": "gsk_",
+    "xai": "xai-",
+}
 KEYED = [row.name for row in ROWS.values() if row.env_key and row.default_api_base]
 LOCAL = "http://127.0.0.1:9/v1"
 
@@ -220,16 +295,26 @@ ORDER = {  # flags, OPENAI_BASE_URL, then the address and the key; the file name
     "the environment wins over the file": ([], LOCAL, (LOCAL, "sk-1")),
     "a flag wins over the environment": (["--provider", "groq"], LOCAL, (GROQ, "gsk_1")),
     "an address wins over the environment's": (["--base-url", OTHER], LOCAL, (OTHER, "sk-1")),
-    "an address wins over a provider": (["--provider", "groq", "--base-url", OTHER], LOCAL, (OTHER, "sk-1")),
-}  # fmt: skip
+    "an address wins over a provider": (
+        ["--provider", "groq", "--base-url", OTHER],
+        LOCAL,
+        (OTHER, "sk-1"),
+    ),
+}
 
 
 @pytest.mark.parametrize("name", ORDER)
 def test_flags_win_over_the_environment_and_that_over_the_file(name, tmp_path, monkeypatch):
     flags, base_url, expected = ORDER[name]
     file = tmp_path / "config.json"
-    file.write_text(json.dumps({"agents": {"defaults": {"provider": "groq", "model": "m"}},
-                                "providers": {"groq": {"apiKey": "gsk_1"}}}))  # fmt: skip
+    file.write_text(
+        json.dumps(
+            {
+                "agents": {"defaults": {"provider": "groq", "model": "m"}},
+                "providers": {"groq": {"apiKey": "gsk_1"}},
+            }
+        )
+    )
     monkeypatch.setenv("OPENAI_API_KEY", "sk-1")
     monkeypatch.setenv("OPENAI_BASE_URL", base_url)
     arguments = nanobot.parser().parse_args(["agent", "--config", str(file), *flags])
@@ -245,9 +330,18 @@ def test_headers_never_go_to_another_rows_host():
         assert (end.api_key, end.extra_headers) == ("", {})
 
 
-@pytest.mark.parametrize(("key", "name"), [
-    ("sk-or-v1-0", "openrouter"), ("sk-ant-0", "anthropic"), ("AIzaSy0", "gemini"), ("gsk_0", "groq"),
-    ("xai-0", "xai"), ("sk-proj-0", "openai"), ("0", "openai")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("key", "name"),
+    [
+        ("sk-or-v1-0", "openrouter"),
+        ("sk-ant-0", "anthropic"),
+        ("AIzaSy0", "gemini"),
+        ("gsk_0", "groq"),
+        ("xai-0", "xai"),
+        ("sk-proj-0", "openai"),
+        ("0", "openai"),
+    ],
+)
 def test_the_general_key_goes_to_the_maker_whose_prefix_it_has(key, name):
     end = choose_endpoint(settings(openai=key), "some-model")
     assert (end.spec.name, end.api_key, end.api_base) == (name, key, ROWS[name].default_api_base)
@@ -263,24 +357,40 @@ def test_each_row_has_an_address_and_the_variable_that_its_provider_documents():
 
 
 HOSTS = {
-    "https://api.openai.com/v1": "openai", "https://eu.api.openai.com/v1": "openai",
-    "https://api.moonshot.ai/v1": "moonshot", "https://api.moonshot.cn/v1": "moonshot",
-    "https://open.bigmodel.cn/api/paas/v4": "zhipu", "https://api.z.ai/api/paas/v4": "zhipu",
-    "https://api.minimax.io/v1": "minimax", "https://api.minimaxi.com/v1": "minimax",
+    "https://api.openai.com/v1": "openai",
+    "https://eu.api.openai.com/v1": "openai",
+    "https://api.moonshot.ai/v1": "moonshot",
+    "https://api.moonshot.cn/v1": "moonshot",
+    "https://open.bigmodel.cn/api/paas/v4": "zhipu",
+    "https://api.z.ai/api/paas/v4": "zhipu",
+    "https://api.minimax.io/v1": "minimax",
+    "https://api.minimaxi.com/v1": "minimax",
     "https://dashscope.aliyuncs.com/compatible-mode/v1": "dashscope",
     "https://dashscope-intl.aliyuncs.com/compatible-mode/v1": "dashscope",
-    "https://api.siliconflow.cn/v1": "siliconflow", "https://api.siliconflow.com/v1": "siliconflow",
-    "https://kit.openai.azure.com/openai/v1": "azure", "https://kit.services.ai.azure.com/openai/v1": "azure",
-    "http://localhost:11434/v1": "ollama", "http://192.168.0.7:11434/v1": "ollama",
-    "http://localhost:1234/v1": "lmstudio", "http://box:1234/v1": "lmstudio",
-    "http://localhost:8000/v1": "vllm", "http://localhost:8080/v1": "llamacpp",
-    "http://localhost/v1": "local", "http://localhost:9000/v1": "local", "http://0.0.0.0:9000/v1": "local",
-    "http://[::1]:9000/v1": "local", "http://127.0.0.1:9000/v1": "local", "http://10.0.0.7/v1": "local",
-    "http://192.168.0.7/v1": "local", "http://me:secret@127.0.0.1:9000/v1": "local",
+    "https://api.siliconflow.cn/v1": "siliconflow",
+    "https://api.siliconflow.com/v1": "siliconflow",
+    "https://kit.openai.azure.com/openai/v1": "azure",
+    "https://kit.services.ai.azure.com/openai/v1": "azure",
+    "http://localhost:11434/v1": "ollama",
+    "http://192.168.0.7:11434/v1": "ollama",
+    "http://localhost:1234/v1": "lmstudio",
+    "http://box:1234/v1": "lmstudio",
+    "http://localhost:8000/v1": "vllm",
+    "http://localhost:8080/v1": "llamacpp",
+    "http://localhost/v1": "local",
+    "http://localhost:9000/v1": "local",
+    "http://0.0.0.0:9000/v1": "local",
+    "http://[::1]:9000/v1": "local",
+    "http://127.0.0.1:9000/v1": "local",
+    "http://10.0.0.7/v1": "local",
+    "http://192.168.0.7/v1": "local",
+    "http://me:secret@127.0.0.1:9000/v1": "local",
     "http://me:secret@api.openai.com/v1": "openai",
-    "http://192.0.2.7/v1": "custom", "http://localhost.example/v1": "custom",
-    "http://100.1.1.1/v1": "custom", "http://api.openai.com@evil.example/v1": "custom",
-}  # fmt: skip
+    "http://192.0.2.7/v1": "custom",
+    "http://localhost.example/v1": "custom",
+    "http://100.1.1.1/v1": "custom",
+    "http://api.openai.com@evil.example/v1": "custom",
+}
 
 
 @pytest.mark.parametrize("base", HOSTS)
@@ -288,11 +398,15 @@ def test_an_address_says_whose_it_is(base):
     assert choose_endpoint({}, "m", base_url=base).spec.name == HOSTS[base]
 
 
-@pytest.mark.parametrize(("base", "address"), [
-    ("http://localhost:9000", "http://localhost:9000/v1"),
-    ("http://localhost:9000/", "http://localhost:9000/v1"),
-    ("http://localhost:9000/api", "http://localhost:9000/api"),
-    ("https://models.example", "https://models.example")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("base", "address"),
+    [
+        ("http://localhost:9000", "http://localhost:9000/v1"),
+        ("http://localhost:9000/", "http://localhost:9000/v1"),
+        ("http://localhost:9000/api", "http://localhost:9000/api"),
+        ("https://models.example", "https://models.example"),
+    ],
+)
 def test_only_a_local_address_without_a_path_gets_v1(base, address):
     assert choose_endpoint({}, "m", base_url=base).api_base == address
 
@@ -303,10 +417,17 @@ def test_only_a_local_address_without_a_path_gets_v1(base, address):
 SENT = {  # what is asked: the body beside model and messages
     "the fewest parameters": ("custom", {}, {}),
     "a stream asks for its usage": (
-        "custom", {"stream": True}, {"stream": True, "stream_options": {"include_usage": True}}),
-    "the limit of the answer": ("custom", {"max_tokens": 9, "temperature": None}, {"max_tokens": 9}),
+        "custom",
+        {"stream": True},
+        {"stream": True, "stream_options": {"include_usage": True}},
+    ),
+    "the limit of the answer": (
+        "custom",
+        {"max_tokens": 9, "temperature": None},
+        {"max_tokens": 9},
+    ),
     "it has another name at OpenAI": ("openai", {"max_tokens": 9}, {"max_completion_tokens": 9}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", SENT)
@@ -320,10 +441,18 @@ def test_a_request_has_the_fewest_parameters(name):
 
 def test_options_tools_headers_and_extra_body_arrive_as_given():
     with FakeLLM(["Hi."]) as server:
-        provider = made(server, extra_headers={"X-Title": "kit"}, extra_body={"thinking": {"type": "off"}})
+        provider = made(
+            server, extra_headers={"X-Title": "kit"}, extra_body={"thinking": {"type": "off"}}
+        )
         ask(provider, tools=[TOOL], temperature=0.5, tool_choice="auto", model="other")
-        expected = {"model": "other", "messages": HELLO, "tools": [TOOL], "temperature": 0.5,
-                    "tool_choice": "auto", "thinking": {"type": "off"}}  # fmt: skip
+        expected = {
+            "model": "other",
+            "messages": HELLO,
+            "tools": [TOOL],
+            "temperature": 0.5,
+            "tool_choice": "auto",
+            "thinking": {"type": "off"},
+        }
         assert server.bodies[0] == expected
         assert server.requests[0].headers["x-title"] == "kit"
 
@@ -369,7 +498,9 @@ def test_no_key_goes_to_a_server_whose_certificate_nobody_vouches_for(tmp_path):
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(tmp_path / "own.pem")
     with FakeLLM(["Hi."] * 9) as server:
-        server.socket = context.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
+        server.socket = context.wrap_socket(
+            server.socket, server_side=True, do_handshake_on_connect=False
+        )
         base = server.base_url.replace("http:", "https:")
         answer, _ = ask(OpenAIProvider(Endpoint(ROWS["custom"], "its-key", base, "m"), pace=0.0))
         assert "Cannot reach" in answer.error and "CERTIFICATE_VERIFY_FAILED" in answer.error
@@ -390,16 +521,29 @@ def test_the_system_message_is_marked_for_the_cache(row):
 
 
 ODD_BODIES = {
-    "choices null with an error beside": ({"choices": None, "error": {"message": "No credits"}}, "No credits"),
+    "choices null with an error beside": (
+        {"choices": None, "error": {"message": "No credits"}},
+        "No credits",
+    ),
     "an error within a 200": ({"error": {"message": "Overloaded", "code": 529}}, "Overloaded"),
     "an error within a choice": (
-        {"choices": [{"message": {"content": ""}, "finish_reason": "error", "error": {"message": "Gone."}}]},
+        {
+            "choices": [
+                {
+                    "message": {"content": ""},
+                    "finish_reason": "error",
+                    "error": {"message": "Gone."},
+                }
+            ]
+        },
         "Gone",
     ),
     "no JSON object": ([1, 2], "does not answer like a model.*/v1"),
     "choices that are texts": ({"choices": ["x"]}, "does not answer like a model.*strange form"),
     "a usage that is no number": (
-        {"choices": [{"message": {"content": "Hi."}}], "usage": {"prompt_tokens": "many"}}, "strange form"),
+        {"choices": [{"message": {"content": "Hi."}}], "usage": {"prompt_tokens": "many"}},
+        "strange form",
+    ),
     "a content that is a number": ({"choices": [{"message": {"content": 5}}]}, "strange form"),
     "broken JSON": ('{"choices": [', "not a JSON object but: .*choices"),
     "an empty body": ("", "not a JSON object but: nothing"),
@@ -418,27 +562,71 @@ def test_a_200_that_is_no_answer_is_a_clear_error(name, stream):
 
 HI, NOW = sse(delta(content="Grüße ☃"), delta("stop")).body, {"id": "a", **call("now")}
 OBJECT = {"id": "a", "function": {"name": "now", "arguments": {"zone": "UTC"}}}
-BLOCKS = [{"type": "thinking", "thinking": [{"type": "text", "text": "hm"}]},
-          {"type": "text", "text": "Hi."}, {"type": "text", "text": None}]  # fmt: skip
+BLOCKS = [
+    {"type": "thinking", "thinking": [{"type": "text", "text": "hm"}]},
+    {"type": "text", "text": "Hi."},
+    {"type": "text", "text": None},
+]
 FINE = {  # an odd answer: its text and its calls
-    "a message that is null": (Failure(200, {"choices": [{"message": None, "finish_reason": "stop"}]}), None, []),
+    "a message that is null": (
+        Failure(200, {"choices": [{"message": None, "finish_reason": "stop"}]}),
+        None,
+        [],
+    ),
     "no finish reason": (whole({"content": "Hi."}, finish=None), "Hi.", []),
-    "text in one choice, calls in another": (Failure(200, {"choices": [
-        {"message": {"content": "Look."}, "finish_reason": "stop"},
-        {"message": {"tool_calls": [NOW]}, "finish_reason": "tool_calls"}]}), "Look.", [{}]),
+    "text in one choice, calls in another": (
+        Failure(
+            200,
+            {
+                "choices": [
+                    {"message": {"content": "Look."}, "finish_reason": "stop"},
+                    {"message": {"tool_calls": [NOW]}, "finish_reason": "tool_calls"},
+                ]
+            },
+        ),
+        "Look.",
+        [{}],
+    ),
     "blocks": (whole({"content": BLOCKS}), "Hi.", []),
-    "arguments that are an object": (whole({"tool_calls": [OBJECT]}, "tool_calls"), None, [{"zone": "UTC"}]),
+    "arguments that are an object": (
+        whole({"tool_calls": [OBJECT]}, "tool_calls"),
+        None,
+        [{"zone": "UTC"}],
+    ),
     "comments, events, no choices, a null delta, blank data": (
-        sse(": PROCESSING\n\n", {"id": "x"}, {"choices": [], "prompt_filter_results": [{}]}, "event: message\n",
-            {"choices": [{"index": 0, "delta": None}]}, "data: \n\n", delta(content="Hi."), delta("stop")), "Hi.", []),
-    "Windows line ends": (Raw(b'data:{"choices":[{"delta":{"content":"Hi."}}]}\r\n\r\ndata:[DONE]\r\n'), "Hi.", []),
+        sse(
+            ": PROCESSING\n\n",
+            {"id": "x"},
+            {"choices": [], "prompt_filter_results": [{}]},
+            "event: message\n",
+            {"choices": [{"index": 0, "delta": None}]},
+            "data: \n\n",
+            delta(content="Hi."),
+            delta("stop"),
+        ),
+        "Hi.",
+        [],
+    ),
+    "Windows line ends": (
+        Raw(b'data:{"choices":[{"delta":{"content":"Hi."}}]}\r\n\r\ndata:[DONE]\r\n'),
+        "Hi.",
+        [],
+    ),
     "one byte a packet": (Raw(chunks=[HI[n : n + 1] for n in range(len(HI))]), "Grüße ☃", []),
     "a last line without its end": (Raw(HI.partition(b"\n\ndata: [DONE]")[0]), "Grüße ☃", []),
     "no reason but [DONE]": (sse(delta(content="Hi.")), "Hi.", []),
-    "whole calls and no end": (sse(piece(id="a", name="f", arguments='{"a": 1}'), done=False), None, [{"a": 1}]),
+    "whole calls and no end": (
+        sse(piece(id="a", name="f", arguments='{"a": 1}'), done=False),
+        None,
+        [{"a": 1}],
+    ),
     "a line that breaks behind [DONE]": (Raw(HI, cut=True), "Grüße ☃", []),
-    "a refusal": (sse(delta(refusal="I can"), delta(refusal="not.", content=None), delta("stop")), "I cannot.", []),
-}  # fmt: skip
+    "a refusal": (
+        sse(delta(refusal="I can"), delta(refusal="not.", content=None), delta("stop")),
+        "I cannot.",
+        [],
+    ),
+}
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -460,16 +648,30 @@ def test_a_server_that_keeps_the_line_open_behind_the_end_of_its_answer_is_not_w
 
 def random_stream(dice):
     """Chunks as OpenAI sends them: text, two calls in pieces side by side, a reason, the usage."""
-    text = "".join(dice.choice("aé☃\u2028 \n🙂\"\\") for _ in range(dice.randrange(30)))
-    chunks = [delta(role="assistant", content=""), *(delta(content=part) for part in re.findall("(?s).{1,4}", text))]
-    parts = [[piece(index=n, id=f"call_{n}", type="function", name=f"tool_{n}", arguments="")] for n in (0, 1)]
+    text = "".join(dice.choice('aé☃\u2028 \n🙂"\\') for _ in range(dice.randrange(30)))
+    chunks = [
+        delta(role="assistant", content=""),
+        *(delta(content=part) for part in re.findall("(?s).{1,4}", text)),
+    ]
+    parts = [
+        [piece(index=n, id=f"call_{n}", type="function", name=f"tool_{n}", arguments="")]
+        for n in (0, 1)
+    ]
     for n, pieces in enumerate(parts[: dice.randrange(3)]):
         written = json.dumps({"text": text, "n": n}, ensure_ascii=dice.random() < 0.5)
         pieces += [piece(index=n, arguments=part) for part in re.findall("(?s).{1,7}", written)]
         chunks += pieces
     usage = {"prompt_tokens": dice.randrange(1, 99), "completion_tokens": 5, "total_tokens": 7}
-    chunks += [delta(dice.choice(["stop", "length", "tool_calls"])), {"choices": [], "usage": usage}]
-    data = sse(*({"id": "x", "object": "chat.completion.chunk", "created": 1, "model": "m", **c} for c in chunks)).body
+    chunks += [
+        delta(dice.choice(["stop", "length", "tool_calls"])),
+        {"choices": [], "usage": usage},
+    ]
+    data = sse(
+        *(
+            {"id": "x", "object": "chat.completion.chunk", "created": 1, "model": "m", **c}
+            for c in chunks
+        )
+    ).body
     size = dice.randrange(1, 99)
     return Raw(chunks=[data[n : n + size] for n in range(0, len(data), size)])
 
@@ -480,7 +682,9 @@ def test_a_stream_means_what_the_sdks_own_reading_makes_of_it(seed):
     import openai
 
     dice = random.Random(seed)
-    streams = [random_stream(dice) for _ in range(1_000 if os.environ.get("NANOBOT_TEST_FULL") else 20)]
+    streams = [
+        random_stream(dice) for _ in range(1_000 if os.environ.get("NANOBOT_TEST_FULL") else 20)
+    ]
     with FakeLLM(itertools.chain.from_iterable((each, each) for each in streams)) as server:
         provider = made(server)
         with openai.OpenAI(base_url=server.base_url, api_key="k", max_retries=0) as client:
@@ -492,12 +696,21 @@ def test_a_stream_means_what_the_sdks_own_reading_makes_of_it(seed):
                         theirs += choice.delta.content or ""
                         reason = choice.finish_reason or reason
                         for each in choice.delta.tool_calls or []:
-                            calls[each.index] = calls.get(each.index, "") + (each.function.arguments or "")
+                            calls[each.index] = calls.get(each.index, "") + (
+                                each.function.arguments or ""
+                            )
                 ours, shown = ask(provider, stream=True)
                 edges = "" if reason == "length" else "\n"
-                assert ours.content == (theirs.lstrip("\n").rstrip(edges) if theirs.strip() else None)
-                assert [each.arguments for each in ours.tool_calls] == list(map(json.loads, calls.values()))
-                assert (ours.finish_reason, ours.usage["prompt_tokens"]) == (reason, usage.prompt_tokens)
+                assert ours.content == (
+                    theirs.lstrip("\n").rstrip(edges) if theirs.strip() else None
+                )
+                assert [each.arguments for each in ours.tool_calls] == list(
+                    map(json.loads, calls.values())
+                )
+                assert (ours.finish_reason, ours.usage["prompt_tokens"]) == (
+                    reason,
+                    usage.prompt_tokens,
+                )
 
 
 @pytest.mark.parametrize("odd", ["\u2028", "\u2029", "\x85", "\x0b", "\x1c"])
@@ -510,14 +723,19 @@ def test_a_line_separator_within_a_text_does_not_tear_the_stream(odd):
 
 
 ODD_STREAMS = {
-    "an error in the middle": (sse(delta(content="Well"), {"error": {"message": "Overloaded"}}),
-        "Overloaded"),
+    "an error in the middle": (
+        sse(delta(content="Well"), {"error": {"message": "Overloaded"}}),
+        "Overloaded",
+    ),
     "an error event": (sse('event: error\ndata: {"error": {"message": "Boom"}}\n\n'), "Boom"),
     "garbage": (sse(delta(content="a"), "data: {oops\n\n"), "not a JSON object but: {oops"),
     "no end": (sse(delta(content="Well"), done=False), "broke off"),
-    "a call without an end": (sse(piece(id="a", name="f", arguments='{"a": '), done=False), "broke off"),
+    "a call without an end": (
+        sse(piece(id="a", name="f", arguments='{"a": '), done=False),
+        "broke off",
+    ),
     "only comments": (Raw(b": ping\n\n"), "sent no answer"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", ODD_STREAMS)
@@ -529,8 +747,14 @@ def test_a_stream_that_fails_is_a_clear_error(name):
 
 ERROR_BODIES = {
     "OpenAI": (error(400, "Unsupported parameter"), "HTTP 400: Unsupported parameter"),
-    "Gemini": (Failure(400, [{"error": {"code": 400, "message": "Unknown name"}}]), "HTTP 400: Unknown name"),
-    "LM Studio": (Failure(400, {"error": "Invalid tool_choice type"}), "HTTP 400: Invalid tool_choice type"),
+    "Gemini": (
+        Failure(400, [{"error": {"code": 400, "message": "Unknown name"}}]),
+        "HTTP 400: Unknown name",
+    ),
+    "LM Studio": (
+        Failure(400, {"error": "Invalid tool_choice type"}),
+        "HTTP 400: Invalid tool_choice type",
+    ),
     "FastAPI": (Failure(422, {"detail": "Bad body"}), "Bad body"),
     "a page": (Failure(502, "<h1>Bad Gateway</h1>", content_type="text/html"), "HTTP 502"),
     "nothing": (Failure(500, ""), "HTTP 500"),
@@ -544,13 +768,27 @@ def test_an_errors_own_words_are_found_wherever_they_stand(name):
     with FakeLLM(lambda body: line) as server:
         answer, _ = ask(made(server))
         assert answer.finish_reason == "error" and said in answer.error
-        assert len(server.requests) == (4 if line.status >= 500 else 1)  # the SDK's own retries are off
+        assert len(server.requests) == (
+            4 if line.status >= 500 else 1
+        )  # the SDK's own retries are off
 
 
-@pytest.mark.parametrize(("reason", "meaning"), [
-    ("eos", "stop"), ("end_turn", "stop"), ("tool_use", "stop"), ("STOP", "stop"), ("max_tokens", "length"),
-    ("length", "length"), ("content_filter", "content_filter"), ("tool_calls", "tool_calls"),
-    ("model_length", "length"), ("refusal", "refusal"), ("function_call", "tool_calls")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("reason", "meaning"),
+    [
+        ("eos", "stop"),
+        ("end_turn", "stop"),
+        ("tool_use", "stop"),
+        ("STOP", "stop"),
+        ("max_tokens", "length"),
+        ("length", "length"),
+        ("content_filter", "content_filter"),
+        ("tool_calls", "tool_calls"),
+        ("model_length", "length"),
+        ("refusal", "refusal"),
+        ("function_call", "tool_calls"),
+    ],
+)
 def test_a_finish_reason_is_told_in_openais_words(reason, meaning):
     whole_call = {"id": "a", **call("now")}
     answer, _ = reply_to(whole({"tool_calls": [whole_call]}, reason))
@@ -569,30 +807,50 @@ CALL_STREAMS = {
     "in pieces, by index": [
         piece(index=0, id="1", type="function", name="a", arguments=""),
         piece(index=1, id="2", name="b", arguments='{"y"'),
-        piece(index=0, arguments='{"x":'), piece(index=1, arguments=": 2}"), piece(index=0, arguments=" 1}")],
+        piece(index=0, arguments='{"x":'),
+        piece(index=1, arguments=": 2}"),
+        piece(index=0, arguments=" 1}"),
+    ],
     "id only in the first chunk, no index": [
-        piece(id="1", name="a", arguments='{"x"'), piece(arguments=": 1}"),
-        piece(id="2", name="b", arguments='{"y"'), piece(arguments=": 2}")],
+        piece(id="1", name="a", arguments='{"x"'),
+        piece(arguments=": 1}"),
+        piece(id="2", name="b", arguments='{"y"'),
+        piece(arguments=": 2}"),
+    ],
     "whole, every index 0": [
-        piece(index=0, id="1", name="a", arguments=X), piece(index=0, id="2", name="b", arguments=Y)],
+        piece(index=0, id="1", name="a", arguments=X),
+        piece(index=0, id="2", name="b", arguments=Y),
+    ],
     "in pieces, every index 0": [
-        piece(index=0, id="1", name="a"), piece(index=0, arguments=X),
-        piece(index=0, id="2", name="b"), piece(index=0, arguments=Y)],
+        piece(index=0, id="1", name="a"),
+        piece(index=0, arguments=X),
+        piece(index=0, id="2", name="b"),
+        piece(index=0, arguments=Y),
+    ],
     "whole, without index and id": [piece(name="a", arguments=X), piece(name="b", arguments=Y)],
     "whole, index 0 and empty ids": [
-        piece(index=0, id="", name="a", arguments=X), piece(index=0, id="", name="b", arguments=Y)],
+        piece(index=0, id="", name="a", arguments=X),
+        piece(index=0, id="", name="b", arguments=Y),
+    ],
     "id and name repeated in every chunk": [
         piece(index=0, id="1", name="a", arguments='{"x"'),
         piece(index=0, id="1", name="a", arguments=": 1}"),
         piece(index=1, id="2", name="b", arguments='{"y"'),
-        piece(index=1, id="2", name="b", arguments=": 2}")],
+        piece(index=1, id="2", name="b", arguments=": 2}"),
+    ],
     "a new id in every chunk": [
-        piece(index=0, id="1", name="a", arguments='{"x"'), piece(index=0, id="9", arguments=": 1}"),
-        piece(index=1, id="2", name="b", arguments='{"y"'), piece(index=1, id="8", arguments=": 2}")],
+        piece(index=0, id="1", name="a", arguments='{"x"'),
+        piece(index=0, id="9", arguments=": 1}"),
+        piece(index=1, id="2", name="b", arguments='{"y"'),
+        piece(index=1, id="8", arguments=": 2}"),
+    ],
     "the name repeated in every chunk, without ids": [
-        piece(name="a", arguments='{"x": 1'), piece(name="a", arguments="}"),
-        piece(name="b", arguments='{"y": 2'), piece(name="b", arguments="}")],
-}  # fmt: skip
+        piece(name="a", arguments='{"x": 1'),
+        piece(name="a", arguments="}"),
+        piece(name="b", arguments='{"y": 2'),
+        piece(name="b", arguments="}"),
+    ],
+}
 
 
 @pytest.mark.parametrize("name", CALL_STREAMS)
@@ -606,10 +864,25 @@ def test_streamed_calls_are_put_together(name):
 ARGUMENTS = {
     "a raw line end in a text": ('{"a": "1\n2"}', "stop", {"a": "1\n2"}, ""),
     "broken, but the answer is whole": ("{path: 'a',}", "tool_calls", {"path": "a"}, ""),
-    "a Python dict": ("{'a': True, 'b': None, 'c': 'it\\'s'}", "stop", {"a": True, "b": None, "c": "it's"}, ""),
-    "an open string that looks closed": ('{"a": "b", "c": "rm -rf \\"', "stop", {}, "not valid JSON"),
+    "a Python dict": (
+        "{'a': True, 'b': None, 'c': 'it\\'s'}",
+        "stop",
+        {"a": True, "b": None, "c": "it's"},
+        "",
+    ),
+    "an open string that looks closed": (
+        '{"a": "b", "c": "rm -rf \\"',
+        "stop",
+        {},
+        "not valid JSON",
+    ),
     "broken, and cut by the limit": ('{"command": "rm -r bui', "length", {}, "not valid JSON"),
-    "cut in a text, whatever the reason": ('{"command": "rm -rf bui', "tool_calls", {}, "not valid JSON"),
+    "cut in a text, whatever the reason": (
+        '{"command": "rm -rf bui',
+        "tool_calls",
+        {},
+        "not valid JSON",
+    ),
     "cut with a brace in the text": ('{"a": "b {c}', "stop", {}, "not valid JSON"),
     "cut in a text of single quotes": ("{'a': 'echo }", "stop", {}, "not valid JSON"),
     "broken, with a quote in a quote": ('{"a": \'it", b\',}', "stop", {"a": 'it", b'}, ""),
@@ -633,14 +906,27 @@ def test_arguments_are_one_json_object_or_the_call_says_why_not(name):
 
 def test_what_an_answer_says_beside_its_parts_is_sent_back_under_its_own_name():
     extra = {"google": {"thought_signature": "abc"}}
-    first = delta(reasoning="I ", reasoning_details=[{"id": 1}], tool_calls=[
-        {"index": 0, "id": "1", "extra_content": extra, "function": {"name": "now",
-            "arguments": "{}"}}])  # fmt: skip
+    first = delta(
+        reasoning="I ",
+        reasoning_details=[{"id": 1}],
+        tool_calls=[
+            {
+                "index": 0,
+                "id": "1",
+                "extra_content": extra,
+                "function": {"name": "now", "arguments": "{}"},
+            }
+        ],
+    )
     rest = [delta(reasoning="think"), delta("tool_calls", reasoning_details=[{"id": 2}])]
     with FakeLLM([sse(first, *rest), "Noon."]) as server:
         answer, shown = ask(made(server), stream=True)
         assert (answer.reasoning_content, answer.content, shown) == ("I think", None, [])
-        history = [*HELLO, answer.to_message(), {"role": "tool", "tool_call_id": "1", "content": "12:00"}]
+        history = [
+            *HELLO,
+            answer.to_message(),
+            {"role": "tool", "tool_call_id": "1", "content": "12:00"},
+        ]
         ask(made(server), history)
         sent = server.bodies[1]["messages"][2]
     assert (sent["reasoning"], sent["reasoning_details"]) == ("I think", [{"id": 1}, {"id": 2}])
@@ -701,12 +987,15 @@ THOUGHTS = {
 def test_thoughts_are_taken_out_of_the_beginning_of_an_answer_wherever_it_is_split(name):
     text, kept = THOUGHTS[name]
     splits = [[text], list(text), *([text[:n], text[n:]] for n in range(1, len(text)))]
-    with FakeLLM([sse(*(delta(content=part) for part in parts), delta("stop")) for parts in splits]) as server:
+    with FakeLLM(
+        [sse(*(delta(content=part) for part in parts), delta("stop")) for parts in splits]
+    ) as server:
         provider = made(server)
         for parts in splits:
             answer, shown = ask(provider, stream=True)
             assert answer.content == kept, parts
             assert "".join(shown).rstrip("\n") == (kept or ""), parts
+
 
 # ---- Time, and what is wrong ----
 
@@ -727,8 +1016,14 @@ def test_a_stream_may_take_longer_than_the_timeouts_while_it_is_not_silent():
     assert answer.content == "x" * 8
 
 
-@pytest.mark.parametrize("line", [
-    Hang(5), Raw(chunks=[sse(delta(content="Hi."), done=False).body], hang=5), error(429, "try again in 50s")])
+@pytest.mark.parametrize(
+    "line",
+    [
+        Hang(5),
+        Raw(chunks=[sse(delta(content="Hi."), done=False).body], hang=5),
+        error(429, "try again in 50s"),
+    ],
+)
 def test_a_cancellation_is_raised_and_immediate(line):
     async def cancelled(provider):
         task = asyncio.ensure_future(provider.chat(HELLO, on_delta=lambda text: asyncio.sleep(0)))
@@ -771,16 +1066,27 @@ def test_what_a_consumer_raises_is_raised_as_it_is(problem):
         assert ask(provider)[0].content == "Hi again."
 
 
-@pytest.mark.parametrize(("line", "cause"), [
-    (Raw(chunks=[sse(delta(content="Well"), done=False).body], cut=True), "it closed the connection in the middle"),
-    (sse(delta(content="Well"), done=False), "the answer broke off"),
-    (Raw(chunks=[sse(delta(content="Well"), done=False).body], hang=5), "gave no answer in time"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("line", "cause"),
+    [
+        (
+            Raw(chunks=[sse(delta(content="Well"), done=False).body], cut=True),
+            "it closed the connection in the middle",
+        ),
+        (sse(delta(content="Well"), done=False), "the answer broke off"),
+        (
+            Raw(chunks=[sse(delta(content="Well"), done=False).body], hang=5),
+            "gave no answer in time",
+        ),
+    ],
+)
 def test_what_was_shown_of_an_answer_that_broke_off_is_told_with_the_cause(line, cause):
     with FakeLLM([line]) as server:
         answer, shown = ask(made(server, idle_timeout=0.2), stream=True)
     assert answer.content == "".join(shown) == "Well"
-    assert answer.finish_reason == "error" and cause in answer.error and "chunked" not in answer.error
+    assert (
+        answer.finish_reason == "error" and cause in answer.error and "chunked" not in answer.error
+    )
 
 
 LITELLM = {
@@ -805,11 +1111,16 @@ def test_a_refusal_with_a_text_beside_its_message_is_a_refusal():
 
 
 def test_an_endpoint_without_an_address_is_at_the_address_of_its_row():
-    assert OpenAIProvider(Endpoint(ROWS["openai"], "sk-1")).endpoint.api_base == "https://api.openai.com/v1"
+    assert (
+        OpenAIProvider(Endpoint(ROWS["openai"], "sk-1")).endpoint.api_base
+        == "https://api.openai.com/v1"
+    )
 
 
 def test_a_model_that_is_being_loaded_is_waited_for_and_told_once():
-    loading = Failure(503, {"error": {"code": 503, "message": "Loading model", "type": "unavailable_error"}})
+    loading = Failure(
+        503, {"error": {"code": 503, "message": "Loading model", "type": "unavailable_error"}}
+    )
     told = []
 
     with FakeLLM([*[loading] * 9, "Here."]) as server:
@@ -820,10 +1131,15 @@ def test_a_model_that_is_being_loaded_is_waited_for_and_told_once():
 KEY = "sk-proj-very-secret-0123456789"
 
 
-@pytest.mark.parametrize("line", [
-    error(401, f"Invalid key {KEY}"), error(500, f"Oops: Bearer {KEY}"), Failure(200, f"you sent {KEY}"),
-    sse({"error": KEY}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "line",
+    [
+        error(401, f"Invalid key {KEY}"),
+        error(500, f"Oops: Bearer {KEY}"),
+        Failure(200, f"you sent {KEY}"),
+        sse({"error": KEY}),
+    ],
+)
 @pytest.mark.parametrize("key", [KEY, KEY + "\n", f" {KEY[:9]}\n{KEY[9:]}"])
 def test_a_key_that_the_endpoint_repeats_is_not_shown(line, key):
     with FakeLLM(lambda body: line) as server:
@@ -831,10 +1147,18 @@ def test_a_key_that_the_endpoint_repeats_is_not_shown(line, key):
     assert answer.finish_reason == "error" and KEY not in answer.error
 
 
-@pytest.mark.parametrize(("models", "said_of_it"), [
-    (["models/test-model"], None), ([], None),
-    ([f"m{n}" for n in range(30)], "Set --model or NANOBOT_MODEL to one of these models: "
-     + ", ".join(f"m{n}" for n in range(20)))])  # fmt: skip
+@pytest.mark.parametrize(
+    ("models", "said_of_it"),
+    [
+        (["models/test-model"], None),
+        ([], None),
+        (
+            [f"m{n}" for n in range(30)],
+            "Set --model or NANOBOT_MODEL to one of these models: "
+            + ", ".join(f"m{n}" for n in range(20)),
+        ),
+    ],
+)
 def test_the_models_of_an_endpoint_are_compared_by_their_names(models, said_of_it):
     with FakeLLM([]) as server:
         server.models = models
@@ -849,9 +1173,7 @@ def test_a_key_that_a_list_of_models_repeats_is_not_shown():
     assert "refuses the key (HTTP 401: Invalid key [key])" in said_of_it
 
 
-@pytest.mark.parametrize(
-    "base", ["http://127.0.0.1:1/v1", "http://no-such-host.invalid/v1"]
-)
+@pytest.mark.parametrize("base", ["http://127.0.0.1:1/v1", "http://no-such-host.invalid/v1"])
 def test_where_no_server_is_the_cause_and_a_question_are_said(base):
     answer, _ = ask(OpenAIProvider(Endpoint(ROWS["local"], KEY, base, "m"), pace=0.0))
     assert f"Cannot reach {base} (" in answer.error and "is the server running?" in answer.error
@@ -861,24 +1183,61 @@ def test_check_says_nothing_where_all_is_well_and_else_what_is_wrong():
     with FakeLLM([], known_models=["good-model"], required_key=KEY) as server:
         assert asyncio.run(made(server, key=KEY, model="good-model").check()) is None
         assert "good-model" in asyncio.run(made(server, key=KEY, model="odd").check())
-        assert "refuses the key" in asyncio.run(made(server, key="wrong-key", model="good-model").check())
+        assert "refuses the key" in asyncio.run(
+            made(server, key="wrong-key", model="good-model").check()
+        )
     assert "Cannot reach" in asyncio.run(made(server, model="good-model").check())
 
 
 # ---- What endpoints refuse, and what helps ----
-RECORDED = json.loads((Path(__file__).parent / "data" / "provider_errors.json").read_text(encoding="utf-8"))
+RECORDED = json.loads(
+    (Path(__file__).parent / "data" / "provider_errors.json").read_text(encoding="utf-8")
+)
 PHOTO = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}
-STRICT = {"type": "function", "function": {"name": "look", "description": "Look.", "parameters": {
-    "type": "object", "$schema": "x", "additionalProperties": False,
-    "properties": {"const": {"type": "string", "const": "a"}}}}}  # fmt: skip
+STRICT = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "description": "Look.",
+        "parameters": {
+            "type": "object",
+            "$schema": "x",
+            "additionalProperties": False,
+            "properties": {"const": {"type": "string", "const": "a"}},
+        },
+    },
+}
 EVERYTHING = [
-    SYSTEM, {"role": "user", "content": [{"type": "text", "text": "What is that?"}, PHOTO]},
-    {"role": "assistant", "content": "Well.", "reasoning": "Hm.", "tool_calls": [
-        {"id": "call_abcdefghijk", "type": "function", "function": {"name": "look", "arguments": "{}"}}]},
+    SYSTEM,
+    {"role": "user", "content": [{"type": "text", "text": "What is that?"}, PHOTO]},
+    {
+        "role": "assistant",
+        "content": "Well.",
+        "reasoning": "Hm.",
+        "tool_calls": [
+            {
+                "id": "call_abcdefghijk",
+                "type": "function",
+                "function": {"name": "look", "arguments": "{}"},
+            }
+        ],
+    },
     {"role": "tool", "tool_call_id": "call_abcdefghijk", "content": "a cat"},
-]  # fmt: skip
-OPTIONS = ("top_p", "top_k", "store", "reasoning_effort", "parallel_tool_calls", "thinking", "stop", "seed",
-           "frequency_penalty", "logprobs", "prompt_cache_key", "verbosity")  # fmt: skip
+]
+OPTIONS = (
+    "top_p",
+    "top_k",
+    "store",
+    "reasoning_effort",
+    "parallel_tool_calls",
+    "thinking",
+    "stop",
+    "seed",
+    "frequency_penalty",
+    "logprobs",
+    "prompt_cache_key",
+    "verbosity",
+)
 
 
 def recorded(*kinds):
@@ -901,9 +1260,15 @@ def test_what_an_endpoint_refuses_is_changed_and_asked_again(refusal):
     name = refusal["id"]
     if name == "groq-tool-name-key":
         pytest.skip("names of messages are never sent")
-    row = "openai" if "max_completion_tokens" in str(refusal["body"]) and "renamed" not in name else "custom"
+    row = (
+        "openai"
+        if "max_completion_tokens" in str(refusal["body"]) and "renamed" not in name
+        else "custom"
+    )
     row = "openrouter" if "cache-control" in name else row
-    answer, bodies, _, provider = after_refusal(refusal, stream=not name.startswith("dashscope-"), row=row)
+    answer, bodies, _, provider = after_refusal(
+        refusal, stream=not name.startswith("dashscope-"), row=row
+    )
     assert answer.content == "Fine." and len(bodies) == 2
     assert bodies[0] != bodies[1]
     assert len(provider.learnt["test-model"]) == refusal.get("remembered", True)
@@ -918,37 +1283,96 @@ You have tools. To call tools, answer only with one line like this for each call
 The result of a call comes back as <tool_result>. These are the tools:
 {"name": "look", "description": "Look.", "parameters": {"type": "object", "$schema": "x", \
 "additionalProperties": false, "properties": {"const": {"type": "string", "const": "a"}}}}"""
-AS_TEXT = {"tools": GONE, "tool_choice": GONE, "messages": [
-    {"role": "system", "content": TOOLS_IN_WORDS}, EVERYTHING[1],
-    {"role": "assistant", "content": 'Well.\n<tool_call>{"name": "look", "arguments": {}}</tool_call>'},
-    {"role": "user", "content": "<tool_result>\na cat\n</tool_result>"}]}  # fmt: skip
+AS_TEXT = {
+    "tools": GONE,
+    "tool_choice": GONE,
+    "messages": [
+        {"role": "system", "content": TOOLS_IN_WORDS},
+        EVERYTHING[1],
+        {
+            "role": "assistant",
+            "content": 'Well.\n<tool_call>{"name": "look", "arguments": {}}</tool_call>',
+        },
+        {"role": "user", "content": "<tool_result>\na cat\n</tool_result>"},
+    ],
+}
 MENDED = {  # a recorded refusal: a part of what the user is told, and what changes in the request
-    "vllm-max-tokens-over-context": ("max_tokens is left out: the server sets it", {"max_tokens": GONE}),
-    "openai-max-tokens-too-large": ("max_tokens is left out: the server sets it", {"max_tokens": GONE}),
+    "vllm-max-tokens-over-context": (
+        "max_tokens is left out: the server sets it",
+        {"max_tokens": GONE},
+    ),
+    "openai-max-tokens-too-large": (
+        "max_tokens is left out: the server sets it",
+        {"max_tokens": GONE},
+    ),
     "openai-max-tokens-renamed": (
-        "max_tokens is renamed", {"max_tokens": GONE, "max_completion_tokens": 100}),
+        "max_tokens is renamed",
+        {"max_tokens": GONE, "max_completion_tokens": 100},
+    ),
     "dashscope-stream-only": ("only streams its answers", {"stream": True}),
     "openai-stream-refused": ("does not stream", {"stream": GONE, "stream_options": GONE}),
-    "openai-tools-with-effort": ("reasoning is switched off: this model refuses it with tools", {"reasoning_effort": "none"}),
+    "openai-tools-with-effort": (
+        "reasoning is switched off: this model refuses it with tools",
+        {"reasoning_effort": "none"},
+    ),
     "vllm-auto-tool-choice": ("tool calls are sent as text", AS_TEXT),
     "ollama-no-tools": ("tool calls are sent as text", AS_TEXT),
-    "deepseek-reasoning-must-be-passed-back": ("empty reasoning", {"messages.2.reasoning_content": ""}),
+    "deepseek-reasoning-must-be-passed-back": (
+        "empty reasoning",
+        {"messages.2.reasoning_content": ""},
+    ),
     "groq-reasoning-content-unsupported": ("reasoning is left out", {"messages.2.reasoning": GONE}),
-    "template-system-refused": ("system prompt becomes a user message", {"messages": [
-        {"role": "user", "content": [{"type": "text", "text": "You are a test."}, *EVERYTHING[1]["content"]]},
-        *EVERYTHING[2:]]}),
-    "mistral-tool-id-9": ("ids of calls are shortened", {
-        "messages.2.tool_calls.0.id": "735677572", "messages.3.tool_call_id": "735677572"}),
-    "gemini-thought-signature": ("get a signature", {"messages.2.tool_calls.0.extra_content":
-        {"google": {"thought_signature": "skip_thought_signature_validator"}}}),
-    "gemini-unknown-schema": ("some schema keywords", {
-        "tools.0.function.parameters": {"type": "object", "properties": {"const": {"type": "string"}}}}),
-    "anthropic-image-5mb": ("images are left out of this request", {"messages.1.content": NO_IMAGE}),
-    "deepseek-image-url-variant": ("messages are sent as plain text", {"messages.1.content": NO_IMAGE}),
-    "groq-content-string-system": ("messages are sent as plain text", {"messages.1.content": NO_IMAGE}),
+    "template-system-refused": (
+        "system prompt becomes a user message",
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "text", "text": "You are a test."},
+                        *EVERYTHING[1]["content"],
+                    ],
+                },
+                *EVERYTHING[2:],
+            ]
+        },
+    ),
+    "mistral-tool-id-9": (
+        "ids of calls are shortened",
+        {"messages.2.tool_calls.0.id": "735677572", "messages.3.tool_call_id": "735677572"},
+    ),
+    "gemini-thought-signature": (
+        "get a signature",
+        {
+            "messages.2.tool_calls.0.extra_content": {
+                "google": {"thought_signature": "skip_thought_signature_validator"}
+            }
+        },
+    ),
+    "gemini-unknown-schema": (
+        "some schema keywords",
+        {
+            "tools.0.function.parameters": {
+                "type": "object",
+                "properties": {"const": {"type": "string"}},
+            }
+        },
+    ),
+    "anthropic-image-5mb": (
+        "images are left out of this request",
+        {"messages.1.content": NO_IMAGE},
+    ),
+    "deepseek-image-url-variant": (
+        "messages are sent as plain text",
+        {"messages.1.content": NO_IMAGE},
+    ),
+    "groq-content-string-system": (
+        "messages are sent as plain text",
+        {"messages.1.content": NO_IMAGE},
+    ),
     "openai-temperature-only-default": ("does not accept is left out", {"temperature": GONE}),
     "groq-store-unsupported": ("does not accept is left out", {"store": GONE}),
-}  # fmt: skip
+}
 
 
 def with_changes(body, changes):
@@ -977,21 +1401,44 @@ def test_a_complaint_has_its_remedy_and_the_user_is_told_of_it(name):
     assert before == EVERYTHING
 
 
-WITHOUT_PACKAGES = [sys.executable, "-S", "-E", str(Path(providers.__file__).with_name("nanobot.py"))]
+WITHOUT_PACKAGES = [
+    sys.executable,
+    "-S",
+    "-E",
+    str(Path(providers.__file__).with_name("nanobot.py")),
+]
 
 
-@pytest.mark.parametrize(("flags", "status", "text"), [
-    (["--offline", "-m", "hi"], 0, "Hello!"), (["status", "--offline"], 0, "offline: fixed rules"),
-    (["--provider", "human", "-m", "hi"], 1, "`--provider human` needs a terminal."),
-    (["--base-url", "http://127.0.0.1:1/v1", "-m", "hi"], 1,
-     "nanobot: The openai package is missing: pip install openai\n"),
-    (["status", "--base-url", "http://127.0.0.1:1/v1"], 1,
-     "The openai package is missing: pip install openai\n")])  # fmt: skip
-def test_without_any_package_the_offline_model_works_and_a_missing_one_is_named(flags, status, text, tmp_path):
+@pytest.mark.parametrize(
+    ("flags", "status", "text"),
+    [
+        (["--offline", "-m", "hi"], 0, "Hello!"),
+        (["status", "--offline"], 0, "offline: fixed rules"),
+        (["--provider", "human", "-m", "hi"], 1, "`--provider human` needs a terminal."),
+        (
+            ["--base-url", "http://127.0.0.1:1/v1", "-m", "hi"],
+            1,
+            "nanobot: The openai package is missing: pip install openai\n",
+        ),
+        (
+            ["status", "--base-url", "http://127.0.0.1:1/v1"],
+            1,
+            "The openai package is missing: pip install openai\n",
+        ),
+    ],
+)
+def test_without_any_package_the_offline_model_works_and_a_missing_one_is_named(
+    flags, status, text, tmp_path
+):
     environment = {"HOME": str(tmp_path), "PATH": os.environ["PATH"]}
     done = subprocess.run(
-        [*WITHOUT_PACKAGES, *flags], capture_output=True, text=True, cwd=tmp_path, env=environment,
-        stdin=subprocess.DEVNULL)  # fmt: skip
+        [*WITHOUT_PACKAGES, *flags],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+    )
     assert done.returncode == status and text in done.stdout + done.stderr, done.stderr
     assert "Traceback" not in done.stderr
 
@@ -1030,7 +1477,9 @@ def test_what_one_image_taught_is_not_held_against_the_next():
             ask(provider, EVERYTHING, told=told)
         contents = [body["messages"][1]["content"] for body in server.bodies]
     assert contents[0] == contents[2] and "[an image: this model cannot see it]" in contents[1]
-    assert told == ["custom, test-model: images are left out of this request, because one image is refused"]
+    assert told == [
+        "custom, test-model: images are left out of this request, because one image is refused"
+    ]
 
 
 def test_what_was_learnt_is_remembered_for_the_model_and_told_once():
@@ -1061,8 +1510,13 @@ def test_a_call_that_the_endpoint_could_not_read_is_read(name):
     with FakeLLM([line]) as server:
         answer, _ = ask(made(server), HELLO, [search], stream=True)
     assert [(each.name, each.arguments) for each in answer.tool_calls] == [
-        ("web_search", {"query": "weather in Graz"})]  # fmt: skip
-    assert (answer.content, answer.finish_reason, answer.usage["estimated"]) == (None, "tool_calls", True)
+        ("web_search", {"query": "weather in Graz"})
+    ]
+    assert (answer.content, answer.finish_reason, answer.usage["estimated"]) == (
+        None,
+        "tool_calls",
+        True,
+    )
 
 
 @pytest.mark.parametrize("row", ["openai", "custom", "groq"])
@@ -1100,7 +1554,8 @@ def test_how_long_to_wait_before_asking_again(name):
         assert len(server.bodies) == (1 if seconds is None else 2)
     assert (answer.error is None) == (seconds is not None)
     assert [line.rpartition("; ")[2] for line in told] == (
-        [] if seconds is None else [f"asking again in {seconds} s"])  # fmt: skip
+        [] if seconds is None else [f"asking again in {seconds} s"]
+    )
 
 
 def test_a_busy_endpoint_is_asked_again_three_times_and_each_wait_is_longer():
@@ -1121,10 +1576,18 @@ def test_comments_do_not_keep_a_request_waiting_for_ever():
     assert "no answer in time" in answer.error
 
 
-@pytest.mark.parametrize("line", [
-    error(500, "Oops"), Raw(b""), sse("data: {oops\n\n"), Failure(200, '{"choices": ['), Raw(cut=True),
-    sse({"error": {"message": "Overloaded", "code": 529}}), Hang(0.0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "line",
+    [
+        error(500, "Oops"),
+        Raw(b""),
+        sse("data: {oops\n\n"),
+        Failure(200, '{"choices": ['),
+        Raw(cut=True),
+        sse({"error": {"message": "Overloaded", "code": 529}}),
+        Hang(0.0),
+    ],
+)
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_fails_before_anything_was_shown_is_asked_again(line, stream):
     with FakeLLM([line, "Here."]) as server:
@@ -1152,19 +1615,27 @@ def test_a_kept_connection_that_the_server_closed_is_no_reason_to_wait():
         provider.pace = 1e9  # a wait would never end
         answers = several(provider, 2, told)
         assert [answer.content for answer in answers] == ["One.", "Two."] and told == []
-        assert [request.client for request in server.requests][:2] == [server.requests[0].client] * 2
+        assert [request.client for request in server.requests][:2] == [
+            server.requests[0].client
+        ] * 2
 
 
 def test_a_server_that_sees_less_than_it_was_sent_is_told_of_once():
     told = []
     long = [SYSTEM, {"role": "user", "content": "word " * 20_000}]
-    with FakeLLM([Reply("Hi.", usage={"prompt_tokens": 4_096, "completion_tokens": 2})] * 3) as server:
+    with FakeLLM(
+        [Reply("Hi.", usage={"prompt_tokens": 4_096, "completion_tokens": 2})] * 3
+    ) as server:
         ask(made(server, "custom"), long, told=told)
         assert told == []
         provider = made(server, "ollama")
         for _ in range(2):
             ask(provider, long, told=told)[0]
-    assert len(told) == 1 and "read 4,096 of about 25,0" in told[0] and "OLLAMA_CONTEXT_LENGTH" in told[0]
+    assert (
+        len(told) == 1
+        and "read 4,096 of about 25,0" in told[0]
+        and "OLLAMA_CONTEXT_LENGTH" in told[0]
+    )
 
 
 # ---- Calls that are written as text ----
@@ -1179,7 +1650,7 @@ TEXT_CALLS = {
     "in <tools>": '<tools>{"name": "look", "arguments": {"path": "a.txt"}}</tools>',
     "bare, and a result that it made up": '{"name": "look", "arguments": {"path": "a.txt"}}\n```\n1| hi\n```\n',
     "after thoughts": '<think>Hm.</think>\n{"name": "look", "arguments": {"path": "a.txt"}}',
-}  # fmt: skip
+}
 LOOK_TOOL = {"type": "function", "function": {"name": "look", "parameters": {}}}
 
 
@@ -1213,18 +1684,33 @@ def test_other_text_is_no_call_and_is_shown_whole(name, stream):
     assert "".join(shown) == (NO_TEXT_CALLS[name] if stream else "")
 
 
-@pytest.mark.parametrize(("row", "how", "calls_found"), [
-    ("custom", "auto", 0), ("custom", "on", 1), ("local", "off", 0), ("local", "auto", 1)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("row", "how", "calls_found"),
+    [("custom", "auto", 0), ("custom", "on", 1), ("local", "off", 0), ("local", "auto", 1)],
+)
 def test_calls_as_text_have_a_switch(row, how, calls_found):
     with FakeLLM([TEXT_CALLS["in a fence"]]) as server:
         answer, _ = ask(made(server, row, text_tool_calls=how), tools=[LOOK_TOOL])
     assert len(answer.tool_calls) == calls_found
 
 
-STRICT_LOOK = {"type": "function", "function": {"name": "look", "parameters": {
-    "type": "object", "required": ["path"],
-    "properties": {"path": {"type": "string"}, "deep": {"type": "integer"}, "far": {"type": "number"},
-                   "sure": {"type": "boolean"}, "list": {"type": "array"}}}}}  # fmt: skip
+STRICT_LOOK = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "parameters": {
+            "type": "object",
+            "required": ["path"],
+            "properties": {
+                "path": {"type": "string"},
+                "deep": {"type": "integer"},
+                "far": {"type": "number"},
+                "sure": {"type": "boolean"},
+                "list": {"type": "array"},
+            },
+        },
+    },
+}
 PROSE = {
     "a fence": ("I will use the `look` function.\n\n```json\n%s\n```", 1),
     "a fence without a word": ("I look:\n```\n%s\n```\n", 1),
@@ -1245,11 +1731,31 @@ def test_prose_may_stand_before_a_call_of_a_local_model(name, stream):
     assert answer.content == prose and "".join(shown).rstrip() == (prose if stream else "")
 
 
-WRITE = {"type": "function", "function": {"name": "write", "parameters": {
-    "type": "object", "required": ["path", "text"],
-    "properties": {"path": {"type": "string"}, "text": {"type": "string"}}}}}  # fmt: skip
-STRINGS = ["```\nmkdir x\n```", "grep '<tool_call>' a", "</function>", "<tools>{}</tools>", "```json\n{}\n```"]
-SHAPES = ["<tool_call>%s</tool_call>", "<tools>%s</tools>", "```json\n%s\n```", "%s", "I write.\n<tool_call>\n%s"]
+WRITE = {
+    "type": "function",
+    "function": {
+        "name": "write",
+        "parameters": {
+            "type": "object",
+            "required": ["path", "text"],
+            "properties": {"path": {"type": "string"}, "text": {"type": "string"}},
+        },
+    },
+}
+STRINGS = [
+    "```\nmkdir x\n```",
+    "grep '<tool_call>' a",
+    "</function>",
+    "<tools>{}</tools>",
+    "```json\n{}\n```",
+]
+SHAPES = [
+    "<tool_call>%s</tool_call>",
+    "<tools>%s</tools>",
+    "```json\n%s\n```",
+    "%s",
+    "I write.\n<tool_call>\n%s",
+]
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, "<function=write>%s</function>"])
@@ -1275,18 +1781,46 @@ def test_fences_within_a_parameter_are_kept():
     assert answer.tool_calls[0].arguments == {"path": "```python\nx = 1\n```"}
 
 
-BOMBS = [*"{}[]<>\"'`\\,:;-#a 0\n(&=./*", "<think>", "</think>", "<tool_call>", "<function=a>", "```json\n{",
-         "<parameter=a>", '{"a":', "<a:", "data: ", "🙂", "{'a':", "[1,", '{"name": "look", "arguments": ']  # fmt: skip
-AROUND = ["%s", "<think>%s", "<tool_call>%s", "<function=look>%s</function>", "```json\n%s\n```", '{"a": "%s"}']
+BOMBS = [
+    *"{}[]<>\"'`\\,:;-#a 0\n(&=./*",
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "<function=a>",
+    "```json\n{",
+    "<parameter=a>",
+    '{"a":',
+    "<a:",
+    "data: ",
+    "🙂",
+    "{'a':",
+    "[1,",
+    '{"name": "look", "arguments": ',
+]
+AROUND = [
+    "%s",
+    "<think>%s",
+    "<tool_call>%s",
+    "<function=look>%s</function>",
+    "```json\n%s\n```",
+    '{"a": "%s"}',
+]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("stream", [False, True])
 def test_nothing_that_a_model_writes_takes_more_than_a_second(stream):
     """100,000 characters of each letter or mark, in each place that is searched."""
-    texts = [around.replace("%s", (bomb * 100_000)[:100_000]) for around in AROUND for bomb in BOMBS]
-    twin = [{"index": 0, "id": "1", "function": {"name": "look", "arguments": text}} for text in texts]
-    replies = [sse(delta(content=text), delta("stop")) if stream else whole({"content": text}) for text in texts]
+    texts = [
+        around.replace("%s", (bomb * 100_000)[:100_000]) for around in AROUND for bomb in BOMBS
+    ]
+    twin = [
+        {"index": 0, "id": "1", "function": {"name": "look", "arguments": text}} for text in texts
+    ]
+    replies = [
+        sse(delta(content=text), delta("stop")) if stream else whole({"content": text})
+        for text in texts
+    ]
     replies += [] if stream else [whole({"tool_calls": [each]}, "tool_calls") for each in twin]
     slow = {}
     with FakeLLM(replies) as server:
@@ -1297,6 +1831,7 @@ def test_nothing_that_a_model_writes_takes_more_than_a_second(stream):
             if time.process_time() - start > 1:
                 slow[text[:30]] = time.process_time() - start
     assert slow == {}
+
 
 # ---- A lawful history ----
 
@@ -1312,7 +1847,8 @@ def said(content="Ok", **more):
 def called(*ids, content=None, name="now", arguments="{}", **more):
     """An assistant's message with calls, as the API wants them."""
     functions = [
-        {"id": id_, "type": "function", "function": {"name": name, "arguments": arguments}} for id_ in ids
+        {"id": id_, "type": "function", "function": {"name": name, "arguments": arguments}}
+        for id_ in ids
     ]
     return {"role": "assistant", "content": content, "tool_calls": functions, **more}
 
@@ -1325,52 +1861,108 @@ MISSING = "[interrupted before it finished]"
 LEFT_OUT = user("(earlier messages are left out)")
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 LEGAL = {
-    "a result that nobody asked for is dropped": ([user(), result("x"), said(), user()], [user(), said(),
-        user()]),
+    "a result that nobody asked for is dropped": (
+        [user(), result("x"), said(), user()],
+        [user(), said(), user()],
+    ),
     "a result that came late moves to its call": (
-        [user(), called("a"), user("Well?"), result("a")], [user(), called("a"), result("a"), user("Well?")]),
+        [user(), called("a"), user("Well?"), result("a")],
+        [user(), called("a"), result("a"), user("Well?")],
+    ),
     "results stand in the order of the calls": (
         [user(), called("a", "b"), result("b", "2"), result("a", "1")],
-        [user(), called("a", "b"), result("a", "1"), result("b", "2")]),
+        [user(), called("a", "b"), result("a", "1"), result("b", "2")],
+    ),
     "a call without a name is dropped with its result": (
-        [user(), called("a", name=""), result("a"), user("?")], [user("Hi\n\n?")]),
+        [user(), called("a", name=""), result("a"), user("?")],
+        [user("Hi\n\n?")],
+    ),
     "two calls with one id each keep their result": (
         [user(), called("a", "a"), result("a", "1"), result("a", "2")],
-        [user(), called("a", "a_2"), result("a", "1"), result("a_2", "2")]),
+        [user(), called("a", "a_2"), result("a", "1"), result("a_2", "2")],
+    ),
     "calls without ids get some": (
-        [user(), called(None), result(None, "1")], [user(), called("call"), result("call", "1")]),
+        [user(), called(None), result(None, "1")],
+        [user(), called("call"), result("call", "1")],
+    ),
     "no image is lost in a merger": (
         [user("a"), user([IMAGE]), user([{"type": "text", "text": "b"}])],
-        [user([{"type": "text", "text": "a"}, IMAGE, {"type": "text", "text": "b"}])]),
+        [user([{"type": "text", "text": "a"}, IMAGE, {"type": "text", "text": "b"}])],
+    ),
     "a text and calls of the assistant are one": (
-        [user(), said("Look"), called("a"), result("a")], [user(), called("a", content="Look"), result("a")]),
+        [user(), said("Look"), called("a"), result("a")],
+        [user(), called("a", content="Look"), result("a")],
+    ),
     "nothing": ([], [LEFT_OUT]),
     "the assistant last": ([user(), said(), said()], [user()]),
     "system messages are one, first": (
         [user("a"), SYSTEM, {"role": "developer", "content": "Be brief."}],
-        [{"role": "system", "content": "You are a test.\n\nBe brief."}, user("a")]),
+        [{"role": "system", "content": "You are a test.\n\nBe brief."}, user("a")],
+    ),
     "an empty text of the user is said to be so": ([user("")], [user("(empty)")]),
     "keys of our own are not sent": ([{**user(), "timestamp": "now", "usage": {}}], [user()]),
     "half a surrogate pair becomes a question mark": ([user("a\ud83db")], [user("a?b")]),
     "broken arguments become none": (
-        [user(), called("a", arguments='{"x": 1'), result("a")], [user(), called("a"), result("a")]),
+        [user(), called("a", arguments='{"x": 1'), result("a")],
+        [user(), called("a"), result("a")],
+    ),
     "a result belongs to the last message with calls, not to an earlier one that was killed": (
         [user(), called("a", name="read_a"), called("a", name="read_b"), result("a", "BBB")],
-        [user(), called("a", name="read_a"), result("a", MISSING), called("a_2", name="read_b"),
-         result("a_2", "BBB")]),
+        [
+            user(),
+            called("a", name="read_a"),
+            result("a", MISSING),
+            called("a_2", name="read_b"),
+            result("a_2", "BBB"),
+        ],
+    ),
     "nothing is put into the assistant's mouth": (
-        [user("a"), said([{"type": "text", "text": " "}]), said(""), user("b"),
-         said([{"type": "text", "text": ""}, {"type": "text", "text": "ok"}]), user("c")],
-        [user("a\n\nb"), said([{"type": "text", "text": "ok"}]), user("c")]),
+        [
+            user("a"),
+            said([{"type": "text", "text": " "}]),
+            said(""),
+            user("b"),
+            said([{"type": "text", "text": ""}, {"type": "text", "text": "ok"}]),
+            user("c"),
+        ],
+        [user("a\n\nb"), said([{"type": "text", "text": "ok"}]), user("c")],
+    ),
     "a content of another kind becomes a text": (
-        [user({"a": "ä"}), called("a"), result("a", 7)], [user('{"a": "ä"}'), called("a"), result("a", "7")]),
+        [user({"a": "ä"}), called("a"), result("a", 7)],
+        [user('{"a": "ä"}'), called("a"), result("a", "7")],
+    ),
     "a call of a strange type is one of a function, and keeps what came with it": (
-        [user(), said(None, tool_calls=[{"id": "a", "type": "x", "extra_content": 7,
-                                         "function": {"name": 5, "arguments": "{}", "more": 1}}])],
-        [user(), said(None, tool_calls=[{"id": "a", "type": "function", "extra_content": 7,
-                                         "function": {"name": "5", "arguments": "{}"}}]),
-         result("a", MISSING)]),
-}  # fmt: skip
+        [
+            user(),
+            said(
+                None,
+                tool_calls=[
+                    {
+                        "id": "a",
+                        "type": "x",
+                        "extra_content": 7,
+                        "function": {"name": 5, "arguments": "{}", "more": 1},
+                    }
+                ],
+            ),
+        ],
+        [
+            user(),
+            said(
+                None,
+                tool_calls=[
+                    {
+                        "id": "a",
+                        "type": "function",
+                        "extra_content": 7,
+                        "function": {"name": "5", "arguments": "{}"},
+                    }
+                ],
+            ),
+            result("a", MISSING),
+        ],
+    ),
+}
 
 
 @pytest.mark.parametrize("name", LEGAL)
@@ -1394,8 +1986,15 @@ def check_grammar(messages):
     assert roles[roles[0] == "system"] == "user" and roles[-1] != "assistant"
     ids, due = set(), []
     for before, message in zip([None, *messages], messages, strict=False):
-        assert set(message) <= {"role", "content", "tool_calls", "tool_call_id", "reasoning_content",
-                                "reasoning", "reasoning_details"}  # fmt: skip
+        assert set(message) <= {
+            "role",
+            "content",
+            "tool_calls",
+            "tool_call_id",
+            "reasoning_content",
+            "reasoning",
+            "reasoning_details",
+        }
         if message["role"] == "tool":
             assert due and message["tool_call_id"] == due.pop(0)
         else:
@@ -1430,23 +2029,66 @@ def check_content(message):
 
 def a_history(dice):
     """Messages as bad luck, bugs and other programs make them."""
-    texts = ["Hi", "", " \n", None, "a\ud800b", "\u2028☃", [], [{"type": "text", "text": ""}, IMAGE], {"a": 1}, 7]
-    arguments = ["{}", "", None, '{"a": 1', "[1]", '{"a": NaN}', '{"a": 1e999}', {"b": 2}, [3], "prose",
-                 '{"a":1}{"b":2}', '{"t": "\ud800"}', r'{"t": "\udfff"}', "null", 5]  # fmt: skip
-    ids, extras = ["a", "b", "a_2", "call", None, "", "é\udc00", 7], [
-        {"reasoning_content": "h\udc00m"}, {"reasoning": "hm"}, {"reasoning_details": [{"i": 1}]}, {"name": "now"},
-        {"timestamp": 1}, {"refusal": None}]  # fmt: skip
+    texts = [
+        "Hi",
+        "",
+        " \n",
+        None,
+        "a\ud800b",
+        "\u2028☃",
+        [],
+        [{"type": "text", "text": ""}, IMAGE],
+        {"a": 1},
+        7,
+    ]
+    arguments = [
+        "{}",
+        "",
+        None,
+        '{"a": 1',
+        "[1]",
+        '{"a": NaN}',
+        '{"a": 1e999}',
+        {"b": 2},
+        [3],
+        "prose",
+        '{"a":1}{"b":2}',
+        '{"t": "\ud800"}',
+        r'{"t": "\udfff"}',
+        "null",
+        5,
+    ]
+    ids, extras = (
+        ["a", "b", "a_2", "call", None, "", "é\udc00", 7],
+        [
+            {"reasoning_content": "h\udc00m"},
+            {"reasoning": "hm"},
+            {"reasoning_details": [{"i": 1}]},
+            {"name": "now"},
+            {"timestamp": 1},
+            {"refusal": None},
+        ],
+    )
 
     def a_call():
-        function = {"name": dice.choice(["now", "read_file", "", None]), "arguments": dice.choice(arguments)}
-        odd = dice.choice([{}, {}, {"function": None}, {"extra_content": {"s": "\ud800"}}, {"index": 0}])
+        function = {
+            "name": dice.choice(["now", "read_file", "", None]),
+            "arguments": dice.choice(arguments),
+        }
+        odd = dice.choice(
+            [{}, {}, {"function": None}, {"extra_content": {"s": "\ud800"}}, {"index": 0}]
+        )
         return {"id": dice.choice(ids), "function": function, **odd}
 
     def a_message():
-        role = dice.choice(["system", "developer", *["user", "assistant", "tool"] * 2, "robot", None])
+        role = dice.choice(
+            ["system", "developer", *["user", "assistant", "tool"] * 2, "robot", None]
+        )
         message = {"role": role, "content": dice.choice(texts)}
         if role == "assistant" or dice.random() < 0.05:
-            message["tool_calls"] = dice.choice([None, [], [a_call()], [a_call(), a_call(), a_call()]])
+            message["tool_calls"] = dice.choice(
+                [None, [], [a_call()], [a_call(), a_call(), a_call()]]
+            )
         if role == "tool":
             message["tool_call_id"] = dice.choice(ids)
         return message | (dice.choice(extras) if dice.random() < 0.2 else {})
@@ -1472,7 +2114,9 @@ def test_whatever_the_history_what_is_sent_is_lawful(seed):
 
 def test_a_script_is_played_back_and_keeps_what_it_was_asked():
     one, two = ToolCallRequest("1", "now"), ToolCallRequest("2", "now")
-    model = ScriptedProvider([one, [one, two], "Two  words\n", LLMResponse(None, finish_reason="length")])
+    model = ScriptedProvider(
+        [one, [one, two], "Two  words\n", LLMResponse(None, finish_reason="length")]
+    )
     assert ask(model)[0] == LLMResponse(None, [one], "tool_calls")
     assert ask(model)[0] == LLMResponse(None, [one, two], "tool_calls")
     answer, shown = ask(model, stream=True, max_tokens=5)
@@ -1506,12 +2150,15 @@ def test_a_person_sees_what_a_model_sees_and_later_only_what_is_new():
     assert ask(person, talk, [TOOL])[0].content == "Hi."
     call_as_text = '<tool_call>{"name": "read_file", "arguments": {}}</tool_call>'
     assert questions.pop() == (
-        f"---- assistant ----\n{call_as_text}\n---- user ----\n<tool_result>\nnoon\n</tool_result>\nmodel> "
-        .replace("---- user ----\n<tool", "---- tool ----\n<tool"))  # fmt: skip
+        f"---- assistant ----\n{call_as_text}\n---- user ----\n<tool_result>\nnoon\n</tool_result>\nmodel> ".replace(
+            "---- user ----\n<tool", "---- tool ----\n<tool"
+        )
+    )
     ask(person, [*talk, said("Hi."), user([IMAGE])], [])
     assert questions.pop() == (
         "---- assistant ----\nHi.\n---- user ----\n[an image: this model cannot see it]\n---- tools ----\n"
-        f"{how}\nmodel> ")  # fmt: skip
+        f"{how}\nmodel> "
+    )
 
 
 # ---- A trace of each attempt ----
@@ -1526,9 +2173,17 @@ def test_a_trace_has_every_attempt_and_a_replay_plays_the_answers(tmp_path):
         with pytest.raises(TimeoutError):
             asyncio.run(asyncio.wait_for(provider.chat(HELLO, max_tokens=7), 0.2))
     records = [json.loads(line) for line in (tmp_path / "t").read_text().splitlines()]
-    assert [each["outcome"] for each in records] == ["healed", "retried", "answered", "failed", "cancelled"]
+    assert [each["outcome"] for each in records] == [
+        "healed",
+        "retried",
+        "answered",
+        "failed",
+        "cancelled",
+    ]
     assert [each["sent"] for each in records] == [{}, *[{"max_completion_tokens": 7}] * 4]
-    assert all(each["messages"] == HELLO and each["options"] == {"max_tokens": 7} for each in records)
+    assert all(
+        each["messages"] == HELLO and each["options"] == {"max_tokens": 7} for each in records
+    )
     assert "Use 'max_completion_tokens'" in records[0]["answer"]["error"]
     assert records[1]["answer"]["error"] == "HTTP 503: busy"
     assert [each["answer"]["content"] for each in records[:4]] == [None, None, "Here.", None]
@@ -1545,10 +2200,12 @@ def a_record(messages, answer, **more):
 
 
 def test_a_replay_stops_at_the_first_request_that_differs_and_goes_on_from_there(tmp_path):
-    records = [a_record(HELLO, {"content": "One.", "tool_calls": []}, outcome="answered"),
-               a_record(HELLO, {"content": "Lost.", "tool_calls": []}, outcome="healed"),
-               a_record(HELLO, {"content": "Lost.", "tool_calls": []}, outcome="retried"),
-               a_record(HELLO, None, outcome="cancelled")]  # fmt: skip
+    records = [
+        a_record(HELLO, {"content": "One.", "tool_calls": []}, outcome="answered"),
+        a_record(HELLO, {"content": "Lost.", "tool_calls": []}, outcome="healed"),
+        a_record(HELLO, {"content": "Lost.", "tool_calls": []}, outcome="retried"),
+        a_record(HELLO, None, outcome="cancelled"),
+    ]
     (tmp_path / "t").write_text("\n".join(map(json.dumps, records)))
     replay = ReplayProvider(tmp_path / "t")
     for messages, tools in ((HELLO, []), (HELLO[1:], [TOOL])):
@@ -1557,18 +2214,25 @@ def test_a_replay_stops_at_the_first_request_that_differs_and_goes_on_from_there
     answer, shown = ask(replay, HELLO, [TOOL], stream=True)
     assert (answer.content, answer.error, shown) == ("One.", None, ["One."])
     assert ask(replay, HELLO, [TOOL])[0] == LLMResponse(
-        finish_reason="error", error="It was cancelled.")  # fmt: skip
+        finish_reason="error", error="It was cancelled."
+    )
     assert ask(replay, HELLO, [TOOL])[0].error == "The trace has no further step."
 
 
 NO_RECORDS = {
-    "no JSON": "{oops", "a list": "[]", "a number": "7", "a blank line": "",
-    "nothing that was asked": json.dumps({"tools": [], "options": {}, "answer": {"tool_calls": []}}),
-    "messages of another form": json.dumps(a_record([{"role": "assistant", "tool_calls": [7]}],
-                                                    {"content": "x", "tool_calls": []})),
+    "no JSON": "{oops",
+    "a list": "[]",
+    "a number": "7",
+    "a blank line": "",
+    "nothing that was asked": json.dumps(
+        {"tools": [], "options": {}, "answer": {"tool_calls": []}}
+    ),
+    "messages of another form": json.dumps(
+        a_record([{"role": "assistant", "tool_calls": [7]}], {"content": "x", "tool_calls": []})
+    ),
     "an answer with a strange field": json.dumps(a_record(HELLO, {"oops": 1, "tool_calls": []})),
     "a tower of lists": "[" * 100_000,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", NO_RECORDS)
@@ -1583,7 +2247,11 @@ def test_a_line_that_is_no_record_is_named_by_its_number(name, tmp_path):
 @pytest.fixture
 def desk(tmp_path):
     """A workspace with some files, and a way to talk with the offline model that works in it."""
-    files = {"a.txt": "one\ntwo\nthree\n", "docs/b.md": "# Two\n", "memory/MEMORY.md": "# Facts\n\n- old\n"}
+    files = {
+        "a.txt": "one\ntwo\nthree\n",
+        "docs/b.md": "# Two\n",
+        "memory/MEMORY.md": "# Facts\n\n- old\n",
+    }
     for name, text in files.items():
         (tmp_path / "w" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "w" / name).write_text(text)
@@ -1609,7 +2277,9 @@ class Desk:
 
     def ask(self, text):
         """The answer without the line that says who answers, and the names of the tools that were used."""
-        self.messages.append(user(f"[Runtime Context]\nTime: 2026-04-03 10:02\n[/Runtime Context]\n\n{text}"))
+        self.messages.append(
+            user(f"[Runtime Context]\nTime: 2026-04-03 10:02\n[/Runtime Context]\n\n{text}")
+        )
         local, nowhere = Web(["127.0.0.0/8"]), Web(resolve=no_name_service)
         tools = [*FILE_TOOLS, Exec(), WebFetch(local), WebSearch(nowhere, "duckduckgo")]
         spec = AgentRunSpec(self.messages, ToolRegistry(tools), turn=self.turn)
@@ -1627,10 +2297,23 @@ class Desk:
 
 
 OFFLINE = OfflineProvider()
-TOOL_NAMES = ["read_file", "write_file", "edit_file", "list_dir", "glob", "grep", "exec", "web_fetch",
-              "web_search", "cron"]  # fmt: skip
+TOOL_NAMES = [
+    "read_file",
+    "write_file",
+    "edit_file",
+    "list_dir",
+    "glob",
+    "grep",
+    "exec",
+    "web_fetch",
+    "web_search",
+    "cron",
+]
 SENTENCES = Path(__file__).with_name("data") / "offline_sentences.txt"
-PROMPT = {"role": "system", "content": "You are nanobot.\n- Long-term facts: /home/a b/memory/MEMORY.md"}
+PROMPT = {
+    "role": "system",
+    "content": "You are nanobot.\n- Long-term facts: /home/a b/memory/MEMORY.md",
+}
 
 
 def offline(text, tools=TOOL_NAMES, model=OFFLINE, behind=()):
@@ -1732,14 +2415,23 @@ def test_the_sentences_of_newcomers():
 
 
 OFFERED = {  # nothing is run: what was probably meant is offered, or what is missing is asked for
-    "delte c.txt": "Did you mean: delete c.txt?", "raed a.txt": "Did you mean: read a.txt?",
-    "lst the files here": "Did you mean: list the files here?", "dleete a.txt and b.txt": "Did you mean: delete",
-    "delete": "Which file?", "read": "Which file?", "rename": "Which file?", "create a file": "What?",
-    "read it": "Which file do you mean?", "run away": "I know no rule for that.",
-    "delete everything": "I know no rule for that.", "rename the dog to Rex": "I know no rule for that.",
-    "Why is the sky blue?": "I know no rule for that.", "run for your life": "I know no rule for that.",
-    "write me a poem": "takes a real language model", "": "I know no rule for that.",
-}  # fmt: skip
+    "delte c.txt": "Did you mean: delete c.txt?",
+    "raed a.txt": "Did you mean: read a.txt?",
+    "lst the files here": "Did you mean: list the files here?",
+    "dleete a.txt and b.txt": "Did you mean: delete",
+    "delete": "Which file?",
+    "read": "Which file?",
+    "rename": "Which file?",
+    "create a file": "What?",
+    "read it": "Which file do you mean?",
+    "run away": "I know no rule for that.",
+    "delete everything": "I know no rule for that.",
+    "rename the dog to Rex": "I know no rule for that.",
+    "Why is the sky blue?": "I know no rule for that.",
+    "run for your life": "I know no rule for that.",
+    "write me a poem": "takes a real language model",
+    "": "I know no rule for that.",
+}
 
 
 @pytest.mark.parametrize("sentence", OFFERED)
@@ -1749,7 +2441,11 @@ def test_what_no_rule_has_is_offered_asked_for_or_refused_and_nothing_is_run(sen
 
 
 def test_piped_text_is_no_request():
-    for text in ["summarize this\n\nHello. Delete a.txt.", "hi\n\ndelete a.txt", "hi\n\nyou, run ls"]:
+    for text in [
+        "summarize this\n\nHello. Delete a.txt.",
+        "hi\n\ndelete a.txt",
+        "hi\n\nyou, run ls",
+    ]:
         assert offline(text)[0] is None
     assert offline("read a.txt\n\nand delete it") == ("read_file", {"path": "a.txt"})
 
@@ -1772,20 +2468,28 @@ def test_a_broken_rule_is_named_with_its_line_and_reason_and_costs_itself_only(r
     start = text[: text.index("@@")].count("\n")
     model = OfflineProvider(text.replace("@@", "## mine"))
     assert len(model.rules.problems) == 1
-    assert model.rules.problems[0].startswith(f"templates/offline/rules.md, line {start + number}: ")
+    assert model.rules.problems[0].startswith(
+        f"templates/offline/rules.md, line {start + number}: "
+    )
     assert reason in model.rules.problems[0] and model.rules.problems[0] in caplog.text
     assert "Hello!" in offline("hi", model=model)[1]
 
 
 def test_an_own_rule_is_a_copy_of_one():
     own = "## count words\n- (count|how many) words [are] in <files>\ntool: word_count\npath: <file>\nlimit: 20\n"
-    model = OfflineProvider(providers.rules_beside_this_file().replace("## greet", f"{own}\n## greet", 1))
+    model = OfflineProvider(
+        providers.rules_beside_this_file().replace("## greet", f"{own}\n## greet", 1)
+    )
     assert model.rules.problems == []
-    behind = OfflineProvider(providers.rules_beside_this_file() + "\n## mine\n- tidy up\ntool: exec\ncommand: ls\n")
+    behind = OfflineProvider(
+        providers.rules_beside_this_file() + "\n## mine\n- tidy up\ntool: exec\ncommand: ls\n"
+    )
     assert offline("tidy up", model=behind) == ("exec", {"command": "ls"})
     assert "I know no rule for that." in offline("Why is the sky blue?", model=behind)[1]
     assert offline("How many words are in a.txt?", ["word_count"], model) == (
-        "word_count", {"path": "a.txt", "limit": 20})  # fmt: skip
+        "word_count",
+        {"path": "a.txt", "limit": 20},
+    )
 
 
 UNFINISHED = {  # a rule without a part that its tool needs: the tool says so, nothing breaks
@@ -1798,21 +2502,44 @@ UNFINISHED = {  # a rule without a part that its tool needs: the tool says so, n
 @pytest.mark.parametrize("rule", UNFINISHED)
 def test_a_rule_that_lacks_a_part_calls_its_tool_without_it(rule):
     sentence, tool = UNFINISHED[rule]
-    model = OfflineProvider(providers.rules_beside_this_file().replace("## greet", f"{rule}\n## greet", 1))
+    model = OfflineProvider(
+        providers.rules_beside_this_file().replace("## greet", f"{rule}\n## greet", 1)
+    )
     assert offline(sentence, model=model)[0] == tool
 
 
 def test_without_its_rules_the_offline_model_says_so(tmp_path):
     shutil.copy(providers.__file__, tmp_path)
-    code = "import asyncio, providers as p; print(asyncio.run(p.OfflineProvider().chat([])).content)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    code = (
+        "import asyncio, providers as p; print(asyncio.run(p.OfflineProvider().chat([])).content)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True
+    )
     assert "templates/offline/rules.md is missing." in done.stdout
 
 
 @pytest.mark.long
 def test_the_rules_are_linear():
-    marks = [*" aA0.,;:!?'\"`()[]<>*/-\n\t’“", "and ", "a to b in ", "please ", "read a.txt and ", "the ", "@/"]
-    starts = ["", "read ", "change ", "remind me ", "what is ", "find ", "create a file a.txt with ", "I like "]
+    marks = [
+        *" aA0.,;:!?'\"`()[]<>*/-\n\t’“",
+        "and ",
+        "a to b in ",
+        "please ",
+        "read a.txt and ",
+        "the ",
+        "@/",
+    ]
+    starts = [
+        "",
+        "read ",
+        "change ",
+        "remind me ",
+        "what is ",
+        "find ",
+        "create a file a.txt with ",
+        "I like ",
+    ]
     slow = {}
     for start, mark in itertools.product(starts, marks):
         for length in (900, 100_000):
@@ -1837,9 +2564,14 @@ def test_the_offline_model_saves_a_conversation():
     saved = ask(OFFLINE, [{"role": "system", "content": "Save."}, question], SAVE)[0].tool_calls[0]
     entry = saved.arguments["history_entry"]
     assert saved.name == "save_memory" and re.fullmatch(
-        r"\[[-0-9]{10} [:0-9]{5}\] The user said: my favourite colour is green; My name is Maria\.", entry)
+        r"\[[-0-9]{10} [:0-9]{5}\] The user said: my favourite colour is green; My name is Maria\.",
+        entry,
+    )
     assert saved.arguments["memory_update"] == memory
-    find = {"role": "system", "content": "One a line: [USER|SOUL|MEMORY] fact, or [SKIP]. [MEMORY] is for facts."}
+    find = {
+        "role": "system",
+        "content": "One a line: [USER|SOUL|MEMORY] fact, or [SKIP]. [MEMORY] is for facts.",
+    }
     assert ask(OFFLINE, [find, user("# History\n\nHello.")])[0].content == "[SKIP]"
 
 
@@ -1881,19 +2613,30 @@ def test_a_broken_rule_is_named_at_start_and_by_status(tmp_path):
     for name in ("templates", "skills"):
         shutil.copytree(Path(providers.__file__).with_name(name), tmp_path / name)
     rules = tmp_path / providers.OFFLINE_RULES
-    rules.write_text(rules.read_text().replace("## greet", "## mine\n- tell [me\nanswer: x\n\n## greet", 1))
+    rules.write_text(
+        rules.read_text().replace("## greet", "## mine\n- tell [me\nanswer: x\n\n## greet", 1)
+    )
     line = rules.read_text().split("\n").index("- tell [me") + 1
     environment = {"HOME": str(tmp_path), "PATH": os.environ["PATH"]}
     for flags, status in ((["--offline", "-m", "hi"], 0), (["status", "--offline"], 1)):
         done = subprocess.run(
-            [sys.executable, "nanobot.py", *flags], capture_output=True, text=True, cwd=tmp_path, env=environment,
-            stdin=subprocess.DEVNULL)  # fmt: skip
+            [sys.executable, "nanobot.py", *flags],
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+        )
         assert done.returncode == status, done.stderr
-        assert f"rules.md, line {line}: `tell [me`: a bracket is not closed" in done.stdout + done.stderr
+        assert (
+            f"rules.md, line {line}: `tell [me`: a bracket is not closed"
+            in done.stdout + done.stderr
+        )
     assert "BAD" in done.stdout
 
 
 def test_arguments_that_a_tool_does_not_have_are_dropped_from_a_call_as_text():
     answer, _ = reply_to(
-        '{"name": "look", "arguments": {"path": "a", "why": "?"}}', row="local", tools=[STRICT_LOOK])  # fmt: skip
+        '{"name": "look", "arguments": {"path": "a", "why": "?"}}', row="local", tools=[STRICT_LOOK]
+    )
     assert [each.arguments for each in answer.tool_calls] == [{"path": "a"}]

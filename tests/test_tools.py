@@ -34,11 +34,35 @@ import pytest
 
 import tools
 from tools import (
-    FILE_TOOLS, ArraySchema, BooleanSchema, Exec, IntegerSchema, MCPServers, NumberSchema, ObjectSchema,
-    StringSchema, Tool, ToolError, ToolRegistry, ToolResult, Turn, Web, WebFetch, WebSearch, cast,
-    check_command, in_thread, is_public, page_text, replace_passage, sandbox_problem, tool, tool_parameters,
-    tool_parameters_schema, validate,
-)  # fmt: skip
+    FILE_TOOLS,
+    ArraySchema,
+    BooleanSchema,
+    Exec,
+    IntegerSchema,
+    MCPServers,
+    NumberSchema,
+    ObjectSchema,
+    StringSchema,
+    Tool,
+    ToolError,
+    ToolRegistry,
+    ToolResult,
+    Turn,
+    Web,
+    WebFetch,
+    WebSearch,
+    cast,
+    check_command,
+    in_thread,
+    is_public,
+    page_text,
+    replace_passage,
+    sandbox_problem,
+    tool,
+    tool_parameters,
+    tool_parameters_schema,
+    validate,
+)
 
 HERE = Path(tools.__file__).parent
 
@@ -50,7 +74,14 @@ def turn(tmp_path):
     ws/{a.txt, sub/b.txt, leaf → out/gold.txt, away → out/, dangling → out/new.txt, loop → loop},
     ws-evil/a.txt, out/gold.txt, kit/SKILL.md (may be read), home/config.json (holds keys).
     """
-    for name in ["ws/a.txt", "ws/sub/b.txt", "ws-evil/a.txt", "out/gold.txt", "kit/SKILL.md", "home/config.json"]:
+    for name in [
+        "ws/a.txt",
+        "ws/sub/b.txt",
+        "ws-evil/a.txt",
+        "out/gold.txt",
+        "kit/SKILL.md",
+        "home/config.json",
+    ]:
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"text of {name}\n")
@@ -88,89 +119,154 @@ def content(path: Path) -> bytes | None:
 # ---- Schemas ----
 
 
-@pytest.mark.parametrize("value, kind, wanted", [
-    ("120", "integer", 120),
-    (5.0, "integer", 5),
-    ("True", "boolean", True),
-    (7, ["string", "null"], "7"),
-    ("7", ["string", "integer"], "7"),
-    ("[1, 2]", "array", [1, 2]),
-    ('{"a": 1}', "object", {"a": 1}),
-    ("9" * 5_000, "integer", "9" * 5_000),
-    ("[" * 100_000, "array", "[" * 100_000),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "value, kind, wanted",
+    [
+        ("120", "integer", 120),
+        (5.0, "integer", 5),
+        ("True", "boolean", True),
+        (7, ["string", "null"], "7"),
+        ("7", ["string", "integer"], "7"),
+        ("[1, 2]", "array", [1, 2]),
+        ('{"a": 1}', "object", {"a": 1}),
+        ("9" * 5_000, "integer", "9" * 5_000),
+        ("[" * 100_000, "array", "[" * 100_000),
+    ],
+)
 def test_a_value_is_cast_where_nothing_is_lost(value, kind, wanted):
     result = cast(value, {"type": kind})
     assert result == wanted and type(result) is type(wanted)
 
 
-@pytest.mark.parametrize("value, kind", [
-    ("abc", "integer"), ("1.5", "integer"), (1.5, "integer"), (True, "integer"), ("true", "integer"),
-    ("maybe", "boolean"), ("1", "boolean"), (1, "boolean"), (True, "string"), (None, "string"),
-    ("a", "array"), (1, "array"), ({}, "array"), ([], "object"), (float("nan"), "number"),
-    ("1e400", "number"), ("many", "number"), ([], "null"), ("", ["number", "null"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "value, kind",
+    [
+        ("abc", "integer"),
+        ("1.5", "integer"),
+        (1.5, "integer"),
+        (True, "integer"),
+        ("true", "integer"),
+        ("maybe", "boolean"),
+        ("1", "boolean"),
+        (1, "boolean"),
+        (True, "string"),
+        (None, "string"),
+        ("a", "array"),
+        (1, "array"),
+        ({}, "array"),
+        ([], "object"),
+        (float("nan"), "number"),
+        ("1e400", "number"),
+        ("many", "number"),
+        ([], "null"),
+        ("", ["number", "null"]),
+    ],
+)
 def test_what_cannot_be_cast_is_left_for_the_check_to_name(value, kind):
     errors = validate(cast(value, {"type": kind}), {"type": kind}, "size")
     assert len(errors) == 1 and errors[0].startswith("size must be")
 
 
-@pytest.mark.parametrize("schema, good, bad, error", [
-    (IntegerSchema(maximum=600), 600, 601, "size must be <= 600"),
-    (StringSchema(min_length=2), "ab", "a", "size: its length must be >= 2"),
-    (StringSchema(enum=["a", "b"]), "a", "c", 'size must be one of ["a", "b"]'),
-    (ArraySchema(StringSchema(), max_items=1), ["a"], ["a", "b"], "size: its length must be <= 1"),
-    (BooleanSchema(nullable=True), None, 3, "size must be boolean or null, not 3"),
-    (ObjectSchema({"a": NumberSchema()}, ["a"]), {"a": 2.5}, {}, "size.a is required"),
-    (ObjectSchema({"a": ObjectSchema({"b": BooleanSchema()})}), {"a": {}}, {"a": {"b": 1}},
-     "size.a.b must be boolean, not 1"),
-    (IntegerSchema(), 5.0, 5.5, "size must be integer, not 5.5"),
-    (ObjectSchema({"a": NumberSchema()}), {"a": 1}, {"a": float("inf")}, "size.a must be a finite number"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "schema, good, bad, error",
+    [
+        (IntegerSchema(maximum=600), 600, 601, "size must be <= 600"),
+        (StringSchema(min_length=2), "ab", "a", "size: its length must be >= 2"),
+        (StringSchema(enum=["a", "b"]), "a", "c", 'size must be one of ["a", "b"]'),
+        (
+            ArraySchema(StringSchema(), max_items=1),
+            ["a"],
+            ["a", "b"],
+            "size: its length must be <= 1",
+        ),
+        (BooleanSchema(nullable=True), None, 3, "size must be boolean or null, not 3"),
+        (ObjectSchema({"a": NumberSchema()}, ["a"]), {"a": 2.5}, {}, "size.a is required"),
+        (
+            ObjectSchema({"a": ObjectSchema({"b": BooleanSchema()})}),
+            {"a": {}},
+            {"a": {"b": 1}},
+            "size.a.b must be boolean, not 1",
+        ),
+        (IntegerSchema(), 5.0, 5.5, "size must be integer, not 5.5"),
+        (
+            ObjectSchema({"a": NumberSchema()}),
+            {"a": 1},
+            {"a": float("inf")},
+            "size.a must be a finite number",
+        ),
+    ],
+)
 def test_a_schema_says_what_is_wrong_and_where(schema, good, bad, error):
     assert validate(good, schema, "size") == []
     assert validate(bad, schema, "size") == [error]
 
 
-OPTIONAL = {"anyOf": [{"type": "integer"}, {"type": "null"}]}  # how pydantic, and so most servers, write it
+OPTIONAL = {
+    "anyOf": [{"type": "integer"}, {"type": "null"}]
+}  # how pydantic, and so most servers, write it
 
 
-@pytest.mark.parametrize("schema, value, wanted", [
-    (OPTIONAL, 5, 5),
-    ({"type": "string", "nullable": True, "enum": ["a"]}, None, None),
-    ({"$ref": "#/$defs/x"}, {"a": ["1"]}, {"a": ["1"]}),
-    ({"type": "string", "pattern": "(", "format": "date"}, "x", "x"),
-    ({"type": "array", "prefixItems": [{"type": "integer"}], "items": False}, ["1"], ["1"]),
-    ({"type": "array", "items": {"type": "array", "items": {"type": "integer"}}}, [["1"], []], [[1], []]),
-    ({"type": "integer"}, 1e22, 10**22),
-    ({"enum": [1, "a", None, {"b": []}]}, {"b": []}, {"b": []}),
-    ({"type": "any"}, True, True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "schema, value, wanted",
+    [
+        (OPTIONAL, 5, 5),
+        ({"type": "string", "nullable": True, "enum": ["a"]}, None, None),
+        ({"$ref": "#/$defs/x"}, {"a": ["1"]}, {"a": ["1"]}),
+        ({"type": "string", "pattern": "(", "format": "date"}, "x", "x"),
+        ({"type": "array", "prefixItems": [{"type": "integer"}], "items": False}, ["1"], ["1"]),
+        (
+            {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}},
+            [["1"], []],
+            [[1], []],
+        ),
+        ({"type": "integer"}, 1e22, 10**22),
+        ({"enum": [1, "a", None, {"b": []}]}, {"b": []}, {"b": []}),
+        ({"type": "any"}, True, True),
+    ],
+)
 def test_a_legal_value_passes_whatever_keywords_a_server_uses(schema, value, wanted):
     result = cast(value, schema)
     assert result == wanted and type(result) is type(wanted)
     assert validate(result, schema) == []
 
 
-@pytest.mark.parametrize("schema, value, is_good", [
-    ({"enum": [1, 2]}, True, False), ({"enum": [True]}, 1, False), ({"enum": [True]}, True, True),
-    (StringSchema(enum=("a", "b")), "b", True), (StringSchema(enum=("a", "b")), "c", False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "schema, value, is_good",
+    [
+        ({"enum": [1, 2]}, True, False),
+        ({"enum": [True]}, 1, False),
+        ({"enum": [True]}, True, True),
+        (StringSchema(enum=("a", "b")), "b", True),
+        (StringSchema(enum=("a", "b")), "c", False),
+    ],
+)
 def test_an_enum_may_be_a_tuple_and_true_is_not_1_in_it(schema, value, is_good):
     assert (validate(value, schema) == []) == is_good
 
 
 def test_a_schema_may_be_written_out():
     assert IntegerSchema(60, description="Seconds", minimum=1) == {
-        "type": "integer", "default": 60, "description": "Seconds", "minimum": 1}  # fmt: skip
+        "type": "integer",
+        "default": 60,
+        "description": "Seconds",
+        "minimum": 1,
+    }
     assert StringSchema("A path", min_length=1, nullable=True) == {
-        "type": ["string", "null"], "description": "A path", "minLength": 1}  # fmt: skip
+        "type": ["string", "null"],
+        "description": "A path",
+        "minLength": 1,
+    }
     name = {"name": StringSchema("Who")}
-    place = ObjectSchema(name, required=["name"], description="A place", additional_properties=False, nullable=True)
+    place = ObjectSchema(
+        name, required=["name"], description="A place", additional_properties=False, nullable=True
+    )
     assert place == {
-        "type": ["object", "null"], "description": "A place", "additionalProperties": False,
-        "properties": name, "required": ["name"],
-    }  # fmt: skip
+        "type": ["object", "null"],
+        "description": "A place",
+        "additionalProperties": False,
+        "properties": name,
+        "required": ["name"],
+    }
     whole = ObjectSchema({"rows": ArraySchema(place, max_items=3)}, ["rows"], "All")
     assert (whole["description"], whole["required"]) == ("All", ["rows"])
     assert validate({"rows": [{}, None]}, whole) == ["rows[0].name is required"]
@@ -180,7 +276,9 @@ def test_a_schema_may_be_written_out():
 
 def test_parameters_are_a_copy_for_each_class():
     schema = tool_parameters_schema(n=IntegerSchema(), required=["n"], description="One number")
-    one, two = (tool_parameters(schema)(type(name, (Tool,), {"name": name})) for name in ("one", "two"))
+    one, two = (
+        tool_parameters(schema)(type(name, (Tool,), {"name": name})) for name in ("one", "two")
+    )
     one.parameters["properties"]["n"]["type"] = "string"
     assert two.parameters == schema and schema["properties"]["n"] == {"type": "integer"}
     assert (schema["required"], schema["description"]) == (["n"], "One number")
@@ -208,10 +306,16 @@ def test_a_method_of_an_object_becomes_a_tool(turn):
 
     registry = ToolRegistry([tool(Jobs().add, name="job", read_only=True)])
     (job,) = (definition["function"] for definition in registry.get_definitions())
-    assert (job["name"], job["description"], job["parameters"]["required"]) == ("job", "Add a job.", ["name"])
+    assert (job["name"], job["description"], job["parameters"]["required"]) == (
+        "job",
+        "Add a job.",
+        ["name"],
+    )
     added = asyncio.run(registry.execute("job", {"name": "x", "times": "2"}, turn))
     assert added == ToolResult("direct: ['x', 'x']") and registry.get("job").concurrency_safe
-    assert asyncio.run(registry.execute("job", {"name": "x", "turn": "mine"}, turn)).is_error  # not the model's
+    assert asyncio.run(
+        registry.execute("job", {"name": "x", "turn": "mine"}, turn)
+    ).is_error  # not the model's
 
 
 def test_definitions_stand_in_one_order_and_an_unknown_name_gets_the_closest_one():
@@ -231,22 +335,36 @@ def test_a_tool_that_raises_is_told_in_one_line_and_its_traceback_only_with_logs
 
     result = answer(broken)
     assert result == ToolResult("broken failed: KeyError: 'colour'", is_error=True)
-    assert [record.getMessage() for record in caplog.records] == ["tool broken failed: KeyError: 'colour'"]
+    assert [record.getMessage() for record in caplog.records] == [
+        "tool broken failed: KeyError: 'colour'"
+    ]
     assert "Traceback" not in caplog.text
     caplog.set_level("INFO", "nanobot.tools")  # what --logs does
     answer(broken)
     assert "Traceback" in caplog.text
 
 
-@pytest.mark.parametrize("hint, schema", [
-    (list[str], {"type": "array", "items": {"type": "string"}}), (int | None, {"type": ["integer", "null"]}),
-    (Literal["only"], {"type": "string", "enum": ["only"]}), (float, {"type": "number"}), (object, {}),
-    (Annotated[int, "Seconds"], {"type": "integer", "description": "Seconds"}), (dict, {"type": "object"}),
-    (dict[str, int], {"type": "object"}), (list, {"type": "array", "items": {}}), (bool, {"type": "boolean"}),
-    (int | str | None, {"type": ["integer", "string", "null"]}), (None, {}), (Path, {}), (Path | None, {}),
-    (Literal[5, "all"], {"type": ["integer", "string"], "enum": [5, "all"]}),
-    (Annotated[str, {"minLength": 2}], {"type": "string", "minLength": 2}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "hint, schema",
+    [
+        (list[str], {"type": "array", "items": {"type": "string"}}),
+        (int | None, {"type": ["integer", "null"]}),
+        (Literal["only"], {"type": "string", "enum": ["only"]}),
+        (float, {"type": "number"}),
+        (object, {}),
+        (Annotated[int, "Seconds"], {"type": "integer", "description": "Seconds"}),
+        (dict, {"type": "object"}),
+        (dict[str, int], {"type": "object"}),
+        (list, {"type": "array", "items": {}}),
+        (bool, {"type": "boolean"}),
+        (int | str | None, {"type": ["integer", "string", "null"]}),
+        (None, {}),
+        (Path, {}),
+        (Path | None, {}),
+        (Literal[5, "all"], {"type": ["integer", "string"], "enum": [5, "all"]}),
+        (Annotated[str, {"minLength": 2}], {"type": "string", "minLength": 2}),
+    ],
+)
 def test_a_hint_becomes_a_schema(hint, schema):
     assert tools.as_schema(hint) == schema
 
@@ -264,21 +382,30 @@ def echo(text: str = "", count: int = 1) -> str:
     return text * count
 
 
-@pytest.mark.parametrize("params, text", [
-    ({"text": "a", "count": "2"}, "aa"),
-    ('{"text": "a"}', "a"),
-    (None, "(echo completed with no output)"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "params, text",
+    [
+        ({"text": "a", "count": "2"}, "aa"),
+        ('{"text": "a"}', "a"),
+        (None, "(echo completed with no output)"),
+    ],
+)
 def test_arguments_are_taken_in_every_form_that_models_send(params, text):
     result = asyncio.run(ToolRegistry([echo]).execute("echo", params))
     assert (result.text, result.is_error) == (text, False)
 
 
-@pytest.mark.parametrize("params, told", [
-    ("not json", "one JSON object"),
-    ({"txt": "a"}, "unexpected parameter txt (known: text, count)"),
-    ({"count": "2.5", "x": 1}, 'echo was not run: count must be integer, not "2.5"; unexpected parameter x'),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "params, told",
+    [
+        ("not json", "one JSON object"),
+        ({"txt": "a"}, "unexpected parameter txt (known: text, count)"),
+        (
+            {"count": "2.5", "x": 1},
+            'echo was not run: count must be integer, not "2.5"; unexpected parameter x',
+        ),
+    ],
+)
 def test_wrong_arguments_are_named_and_the_tool_is_not_run(params, told):
     result = asyncio.run(ToolRegistry([echo]).execute("echo", params))
     assert result.is_error and told in result.text
@@ -295,7 +422,9 @@ def test_arguments_and_schemas_of_any_depth_end_no_turn(depth):
     assert result == (ToolResult("1") if depth == 20 else replace(result, is_error=True))
 
 
-@pytest.mark.parametrize("raised", [SystemExit, KeyboardInterrupt, asyncio.CancelledError, RecursionError])
+@pytest.mark.parametrize(
+    "raised", [SystemExit, KeyboardInterrupt, asyncio.CancelledError, RecursionError]
+)
 @pytest.mark.parametrize("is_async", [False, True])
 def test_whatever_a_tool_raises_the_agent_lives(raised, is_async):
     @tool
@@ -342,7 +471,9 @@ def test_a_result_that_cannot_be_saved_is_cut_in_the_middle(turn, caplog):
     text = asyncio.run(ToolRegistry([big]).execute("big", {}, turn)).text
     assert text.startswith("head") and text.endswith("tail") and "left out" in text
     assert turn.max_result_chars - 120 < len(text) <= turn.max_result_chars
-    assert "could not save the result of big to a file" in caplog.text and "directory" in caplog.text
+    assert (
+        "could not save the result of big to a file" in caplog.text and "directory" in caplog.text
+    )
 
 
 def test_a_thread_whose_waiter_is_gone_neither_holds_the_exit_nor_complains():
@@ -362,8 +493,17 @@ def test_a_thread_whose_waiter_is_gone_neither_holds_the_exit_nor_complains():
 # ---- MCP ----
 
 MCP_SCRIPT = str(Path(__file__).parent / "mcp_server.py")
-DEFAULTS = {"command": "", "args": [], "env": {}, "url": "", "headers": {}, "type": "", "tool_timeout": 5,
-            "enabled_tools": ["*"], "disabled": False}  # fmt: skip
+DEFAULTS = {
+    "command": "",
+    "args": [],
+    "env": {},
+    "url": "",
+    "headers": {},
+    "type": "",
+    "tool_timeout": 5,
+    "enabled_tools": ["*"],
+    "disabled": False,
+}
 
 
 def mcp_settings(*arguments: str, **given) -> SimpleNamespace:
@@ -397,7 +537,10 @@ def runner():
 @pytest.fixture(scope="module")
 def mcp(runner):
     """One real server over each transport: `local` (stdio), `events` (SSE), `web` (streamable HTTP)."""
-    ports, quiet = [free_port(), free_port()], {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    ports, quiet = (
+        [free_port(), free_port()],
+        {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL},
+    )
     processes = [
         subprocess.Popen([sys.executable, MCP_SCRIPT, kind, str(port)], **quiet)
         for kind, port in zip(("sse", "streamable-http"), ports, strict=True)
@@ -426,7 +569,9 @@ def test_the_example_of_the_fence_runs_with_tools_py_alone(tmp_path):
     shutil.copy(tools.__file__, tmp_path)
     about = inspect.getdoc(tools.Turn)
     command = [sys.executable, "-c", about[about.index("import") :]]
-    done = subprocess.run(command, cwd=tmp_path, env={"PATH": os.environ["PATH"]}, capture_output=True, text=True)
+    done = subprocess.run(
+        command, cwd=tmp_path, env={"PATH": os.environ["PATH"]}, capture_output=True, text=True
+    )
     assert "is outside of" in done.stdout and not done.stderr, done.stderr
 
 
@@ -445,15 +590,22 @@ def test_a_servers_tools_resources_and_prompts_stand_behind_our_own(mcp):
     assert mcp.names[0] == "read_file" and mcp.names[1:] == sorted(mcp.names[1:])
     assert {"mcp_web_echo", "mcp_events_echo", "mcp_local_resource_today"} <= set(mcp.names)
     assert all(re.fullmatch("[A-Za-z0-9_-]{1,64}", name) for name in mcp.names)
-    assert mcp.registry.get("mcp_local_echo").description == "Say it again.", "what nobody sees is left out"
+    assert mcp.registry.get("mcp_local_echo").description == "Say it again.", (
+        "what nobody sees is left out"
+    )
     assert len([name for name in mcp.names if name.startswith("mcp_local_")]) == 8
 
 
-@pytest.mark.parametrize("name, arguments, text", [
-    ("echo", {"text": "ho ", "times": "2"}, "ho ho "), ("a_b", {}, "dotted"),
-    ("structured", {}, '{"degrees": 21, "city": "Zürich"}'), ("resource_today", {}, "buy milk"),
-    ("prompt_review", {"code": "x = 1"}, "Review this: x = 1"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, arguments, text",
+    [
+        ("echo", {"text": "ho ", "times": "2"}, "ho ho "),
+        ("a_b", {}, "dotted"),
+        ("structured", {}, '{"degrees": 21, "city": "Zürich"}'),
+        ("resource_today", {}, "buy milk"),
+        ("prompt_review", {"code": "x = 1"}, "Review this: x = 1"),
+    ],
+)
 @pytest.mark.parametrize("server", ["local", "events", "web"])
 def test_a_server_is_called_over_every_transport(mcp, server, name, arguments, text):
     result = mcp.call(f"mcp_{server}_{name}", **arguments)
@@ -522,25 +674,66 @@ RESULTS = [
     ({"content": []}, "(mcp_s_t1 completed with no output)", 0),
     ({"content": [HI], "structuredContent": {"degrees": 21}}, "hi", 0),  # the same, mostly
     ({"content": [], "structuredContent": {"degrees": 21}}, '{"degrees": 21}', 0),
-    ({"content": [{"type": "resource", "resource": {"uri": "file:///a", "text": "inside"}}]}, "inside", 0),
-    ({"content": [{"type": "resource", "resource": {"uri": "file:///a", "blob": ZIP_DATA,
-                                                    "mimeType": "application/zip"}}]},
-     "[application/zip: 1,204 bytes]", 0),
-    ({"content": [{"type": "image", "data": PNG_DATA, "mimeType": "image/png"}] * 2},
-     "[image/png: 12 bytes]\n[image/png: 12 bytes]", 2),
-]  # fmt: skip
+    (
+        {"content": [{"type": "resource", "resource": {"uri": "file:///a", "text": "inside"}}]},
+        "inside",
+        0,
+    ),
+    (
+        {
+            "content": [
+                {
+                    "type": "resource",
+                    "resource": {
+                        "uri": "file:///a",
+                        "blob": ZIP_DATA,
+                        "mimeType": "application/zip",
+                    },
+                }
+            ]
+        },
+        "[application/zip: 1,204 bytes]",
+        0,
+    ),
+    (
+        {"content": [{"type": "image", "data": PNG_DATA, "mimeType": "image/png"}] * 2},
+        "[image/png: 12 bytes]\n[image/png: 12 bytes]",
+        2,
+    ),
+]
 SHELF = {
-    "tools/list": {"tools": [plain_tool(name) for name in (
-        *(f"t{number}" for number, _ in enumerate(RESULTS)), "lost", "end")]},
+    "tools/list": {
+        "tools": [
+            plain_tool(name)
+            for name in (*(f"t{number}" for number, _ in enumerate(RESULTS)), "lost", "end")
+        ]
+    },
     **{f"tools/call t{number}": result for number, (result, *_) in enumerate(RESULTS)},
     "tools/call lost": {"error": {"code": -32600, "message": "Session terminated"}},
-    "resources/list": {"resources": [{"name": "two", "uri": "note://two"}, {"name": "picture", "uri": "note://p"}]},
-    "resources/read note://two": {"contents": [{"uri": "a:b", "text": "one"}, {"uri": "a:c", "text": "two"}]},
-    "resources/read note://p": {"contents": [{"uri": "a:b", "blob": PNG_DATA, "mimeType": "image/png"}]},
-    "prompts/list": {"prompts": [{"name": "plan", "arguments": [
-        {"name": "goal", "description": "What for", "required": True}, {"name": "style"}]}]},
-    "prompts/get plan": {"messages": [{"role": role, "content": HI} for role in ("user", "assistant")]},
-}  # fmt: skip
+    "resources/list": {
+        "resources": [{"name": "two", "uri": "note://two"}, {"name": "picture", "uri": "note://p"}]
+    },
+    "resources/read note://two": {
+        "contents": [{"uri": "a:b", "text": "one"}, {"uri": "a:c", "text": "two"}]
+    },
+    "resources/read note://p": {
+        "contents": [{"uri": "a:b", "blob": PNG_DATA, "mimeType": "image/png"}]
+    },
+    "prompts/list": {
+        "prompts": [
+            {
+                "name": "plan",
+                "arguments": [
+                    {"name": "goal", "description": "What for", "required": True},
+                    {"name": "style"},
+                ],
+            }
+        ]
+    },
+    "prompts/get plan": {
+        "messages": [{"role": role, "content": HI} for role in ("user", "assistant")]
+    },
+}
 
 
 @pytest.fixture(scope="module")
@@ -560,7 +753,11 @@ def test_each_kind_of_content_becomes_text_and_images(shelf, number):
 
 def test_a_session_that_the_server_has_ended_is_begun_again_by_the_next_call(shelf):
     lost = shelf.call("mcp_s_lost")
-    assert lost.is_error and "MCP server s: Session terminated" in lost.text and "is retried" in lost.text
+    assert (
+        lost.is_error
+        and "MCP server s: Session terminated" in lost.text
+        and "is retried" in lost.text
+    )
     assert shelf.servers.servers[0].client is None
     assert shelf.call("mcp_s_t0").text == "hi\nhi"
 
@@ -576,8 +773,11 @@ def test_one_odd_schema_does_not_cost_the_server_and_what_is_left_out_is_told(ru
     odd = {"name": "odd", "inputSchema": {"type": "object", "properties": {"a": [["x"]]}}}
     names = ["a.b", "a/b", *(f"t{number}" for number in range(130))]
     many = [plain_tool("huge", description="x" * 20_001), *map(plain_tool, names)]
-    kit = MCPKit(runner, odd=scripted({**SHELF, "tools/list": {"tools": [odd]}}),
-                 many=scripted({"tools/list": {"tools": many}}))  # fmt: skip
+    kit = MCPKit(
+        runner,
+        odd=scripted({**SHELF, "tools/list": {"tools": [odd]}}),
+        many=scripted({"tools/list": {"tools": many}}),
+    )
     names = kit.connect(patience=30)[1:]
     assert kit.call("mcp_odd_resource_two").text == "one\ntwo" and "all tools (" in caplog.text
     names = [name for name in names if name.startswith("mcp_many")]
@@ -589,27 +789,55 @@ def test_one_odd_schema_does_not_cost_the_server_and_what_is_left_out_is_told(ru
 
 def test_enabled_tools_filters_tools_only_and_the_others_say_what_they_are(runner):
     place = {"type": "string", "description": "first", "enum": ["a", 1]}
-    look = {"name": "look", "description": "d", "inputSchema": {"type": "object", "properties": {"place": place}}}
+    look = {
+        "name": "look",
+        "description": "d",
+        "inputSchema": {"type": "object", "properties": {"place": place}},
+    }
     told = {**SHELF, "tools/list": {"tools": [look, plain_tool("b"), plain_tool("c")]}}
     kit = MCPKit(runner, s=scripted(told, enabled_tools=["look", "mcp_s_b", "nonsense"]))
     assert kit.connect(patience=30)[1:] == [
-        "mcp_s_b", "mcp_s_look", "mcp_s_prompt_plan", "mcp_s_resource_picture", "mcp_s_resource_two"]  # fmt: skip
-    assert kit.schema("mcp_s_look")["description"] == "d" and kit.schema("mcp_s_b")["description"] == "tool b of s"
+        "mcp_s_b",
+        "mcp_s_look",
+        "mcp_s_prompt_plan",
+        "mcp_s_resource_picture",
+        "mcp_s_resource_two",
+    ]
+    assert (
+        kit.schema("mcp_s_look")["description"] == "d"
+        and kit.schema("mcp_s_b")["description"] == "tool b of s"
+    )
     assert kit.schema("mcp_s_look")["parameters"]["properties"] == {"place": place}
-    assert kit.schema("mcp_s_resource_two")["description"].startswith("[MCP resource s: note://two]")
+    assert kit.schema("mcp_s_resource_two")["description"].startswith(
+        "[MCP resource s: note://two]"
+    )
     plan = kit.schema("mcp_s_prompt_plan")
-    assert plan["description"].startswith("[MCP prompt s: plan]") and plan["parameters"]["required"] == ["goal"]
-    assert kit.call("mcp_s_resource_two").text == "one\ntwo" and kit.call("mcp_s_prompt_plan", goal="x").text == "hi\nhi"
+    assert plan["description"].startswith("[MCP prompt s: plan]") and plan["parameters"][
+        "required"
+    ] == ["goal"]
+    assert (
+        kit.call("mcp_s_resource_two").text == "one\ntwo"
+        and kit.call("mcp_s_prompt_plan", goal="x").text == "hi\nhi"
+    )
     picture = kit.call("mcp_s_resource_picture")
     assert picture.text == "[image/png: 12 bytes]" and len(picture.images) == 1
-    assert kit.registry.get("mcp_s_resource_two").read_only and not kit.registry.get("mcp_s_look").read_only
+    assert (
+        kit.registry.get("mcp_s_resource_two").read_only
+        and not kit.registry.get("mcp_s_look").read_only
+    )
     runner.run(kit.servers.close())
 
 
-@pytest.mark.parametrize("place, kind, method", [
-    ("/mcp", "", "POST"), ("/sse", "", "GET"), ("/sse", "streamableHttp", "POST"),
-    ("/mcp", "streamable-http", "POST"), ("/mcp", "SSE", "GET"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "place, kind, method",
+    [
+        ("/mcp", "", "POST"),
+        ("/sse", "", "GET"),
+        ("/sse", "streamableHttp", "POST"),
+        ("/mcp", "streamable-http", "POST"),
+        ("/mcp", "SSE", "GET"),
+    ],
+)
 def test_a_url_is_asked_as_its_type_or_its_end_says(runner, site, caplog, place, kind, method):
     caplog.set_level("INFO")
     kit = MCPKit(runner, s=mcp_settings(url=site.url + place, headers={"X-Key": "1"}, type=kind))
@@ -617,7 +845,10 @@ def test_a_url_is_asked_as_its_type_or_its_end_says(runner, site, caplog, place,
     logging.getLogger("of.others").info("still told")
     assert "still told" in caplog.text
     assert (site.asked[0][0], site.asked[0][2]["X-Key"]) == (method, "1")
-    assert re.search("MCP server s: .*Not Found'?. Check tools.mcpServers.s; the connection is retried", caplog.text)
+    assert re.search(
+        "MCP server s: .*Not Found'?. Check tools.mcpServers.s; the connection is retried",
+        caplog.text,
+    )
     assert site.url not in caplog.text  # some hold a key
     runner.run(kit.servers.close())
 
@@ -634,7 +865,9 @@ def test_servers_that_fail_are_told_of_once_and_the_others_work(runner, mcp, cap
     )
     assert "mcp_good_echo" in kit.connect(patience=30)
     kit.connect()
-    told = sorted(record.getMessage() for record in caplog.records if record.name == "nanobot.tools")
+    told = sorted(
+        record.getMessage() for record in caplog.records if record.name == "nanobot.tools"
+    )
     assert [line.split(":")[0][11:] for line in told] == ["broken", "missing", "nobody", "odd"]
     assert "no key given" in told[0] and "no-such-program" in told[1] and "secret" not in told[2]
     assert "tools.mcpServers.nobody" in told[2]
@@ -658,13 +891,38 @@ def test_a_server_that_never_answers_holds_a_turn_for_a_moment_and_is_ended(runn
 # ---- The fence ----
 
 OUTSIDE = [
-    "../out/gold.txt", "sub/../../out/gold.txt", "{tmp}/out/gold.txt", "/{tmp}/out/gold.txt", "~/config.json",
-    "~root/x", "../ws-evil/a.txt", "leaf", "away/gold.txt", "away", "..", "/", "/etc/passwd", "dangling",
-    "away/../ws-evil/a.txt", "{tmp}/ws-evil", "a.txt/../../out/gold.txt", "//etc/passwd",
-]  # fmt: skip
-INSIDE = ["a.txt", "./sub/../a.txt", "sub/b.txt", "{tmp}/ws/a.txt", "../ws/a.txt", "away/../ws/a.txt"]
+    "../out/gold.txt",
+    "sub/../../out/gold.txt",
+    "{tmp}/out/gold.txt",
+    "/{tmp}/out/gold.txt",
+    "~/config.json",
+    "~root/x",
+    "../ws-evil/a.txt",
+    "leaf",
+    "away/gold.txt",
+    "away",
+    "..",
+    "/",
+    "/etc/passwd",
+    "dangling",
+    "away/../ws-evil/a.txt",
+    "{tmp}/ws-evil",
+    "a.txt/../../out/gold.txt",
+    "//etc/passwd",
+]
+INSIDE = [
+    "a.txt",
+    "./sub/../a.txt",
+    "sub/b.txt",
+    "{tmp}/ws/a.txt",
+    "../ws/a.txt",
+    "away/../ws/a.txt",
+]
 USES = [
-    ("read_file", {}), ("list_dir", {}), ("glob", {"pattern": "*"}), ("grep", {"pattern": "text"}),
+    ("read_file", {}),
+    ("list_dir", {}),
+    ("glob", {"pattern": "*"}),
+    ("grep", {"pattern": "text"}),
     ("grep", {"pattern": "text|gold", "type": "txt", "output_mode": "content", "context": 9}),
     ("write_file", {"content": "mine"}),
     ("edit_file", {"old_text": "text", "new_text": "mine"}),
@@ -675,7 +933,11 @@ USES = [
 
 
 def outside_of(turn: Turn) -> dict[Path, bytes]:
-    files = [path for path in turn.workspace.parent.rglob("*") if path.is_file() and not path.is_symlink()]
+    files = [
+        path
+        for path in turn.workspace.parent.rglob("*")
+        if path.is_file() and not path.is_symlink()
+    ]
     return {path: path.read_bytes() for path in files if not path.is_relative_to(turn.workspace)}
 
 
@@ -684,7 +946,11 @@ def test_the_fence_refuses_every_way_out_to_every_tool(fenced, path):
     before, path = outside_of(fenced), path.format(tmp=fenced.workspace.parent)
     for name, arguments in USES:
         result = call(fenced, name, path=path, **arguments)
-        refusals = ("is outside of", "holds keys", "is not a usable path: [Errno 13]")  # ~root, as a user
+        refusals = (
+            "is outside of",
+            "holds keys",
+            "is not a usable path: [Errno 13]",
+        )  # ~root, as a user
         assert result.is_error and any(words in result.text for words in refusals), name
     assert call(fenced, "exec", command="pwd", working_dir=path).is_error
     assert outside_of(fenced) == before
@@ -698,7 +964,9 @@ def test_the_fence_lets_pass_what_leads_back_inside(fenced, path):
         assert not call(fenced, "write_file", path=path, content="new").is_error
 
 
-@pytest.mark.parametrize("path", ["loop", "loop/x", "a\0b", "n" * 300, "sub/" * 2_000 + "x", "\ud800"])
+@pytest.mark.parametrize(
+    "path", ["loop", "loop/x", "a\0b", "n" * 300, "sub/" * 2_000 + "x", "\ud800"]
+)
 @pytest.mark.parametrize("restrict", [True, False])
 def test_a_path_that_cannot_be_is_an_error_result_not_a_crash(turn, path, restrict):
     for name, arguments in USES:
@@ -714,11 +982,23 @@ def test_the_kits_skills_can_be_read_but_not_written(fenced):
     assert (kit / "SKILL.md").read_text() == "text of kit/SKILL.md\n"
 
 
-@pytest.mark.parametrize("path", [
-    "sessions/cli%3Adirect.jsonl", "cron/jobs.json", "memory/history.jsonl", "memory/.dream_cursor",
-    "memory/.git/HEAD", "sub/../sessions/new.jsonl", "record/x.jsonl", "memory/HISTORY.md", "memory/.cursor",
-    "memory/history-archive.jsonl", "memory/.lock", ".nanobot/pid",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "path",
+    [
+        "sessions/cli%3Adirect.jsonl",
+        "cron/jobs.json",
+        "memory/history.jsonl",
+        "memory/.dream_cursor",
+        "memory/.git/HEAD",
+        "sub/../sessions/new.jsonl",
+        "record/x.jsonl",
+        "memory/HISTORY.md",
+        "memory/.cursor",
+        "memory/history-archive.jsonl",
+        "memory/.lock",
+        ".nanobot/pid",
+    ],
+)
 def test_the_agents_own_records_can_be_read_but_not_written(turn, path):
     (turn.workspace / "sessions").mkdir()
     (turn.workspace / "record").symlink_to("sessions")
@@ -754,12 +1034,36 @@ def test_no_sequence_of_paths_reads_or_writes_outside_of_the_fence(fenced, monke
     """The law behind the tables: whatever is put together, gold stays unread and the outside unchanged."""
     monkeypatch.setenv("PATH", "")  # a git for each search would take most of the time
     tmp, chance = fenced.workspace.parent, random.Random(20_260_401)
-    (tmp / "out" / "unnamed.txt").write_text("gold")  # no path below names it: who sees it has looked
+    (tmp / "out" / "unnamed.txt").write_text(
+        "gold"
+    )  # no path below names it: who sees it has looked
     (tmp / "out" / "gold.txt").write_text("gold")
     before, outcomes = outside_of(fenced), set()
-    names = ["..", ".", "", "~", "~root", "a.txt", "sub", "b.txt", "leaf", "away", "dangling", "loop", "new",
-             "ws", "ws-evil", "out", "gold.txt", "kit", "home", "config.json", "\0", "//",
-             "book"]  # fmt: skip
+    names = [
+        "..",
+        ".",
+        "",
+        "~",
+        "~root",
+        "a.txt",
+        "sub",
+        "b.txt",
+        "leaf",
+        "away",
+        "dangling",
+        "loop",
+        "new",
+        "ws",
+        "ws-evil",
+        "out",
+        "gold.txt",
+        "kit",
+        "home",
+        "config.json",
+        "\0",
+        "//",
+        "book",
+    ]
 
     async def run():
         registry = ToolRegistry(FILE_TOOLS)
@@ -772,7 +1076,10 @@ def test_no_sequence_of_paths_reads_or_writes_outside_of_the_fence(fenced, monke
             result = await registry.execute(name, {"path": path, **arguments}, fenced)
             outcomes.add((name, result.is_error))
             shown = "" if result.is_error else result.text
-            assert "1| gold" not in shown and ": gold" not in shown and "unnamed" not in shown, (name, path)
+            assert "1| gold" not in shown and ": gold" not in shown and "unnamed" not in shown, (
+                name,
+                path,
+            )
 
     asyncio.run(run())
     assert outside_of(fenced) == before
@@ -789,14 +1096,17 @@ def test_read_file_shows_numbered_lines_without_line_ends_and_bom(turn):
     assert page == "2| tw�\n(lines 2-2 of 4; go on with offset=3)"
 
 
-@pytest.mark.parametrize("data, arguments, told", [
-    (b"", {}, "is empty"),
-    (b"a\nb", {"offset": 3}, "has 2 lines"),
-    (b"a\nb", {"offset": -5, "limit": -1}, "1| a\n(lines 1-1 of 2; go on with offset=2)"),
-    (b"x" * 50_000, {}, "(line cut)"),
-    (b"\x7fELF\0\0", {}, "is a binary file. Inspect it with exec"),
-    ("a\ufeff".encode("utf-16") + b"b", {}, "1| a\ufeff\ufffd"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "data, arguments, told",
+    [
+        (b"", {}, "is empty"),
+        (b"a\nb", {"offset": 3}, "has 2 lines"),
+        (b"a\nb", {"offset": -5, "limit": -1}, "1| a\n(lines 1-1 of 2; go on with offset=2)"),
+        (b"x" * 50_000, {}, "(line cut)"),
+        (b"\x7fELF\0\0", {}, "is a binary file. Inspect it with exec"),
+        ("a\ufeff".encode("utf-16") + b"b", {}, "1| a\ufeff\ufffd"),
+    ],
+)
 def test_read_file_at_the_edges(turn, data, arguments, told):
     (turn.cwd / "x").write_bytes(data)
     text = call(turn, "read_file", path="x", **arguments).text
@@ -835,7 +1145,9 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_other(turn):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, old)
     assert result.is_error and "File too large. Nothing was changed" in result.text
-    assert (turn.cwd / "a.txt").read_text() == "text of ws/a.txt\n" and sorted(os.listdir(turn.cwd)) == before
+    assert (turn.cwd / "a.txt").read_text() == "text of ws/a.txt\n" and sorted(
+        os.listdir(turn.cwd)
+    ) == before
 
 
 def test_a_file_in_utf_16_is_read_but_not_edited_as_something_else(turn):
@@ -851,34 +1163,57 @@ TABS = METHOD.replace("    ", "\t")
 TWO_LINES = METHOD.replace("        return 1", "        c = 1\n        return c")
 
 
-@pytest.mark.parametrize("before, old, new, after", [
-    (TABS, "if a:\n\tb()", "if a:\n\tb()\nif c:\n\te()",
-     TABS.replace("\t\treturn", "\t\tif c:\n\t\t\te()\n\t\treturn")),
-    (METHOD, "    return 1", "    c = 1\n    return c", TWO_LINES),  # in a line, and yet not the line
-    (METHOD, "return 1", "c = 1\n        return c", TWO_LINES),
-    (METHOD, "b()\n        return 1", "c()\n        return 1", METHOD.replace("b()", "c()")),
-    ("x\n    a\n b\n", "   a\nb", "   a\nc", "x\n    a\n c\n"),
-    (METHOD, "return 1", "if c:\n            d()\n        return 1",
-     METHOD.replace("return 1", "if c:\n            d()\n        return 1")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "before, old, new, after",
+    [
+        (
+            TABS,
+            "if a:\n\tb()",
+            "if a:\n\tb()\nif c:\n\te()",
+            TABS.replace("\t\treturn", "\t\tif c:\n\t\t\te()\n\t\treturn"),
+        ),
+        (
+            METHOD,
+            "    return 1",
+            "    c = 1\n    return c",
+            TWO_LINES,
+        ),  # in a line, and yet not the line
+        (METHOD, "return 1", "c = 1\n        return c", TWO_LINES),
+        (METHOD, "b()\n        return 1", "c()\n        return 1", METHOD.replace("b()", "c()")),
+        ("x\n    a\n b\n", "   a\nb", "   a\nc", "x\n    a\n c\n"),
+        (
+            METHOD,
+            "return 1",
+            "if c:\n            d()\n        return 1",
+            METHOD.replace("return 1", "if c:\n            d()\n        return 1"),
+        ),
+    ],
+)
 def test_a_passage_that_is_indented_otherwise_is_changed_by_one_move(turn, before, old, new, after):
     (turn.cwd / "x.py").write_text(before)
     assert not change(turn, "edit_file", path="x.py", old_text=old, new_text=new).is_error
     assert (turn.cwd / "x.py").read_text() == after
 
 
-@pytest.mark.parametrize("before, old, new", [
-    (METHOD, "if a:\n  b()", "if a:\n  c()\n  b()"),  # two spaces for four
-    (METHOD, "if a:\nb()", "if a:\nc()\nb()"),  # all indentation dropped
-    (TABS, "        if a:\n            b()", "        if a:\n            b()\n            c()"),
-    (METHOD, "    return 1", "    if c:\n        d()\n    return 1"),  # how deep is d?
-    (METHOD, "    return 1", "    return 1\ne = 2"),  # in the method, the class, or behind it?
-    (METHOD, "return 1", "c()\nreturn 1"),  # the line that stays would leave the method
-    (METHOD, "return 1", "return 1\n            d()"),
-    (METHOD, "    return 1", "return 1\n    c()"),
-    (METHOD, "    if a:\n        b()\n    return 1", "    if a:\n        b()\n    return 1\n\ndef g():\n    d()"),
-    ("a:\n  - x\n    - x\n", "a:\n- x\n- x", "a:\n- y\n- x"),  # equal lines at unequal depths
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "before, old, new",
+    [
+        (METHOD, "if a:\n  b()", "if a:\n  c()\n  b()"),  # two spaces for four
+        (METHOD, "if a:\nb()", "if a:\nc()\nb()"),  # all indentation dropped
+        (TABS, "        if a:\n            b()", "        if a:\n            b()\n            c()"),
+        (METHOD, "    return 1", "    if c:\n        d()\n    return 1"),  # how deep is d?
+        (METHOD, "    return 1", "    return 1\ne = 2"),  # in the method, the class, or behind it?
+        (METHOD, "return 1", "c()\nreturn 1"),  # the line that stays would leave the method
+        (METHOD, "return 1", "return 1\n            d()"),
+        (METHOD, "    return 1", "return 1\n    c()"),
+        (
+            METHOD,
+            "    if a:\n        b()\n    return 1",
+            "    if a:\n        b()\n    return 1\n\ndef g():\n    d()",
+        ),
+        ("a:\n  - x\n    - x\n", "a:\n- x\n- x", "a:\n- y\n- x"),  # equal lines at unequal depths
+    ],
+)
 def test_an_edit_whose_nesting_is_not_certain_is_refused(turn, before, old, new):
     (turn.cwd / "x.py").write_text(before)
     assert change(turn, "edit_file", path="x.py", old_text=old, new_text=new).is_error
@@ -890,7 +1225,9 @@ def lead(line: str) -> str:
 
 
 def by_line(change):
-    return lambda text: "\n".join(change(line) if line.strip() else line for line in text.split("\n"))
+    return lambda text: "\n".join(
+        change(line) if line.strip() else line for line in text.split("\n")
+    )
 
 
 def in_units(old: str, new: str):
@@ -902,13 +1239,17 @@ def in_units(old: str, new: str):
 
 
 MISTAKES = {  # how models write an indentation that is not the file's
-    "tabs for four spaces": in_units("    ", "\t"), "two for four": in_units("    ", "  "),
-    "eight for four": in_units("    ", " " * 8), "the least is dropped": textwrap.dedent,
-    "all is dropped": by_line(str.lstrip), "a level too deep": by_line(lambda line: "    " + line),
+    "tabs for four spaces": in_units("    ", "\t"),
+    "two for four": in_units("    ", "  "),
+    "eight for four": in_units("    ", " " * 8),
+    "the least is dropped": textwrap.dedent,
+    "all is dropped": by_line(str.lstrip),
+    "a level too deep": by_line(lambda line: "    " + line),
     "a level too shallow": by_line(lambda line: line.removeprefix("    ")),
-    "two spaces too deep": by_line(lambda line: "  " + line), "one too few": by_line(lambda line: line[1:]),
+    "two spaces too deep": by_line(lambda line: "  " + line),
+    "one too few": by_line(lambda line: line[1:]),
     "the first line's is dropped": str.lstrip,
-}  # fmt: skip
+}
 INSERTED = ["log(1)", "if ready:\n    log(2)", "for x in y:\n    if x:\n        log(x)\n    log(3)"]
 
 
@@ -926,23 +1267,31 @@ def programs() -> list[str]:
     for path in sorted(Path(tools.__file__).parent.glob("*.py")):
         source = path.read_text()
         nodes = [node for node in ast.parse(source).body if 10 < node.end_lineno - node.lineno < 90]
-        texts += ["\n".join(source.split("\n")[node.lineno - 1 : node.end_lineno]) for node in nodes]
+        texts += [
+            "\n".join(source.split("\n")[node.lineno - 1 : node.end_lineno]) for node in nodes
+        ]
     return [text for text in texts if text.startswith(("def", "class", "async def"))]
 
 
 def random_insertion(chance: random.Random, text: str) -> tuple[str, str]:
     """A passage of a program, and the same with a statement more behind its last one."""
-    nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.stmt) and node.col_offset]
+    nodes = [
+        node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.stmt) and node.col_offset
+    ]
     node = chance.choice([node for node in nodes if node.end_lineno - node.lineno < 8])
     lines = text.split("\n")
     old = lines[max(node.lineno - 1 - chance.choice([0, 0, 1, 3]), 0) : node.end_lineno]
-    statement = [lead(lines[node.lineno - 1]) + line for line in chance.choice(INSERTED).split("\n")]
+    statement = [
+        lead(lines[node.lineno - 1]) + line for line in chance.choice(INSERTED).split("\n")
+    ]
     return "\n".join(old), "\n".join(old + statement)
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 @pytest.mark.parametrize("indented_by", ["    ", "\t", "  "])
-def test_after_an_edit_a_program_means_what_was_wanted_or_it_was_refused(programs, mistake, indented_by):
+def test_after_an_edit_a_program_means_what_was_wanted_or_it_was_refused(
+    programs, mistake, indented_by
+):
     chance, in_file, edited = random.Random(20_260_404), in_units("    ", indented_by), 0
     for _ in range(300 if os.environ.get("NANOBOT_TEST_FULL") else 15):
         text = chance.choice(programs)
@@ -963,14 +1312,18 @@ def test_after_an_edit_a_program_means_what_was_wanted_or_it_was_refused(program
 def test_edits_of_what_stands_there_exactly_are_those_of_str_replace():
     chance = random.Random(20_260_405)
     for _ in range(2_000):
-        text = "".join(chance.choices(["a", "b", "ab", "\n", "“", '"', "x y"], k=chance.randint(1, 12)))
+        text = "".join(
+            chance.choices(["a", "b", "ab", "\n", "“", '"', "x y"], k=chance.randint(1, 12))
+        )
         start = chance.randrange(len(text))
         old = text[start : start + chance.randint(1, 5)]
         new = "".join(chance.choices(["a", "c\nd", "”", "\\1"], k=chance.randint(0, 3)))
         assert tools.replace_passage(text, old, new, replace_all=True) == text.replace(old, new)
         places = [index for index in range(len(text)) if text.startswith(old, index)]
         if len(places) == 1:
-            without_lines = re.sub(rf"(?m)^{re.escape(old)}(?<!\n)\n", "", text)  # whole lines are deleted as such
+            without_lines = re.sub(
+                rf"(?m)^{re.escape(old)}(?<!\n)\n", "", text
+            )  # whole lines are deleted as such
             wanted = without_lines if not new and without_lines != text else text.replace(old, new)
             assert tools.replace_passage(text, old, new) == wanted
         else:
@@ -981,12 +1334,18 @@ def test_edits_of_what_stands_there_exactly_are_those_of_str_replace():
 def test_an_edit_writes_through_a_link(turn):
     (turn.cwd / "link").symlink_to("sub/b.txt")
     assert not change(turn, "edit_file", path="link", old_text="text", new_text="words").is_error
-    assert (turn.cwd / "link").is_symlink() and content(turn.cwd / "sub/b.txt") == b"words of ws/sub/b.txt\n"
+    assert (turn.cwd / "link").is_symlink() and content(
+        turn.cwd / "sub/b.txt"
+    ) == b"words of ws/sub/b.txt\n"
 
 
-@pytest.mark.parametrize("tool_name, arguments", [
-    ("write_file", {"content": "mine"}), ("edit_file", {"old_text": "text", "new_text": "mine"}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "tool_name, arguments",
+    [
+        ("write_file", {"content": "mine"}),
+        ("edit_file", {"old_text": "text", "new_text": "mine"}),
+    ],
+)
 def test_a_file_is_changed_only_as_the_session_has_read_it(turn, tool_name, arguments):
     file, write = turn.cwd / "a.txt", {"path": "a.txt", **arguments}
     unread = call(turn, tool_name, **write)
@@ -1001,37 +1360,69 @@ def test_a_file_is_changed_only_as_the_session_has_read_it(turn, tool_name, argu
     os.utime(file, ns=(times[0], times[1] + 1))  # the time tells
     assert "has changed since you read it" in call(turn, tool_name, **write).text
     assert not change(turn, tool_name, **write).is_error
-    assert not call(turn, "write_file", path="a.txt", content="text").is_error  # it knows its own version
-    assert "read it first" in call(replace(turn, seen={}), tool_name, **write).text  # after a restart
-    assert call(turn, "write_file", path="fresh", content="x") == ToolResult(f"Wrote 1 characters to {turn.cwd}/fresh.")
-    assert "To write a whole file, use write_file" in call(turn, "edit_file", path="new", old_text="", new_text="x").text
+    assert not call(
+        turn, "write_file", path="a.txt", content="text"
+    ).is_error  # it knows its own version
+    assert (
+        "read it first" in call(replace(turn, seen={}), tool_name, **write).text
+    )  # after a restart
+    assert call(turn, "write_file", path="fresh", content="x") == ToolResult(
+        f"Wrote 1 characters to {turn.cwd}/fresh."
+    )
+    assert (
+        "To write a whole file, use write_file"
+        in call(turn, "edit_file", path="new", old_text="", new_text="x").text
+    )
     (turn.cwd / "empty").touch()
-    assert not call(turn, "write_file", path="empty", content="x").is_error  # there is nothing to lose
+    assert not call(
+        turn, "write_file", path="empty", content="x"
+    ).is_error  # there is nothing to lose
 
 
 def test_a_read_only_file_is_not_changed(turn):
     (turn.cwd / "a.txt").chmod(0o444)
-    for name, arguments in {"write_file": {"content": "x"}, "edit_file": {"old_text": "text", "new_text": ""}}.items():
+    for name, arguments in {
+        "write_file": {"content": "x"},
+        "edit_file": {"old_text": "text", "new_text": ""},
+    }.items():
         result = change(turn, name, path="a.txt", **arguments)
         assert result.is_error and "read-only" in result.text
     assert (turn.cwd / "a.txt").read_text() == "text of ws/a.txt\n"
 
 
-@pytest.mark.parametrize("before, old, new, after", [
-    (b"a\r\nb\r\nc\r\n", "a\nb", "a\nB\nD", b"a\r\nB\r\nD\r\nc\r\n"),  # the file's line ends stay
-    (b"a\nb\n", "a\r\nb", "c\r\nd", b"c\nd\n"),
-    (b"\xef\xbb\xbfx = 1\n", "x = 1", "x = 2", b"\xef\xbb\xbfx = 2\n"),
-    (b"caf\xe9\x80 x\n", "x", "y", b"caf\xe9\x80 y\n"),
-    (b"a\nb\nc\n", "b", "", b"a\nc\n"),  # a deleted line takes its line end with it
-    (b"a\nb\n\nc\n", "b\n", "", b"a\n\nc\n"),  # but no more than that
-    (b"one two\nthree\n", " two", "", b"one\nthree\n"),  # the rest of the line stays a line
-    (b"a\n# x = 1\n", "# ", "", b"a\nx = 1\n"), (b"async def f\n", "async ", "", b"def f\n"),  # and whole
-    (b"  a: 1\n", "a: 1", "a: 1\n  b:", b"  a: 1\n  b:\n"),
-    (b"a\n  b\n  c\nd\n", "\nb\nc\n", "\nB\nC\n", b"a\n  B\n  C\nd\n"),
-    (b"if 1:\n    if 2:\n        go()\n", "if 2:\n    go()", "if 3:\n    stop()\n\n    go()",
-     b"if 1:\n    if 3:\n        stop()\n\n        go()\n"),
-    (b"  one  \n  two\n", "one\ntwo", "one\n2", b"  one  \n  2\n"),  # a line that stays, stays as it is
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "before, old, new, after",
+    [
+        (
+            b"a\r\nb\r\nc\r\n",
+            "a\nb",
+            "a\nB\nD",
+            b"a\r\nB\r\nD\r\nc\r\n",
+        ),  # the file's line ends stay
+        (b"a\nb\n", "a\r\nb", "c\r\nd", b"c\nd\n"),
+        (b"\xef\xbb\xbfx = 1\n", "x = 1", "x = 2", b"\xef\xbb\xbfx = 2\n"),
+        (b"caf\xe9\x80 x\n", "x", "y", b"caf\xe9\x80 y\n"),
+        (b"a\nb\nc\n", "b", "", b"a\nc\n"),  # a deleted line takes its line end with it
+        (b"a\nb\n\nc\n", "b\n", "", b"a\n\nc\n"),  # but no more than that
+        (b"one two\nthree\n", " two", "", b"one\nthree\n"),  # the rest of the line stays a line
+        (b"a\n# x = 1\n", "# ", "", b"a\nx = 1\n"),
+        (b"async def f\n", "async ", "", b"def f\n"),  # and whole
+        (b"  a: 1\n", "a: 1", "a: 1\n  b:", b"  a: 1\n  b:\n"),
+        (b"a\n  b\n  c\nd\n", "\nb\nc\n", "\nB\nC\n", b"a\n  B\n  C\nd\n"),
+        (
+            b"if 1:\n    if 2:\n        go()\n",
+            "if 2:\n    go()",
+            "if 3:\n    stop()\n\n    go()",
+            b"if 1:\n    if 3:\n        stop()\n\n        go()\n",
+        ),
+        (
+            b"  one  \n  two\n",
+            "one\ntwo",
+            "one\n2",
+            b"  one  \n  2\n",
+        ),  # a line that stays, stays as it is
+    ],
+)
 def test_edit_file_changes_the_passage_and_nothing_else(turn, before, old, new, after):
     (turn.cwd / "x").write_bytes(before)
     result = change(turn, "edit_file", path="x", old_text=old, new_text=new)
@@ -1039,23 +1430,46 @@ def test_edit_file_changes_the_passage_and_nothing_else(turn, before, old, new, 
     assert (turn.cwd / "x").read_bytes() == after
 
 
-@pytest.mark.parametrize("before, old, told", [
-    ("a\n", "b", "^old_text is not in the file. No line is like"),
-    ("def start(now):\n", "def start(then):", "^old_text is not in the file. The closest passage, at line 1"),
-    ("\ngo\ngo\n", "go", "^old_text occurs at lines 2, 3. Add the lines before and after the right place, or copy old_text exactly and set replace_all"),
-    ("if a:\n    count = 0  # local\ncount = 0\n", "count = 0", "^old_text occurs at lines 2, 3"),
-    ("aba-aba-aba", "aba-aba", "^old_text occurs at lines 1, 1"),
-    ("if a:\n    count = 0\n", "count = 0", "^old_text is in the file, but the indentation of new_text is not clear"),
-    ("if a:\n    go()\n", "if a:\n  go()", "^old_text is in the file, but the indentation"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "before, old, told",
+    [
+        ("a\n", "b", "^old_text is not in the file. No line is like"),
+        (
+            "def start(now):\n",
+            "def start(then):",
+            "^old_text is not in the file. The closest passage, at line 1",
+        ),
+        (
+            "\ngo\ngo\n",
+            "go",
+            "^old_text occurs at lines 2, 3. Add the lines before and after the right place, or copy old_text exactly and set replace_all",
+        ),
+        (
+            "if a:\n    count = 0  # local\ncount = 0\n",
+            "count = 0",
+            "^old_text occurs at lines 2, 3",
+        ),
+        ("aba-aba-aba", "aba-aba", "^old_text occurs at lines 1, 1"),
+        (
+            "if a:\n    count = 0\n",
+            "count = 0",
+            "^old_text is in the file, but the indentation of new_text is not clear",
+        ),
+        ("if a:\n    go()\n", "if a:\n  go()", "^old_text is in the file, but the indentation"),
+    ],
+)
 def test_missing_repeated_and_unclear_passages_have_answers_of_their_own(before, old, told):
     with pytest.raises(ToolError, match=told):
         replace_passage(before, old, "count = 1\nother = 2")
 
 
-@pytest.mark.parametrize("old, new, told", [
-    ("go", "a()\n  b()", "The indentation of new_text is not clear"), ("  go\n a", "a", "occurs at lines 1, 4"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "old, new, told",
+    [
+        ("go", "a()\n  b()", "The indentation of new_text is not clear"),
+        ("  go\n a", "a", "occurs at lines 1, 4"),
+    ],
+)
 def test_replace_all_takes_what_stands_there_exactly_and_never_guesses(old, new, told):
     text = " go\n a\n--\n\tgo\n\ta\n"
     assert replace_passage(text, "go", "went", replace_all=True) == text.replace("go", "went")
@@ -1068,30 +1482,58 @@ def test_replace_all_takes_what_stands_there_exactly_and_never_guesses(old, new,
 
 def notebook(minor=5, **layout) -> bytes:
     """As Jupyter writes it: one space, keys in order; and with what a careless round trip would change."""
-    output = {"data": {"text/plain": ["größe \u2028 1e-07 \u001b[0m"]}, "n": 1e-07, "output_type": "x"}
-    kinds = {"markdown": {"attachments": {}}, "code": {"execution_count": 3, "outputs": [output]}, "raw": {}}
+    output = {
+        "data": {"text/plain": ["größe \u2028 1e-07 \u001b[0m"]},
+        "n": 1e-07,
+        "output_type": "x",
+    }
+    kinds = {
+        "markdown": {"attachments": {}},
+        "code": {"execution_count": 3, "outputs": [output]},
+        "raw": {},
+    }
     cells = [
-        {"cell_type": kind, "id": f"id-{kind}", "metadata": {"tags": [kind]}, "source": ["a\n", kind], **more}
+        {
+            "cell_type": kind,
+            "id": f"id-{kind}",
+            "metadata": {"tags": [kind]},
+            "source": ["a\n", kind],
+            **more,
+        }
         for kind, more in kinds.items()
     ]
     for cell in cells:
         cell.pop("id") if minor < 5 else None
-    book = {"cells": [dict(sorted(each.items())) for each in cells], "metadata": {"z": 0, "a": 1},
-            "nbformat": 4, "nbformat_minor": minor}  # fmt: skip
+    book = {
+        "cells": [dict(sorted(each.items())) for each in cells],
+        "metadata": {"z": 0, "a": 1},
+        "nbformat": 4,
+        "nbformat_minor": minor,
+    }
     layout = {"ensure_ascii": False, "indent": 1} | layout
     return (json.dumps(book, **layout) + "\n").encode()
 
 
-def edit_cell(turn, data: bytes, cell: int, source: str = "", **arguments) -> tuple[ToolResult, bytes]:
+def edit_cell(
+    turn, data: bytes, cell: int, source: str = "", **arguments
+) -> tuple[ToolResult, bytes]:
     (turn.cwd / "x.ipynb").write_bytes(data)
     result = change(turn, "notebook_edit", path="x.ipynb", cell=cell, source=source, **arguments)
     return result, (turn.cwd / "x.ipynb").read_bytes()
 
 
-@pytest.mark.parametrize("data", [
-    notebook(), notebook(4), notebook(indent=4), notebook(indent="\t"),
-    notebook(indent=None), notebook().replace(b"\n", b"\r\n"), b"\xef\xbb\xbf" + notebook(),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "data",
+    [
+        notebook(),
+        notebook(4),
+        notebook(indent=4),
+        notebook(indent="\t"),
+        notebook(indent=None),
+        notebook().replace(b"\n", b"\r\n"),
+        b"\xef\xbb\xbf" + notebook(),
+    ],
+)
 def test_a_changed_cell_leaves_all_else_in_a_notebook_as_it_was(turn, data):
     first, after = edit_cell(turn, data, 0, "# größer\n\nb")
     assert not first.is_error and after != data
@@ -1104,18 +1546,41 @@ def test_a_changed_cell_leaves_all_else_in_a_notebook_as_it_was(turn, data):
     assert (turn.cwd / "x.ipynb").read_bytes() == data
 
 
-CODE = {"cell_type": "code", "execution_count": None, "metadata": {}, "outputs": [], "source": ["x\n", "y"]}
+CODE = {
+    "cell_type": "code",
+    "execution_count": None,
+    "metadata": {},
+    "outputs": [],
+    "source": ["x\n", "y"],
+}
 TEXT = {"cell_type": "markdown", "metadata": {}, "source": ["x\n", "y"]}
 
 
-@pytest.mark.parametrize("minor, arguments, cells, made", [
-    (5, {"cell": 1}, 3, CODE | {"id": "id-code", "metadata": {"tags": ["code"]}}),  # its outputs go
-    (5, {"cell": 1, "cell_type": "markdown"}, 3, TEXT | {"id": "id-code", "metadata": {"tags": ["code"]}}),
-    (5, {"cell": 3, "mode": "insert"}, 4, CODE | {"id": "new"}),
-    (4, {"cell": 1, "mode": "insert", "cell_type": "markdown"}, 4, TEXT),
-    (5, {"cell": 2, "cell_type": "raw"}, 3,
-     TEXT | {"cell_type": "raw", "id": "id-raw", "metadata": {"tags": ["raw"]}}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "minor, arguments, cells, made",
+    [
+        (
+            5,
+            {"cell": 1},
+            3,
+            CODE | {"id": "id-code", "metadata": {"tags": ["code"]}},
+        ),  # its outputs go
+        (
+            5,
+            {"cell": 1, "cell_type": "markdown"},
+            3,
+            TEXT | {"id": "id-code", "metadata": {"tags": ["code"]}},
+        ),
+        (5, {"cell": 3, "mode": "insert"}, 4, CODE | {"id": "new"}),
+        (4, {"cell": 1, "mode": "insert", "cell_type": "markdown"}, 4, TEXT),
+        (
+            5,
+            {"cell": 2, "cell_type": "raw"},
+            3,
+            TEXT | {"cell_type": "raw", "id": "id-raw", "metadata": {"tags": ["raw"]}},
+        ),
+    ],
+)
 def test_a_cell_is_what_nbformat_wants(turn, minor, arguments, cells, made):
     result, data = edit_cell(turn, notebook(minor), source="x\ny", **arguments)
     book = json.loads(data)
@@ -1127,17 +1592,28 @@ def test_a_cell_is_what_nbformat_wants(turn, minor, arguments, cells, made):
     assert '+    "y"' in result.text
 
 
-@pytest.mark.parametrize("data, cell, told", [
-    (notebook(), 3, "There is no cell 3: the notebook has 3"),
-    (b'{"nbformat": 4, "cells": []}', 0, "There is no cell 0"),
-    (b"{", 0, "Not a notebook of nbformat 4: JSONDecodeError"),
-    (b"{}", 0, "Not a notebook of nbformat 4: KeyError"),
-    (notebook().replace(b"markdown", b"\xe9"), 0, "Not a notebook of nbformat 4: UnicodeEncodeError"),
-    (notebook().replace(b"markdown", rb"\udce9"), 0, "Not a notebook of nbformat 4: UnicodeEncodeError"),
-    (b'{"nbformat": 3, "worksheets": []}', 0, "Not a notebook of nbformat 4"),
-    (b'{"nbformat": 4, "cells": [7]}', 0, "Not a notebook of nbformat 4: TypeError"),
-    (b"[" * 100_000, 0, "Not a notebook"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "data, cell, told",
+    [
+        (notebook(), 3, "There is no cell 3: the notebook has 3"),
+        (b'{"nbformat": 4, "cells": []}', 0, "There is no cell 0"),
+        (b"{", 0, "Not a notebook of nbformat 4: JSONDecodeError"),
+        (b"{}", 0, "Not a notebook of nbformat 4: KeyError"),
+        (
+            notebook().replace(b"markdown", b"\xe9"),
+            0,
+            "Not a notebook of nbformat 4: UnicodeEncodeError",
+        ),
+        (
+            notebook().replace(b"markdown", rb"\udce9"),
+            0,
+            "Not a notebook of nbformat 4: UnicodeEncodeError",
+        ),
+        (b'{"nbformat": 3, "worksheets": []}', 0, "Not a notebook of nbformat 4"),
+        (b'{"nbformat": 4, "cells": [7]}', 0, "Not a notebook of nbformat 4: TypeError"),
+        (b"[" * 100_000, 0, "Not a notebook"),
+    ],
+)
 def test_what_is_no_notebook_or_no_cell_is_said_and_left_alone(turn, data, cell, told):
     result, after = edit_cell(turn, data, cell, "x")
     assert result.is_error and told in result.text and after == data
@@ -1145,10 +1621,19 @@ def test_what_is_no_notebook_or_no_cell_is_said_and_left_alone(turn, data, cell,
 
 def test_list_dir_shows_folders_and_sizes(turn):
     assert call(turn, "list_dir").text.split("\n") == [
-        f"{turn.cwd}: 6 entries", "a.txt  17 bytes", "away", "dangling", "leaf", "loop", "sub/",
-    ]  # fmt: skip
+        f"{turn.cwd}: 6 entries",
+        "a.txt  17 bytes",
+        "away",
+        "dangling",
+        "leaf",
+        "loop",
+        "sub/",
+    ]
     near = call(turn, "list_dir", path="a.tx")
-    assert near.text == f"Cannot list {turn.cwd}/a.tx: No such file or directory. Similar names: a.txt."
+    assert (
+        near.text
+        == f"Cannot list {turn.cwd}/a.tx: No such file or directory. Similar names: a.txt."
+    )
     assert near.is_error and "Not a directory" in call(turn, "list_dir", path="a.txt").text
     (turn.cwd / "sub" / "big").write_bytes(b"x" * 1_234)
     os.mkfifo(turn.cwd / "sub" / "pipe")
@@ -1162,7 +1647,15 @@ def test_list_dir_shows_folders_and_sizes(turn):
 @pytest.fixture
 def tree(turn):
     """Ten files to search, the later ones newer, and folders that nobody means."""
-    meant = ["main.py", "src/app.py", "src/deep/util.py", "src/deep/util.js", "READ.md", "d/a.md", "[x].md"]
+    meant = [
+        "main.py",
+        "src/app.py",
+        "src/deep/util.py",
+        "src/deep/util.js",
+        "READ.md",
+        "d/a.md",
+        "[x].md",
+    ]
     for age, name in enumerate([*meant, "node_modules/m.py", ".git/g.py", "src/__pycache__/c.py"]):
         path = turn.cwd / "tree" / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -1171,19 +1664,49 @@ def tree(turn):
     return replace(turn, cwd=turn.cwd / "tree")
 
 
-@pytest.mark.parametrize("pattern, name, is_meant", [
-    ("{x,y},z", "x,z", True), ("{x,y},z", "z", False), ("{x,y},z", "x", False), ("a,b", "a,b", True),
-    ("{a,b}{c,d}", "ad", True),
-    ("{a,{b,c}d}e", "cde", True), ("{a,{b,c}d}e", "ce", False), ("a?c", "abc", True), ("a?c", "a/c", False),
-    ("src/**", "src/a/b", True), ("src/**", "srca", False), ("src/**/b", "src/b", True),
-    ("**/b", "a/b", True), ("**b", "a/b", True), ("*b", "deep/a/b", True), ("a/*b", "a/x/b", False),
-    ("./a", "a", True), ("./a", "x/a", False), (r"\*", "*", True), (r"\*", "a", False),
-    (r"a\{b", "a{b", True), (r"\\a", r"\a", True), ("[a-c]", "b", True), ("[!a-c]", "b", False),
-    ("[^a-c]", "d", True), ("[]a]", "]", True), ("[a&&b]", "&", True), ("[.]", ".", True),
-    (r"[\]", "\\", True), ("a.b", "axb", False), ("a", "ab", False), ("a", "ba", False), ("a", "a\n", False),
-    ("*", "a\nb", True), ("[!a]", "/", False), ("x/[!a]", "x//", False), ("*a*a*a*a", "aaaa", True),
-    ("a/**/**/**/**/b", "a/b", True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "pattern, name, is_meant",
+    [
+        ("{x,y},z", "x,z", True),
+        ("{x,y},z", "z", False),
+        ("{x,y},z", "x", False),
+        ("a,b", "a,b", True),
+        ("{a,b}{c,d}", "ad", True),
+        ("{a,{b,c}d}e", "cde", True),
+        ("{a,{b,c}d}e", "ce", False),
+        ("a?c", "abc", True),
+        ("a?c", "a/c", False),
+        ("src/**", "src/a/b", True),
+        ("src/**", "srca", False),
+        ("src/**/b", "src/b", True),
+        ("**/b", "a/b", True),
+        ("**b", "a/b", True),
+        ("*b", "deep/a/b", True),
+        ("a/*b", "a/x/b", False),
+        ("./a", "a", True),
+        ("./a", "x/a", False),
+        (r"\*", "*", True),
+        (r"\*", "a", False),
+        (r"a\{b", "a{b", True),
+        (r"\\a", r"\a", True),
+        ("[a-c]", "b", True),
+        ("[!a-c]", "b", False),
+        ("[^a-c]", "d", True),
+        ("[]a]", "]", True),
+        ("[a&&b]", "&", True),
+        ("[.]", ".", True),
+        (r"[\]", "\\", True),
+        ("a.b", "axb", False),
+        ("a", "ab", False),
+        ("a", "ba", False),
+        ("a", "a\n", False),
+        ("*", "a\nb", True),
+        ("[!a]", "/", False),
+        ("x/[!a]", "x//", False),
+        ("*a*a*a*a", "aaaa", True),
+        ("a/**/**/**/**/b", "a/b", True),
+    ],
+)
 def test_a_glob_means_names(pattern, name, is_meant):
     assert bool(tools.glob_pattern(pattern).match(name)) == is_meant
 
@@ -1191,7 +1714,10 @@ def test_a_glob_means_names(pattern, name, is_meant):
 def test_globs_of_names_mean_what_fnmatch_says(turn, monkeypatch):
     monkeypatch.setenv("PATH", "")  # a git for each search would take most of the time
     chance = random.Random(20_260_406)
-    names = {"".join(chance.choices("ab-].[^!&", k=chance.randint(1, 4))) for _ in range(150)} - {".", ".."}
+    names = {"".join(chance.choices("ab-].[^!&", k=chance.randint(1, 4))) for _ in range(150)} - {
+        ".",
+        "..",
+    }
     [(turn.cwd / "sub" / name).touch() for name in names]
     for _ in range(150):
         parts = ["a", "b", "*", "?", "[ab]", "[!a]", "[]-]", "[^", "]", "[[]", "[a-"]
@@ -1203,23 +1729,39 @@ def test_globs_of_names_mean_what_fnmatch_says(turn, monkeypatch):
         assert wanted == {name for name in shown if not name.startswith("No file below")}, pattern
 
 
-@pytest.mark.parametrize("arguments, text", [
-    ({}, "main.py"),
-    ({"output_mode": "count"}, "main.py: 1"),
-    ({"output_mode": "content", "case_insensitive": True}, "main.py:2: TODO one\nmain.py:4: todo two"),
-    ({"output_mode": "content", "context": 9},
-     "main.py-1- name = main.py\nmain.py:2: TODO one\nmain.py-3- \nmain.py-4- todo two"),
-    ({"output_mode": "content", "case_insensitive": True, "context": 1},
-     "main.py-1- name = main.py\nmain.py:2: TODO one\nmain.py-3- \nmain.py:4: todo two"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "arguments, text",
+    [
+        ({}, "main.py"),
+        ({"output_mode": "count"}, "main.py: 1"),
+        (
+            {"output_mode": "content", "case_insensitive": True},
+            "main.py:2: TODO one\nmain.py:4: todo two",
+        ),
+        (
+            {"output_mode": "content", "context": 9},
+            "main.py-1- name = main.py\nmain.py:2: TODO one\nmain.py-3- \nmain.py-4- todo two",
+        ),
+        (
+            {"output_mode": "content", "case_insensitive": True, "context": 1},
+            "main.py-1- name = main.py\nmain.py:2: TODO one\nmain.py-3- \nmain.py:4: todo two",
+        ),
+    ],
+)
 def test_grep_shows_what_was_asked_for(tree, arguments, text):
     assert call(tree, "grep", pattern="TODO", glob="main.*", **arguments).text == text
     assert call(tree, "grep", pattern="TODO", path="main.py", **arguments).text == text
 
 
-@pytest.mark.parametrize("pattern, told", [
-    ("[[:space:]]+x", r"use \s"), ("[^[:alpha:]_]zz", "[A-Za-z]"), (r"\<nowhere\>", r"\b"), (r"x\>", r"\b"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "pattern, told",
+    [
+        ("[[:space:]]+x", r"use \s"),
+        ("[^[:alpha:]_]zz", "[A-Za-z]"),
+        (r"\<nowhere\>", r"\b"),
+        (r"x\>", r"\b"),
+    ],
+)
 def test_what_other_programs_know_and_re_does_not_is_told(tree, pattern, told):
     result = call(tree, "grep", pattern=pattern)
     assert result.is_error and told in result.text
@@ -1238,7 +1780,9 @@ PIECES += [b"\xff", b"\xef\xbb\xbf"]
 
 
 def random_pattern(chance: random.Random) -> str:
-    parts = [atom + chance.choice(REPEATS) for atom in chance.choices(ATOMS, k=chance.randint(1, 4))]
+    parts = [
+        atom + chance.choice(REPEATS) for atom in chance.choices(ATOMS, k=chance.randint(1, 4))
+    ]
     return chance.choice(["", "", "", "", "(?i)", "(?s)", "(?m)", "(?x)"]) + "".join(parts)
 
 
@@ -1260,12 +1804,18 @@ def test_grep_finds_what_a_loop_over_the_lines_would_find(turn, monkeypatch):
             continue
         wanted = [
             f"{name}:{index + 1}: {line}"
-            for name, lines in contents.items() for index, line in enumerate(lines) if matches(line)
-        ]  # fmt: skip
+            for name, lines in contents.items()
+            for index, line in enumerate(lines)
+            if matches(line)
+        ]
         arguments = {"pattern": pattern, "case_insensitive": bool(flags), "output_mode": "content"}
-        shown = call(everything, "grep", path="sub", glob="[0-9]*", head_limit=10**6, **arguments).text
+        shown = call(
+            everything, "grep", path="sub", glob="[0-9]*", head_limit=10**6, **arguments
+        ).text
         hits += bool(wanted)
-        assert shown == "\n".join(wanted) or (not wanted and shown.startswith("No match for")), pattern
+        assert shown == "\n".join(wanted) or (not wanted and shown.startswith("No match for")), (
+            pattern
+        )
     assert hits > 40 and tools.child_program().isascii()  # it is an argument, in any locale
 
 
@@ -1290,7 +1840,11 @@ def test_a_search_that_would_take_for_ever_is_ended(blanks, monkeypatch):
     before, start = own_children(), time.monotonic()
     for path in ("sub/x.py", "."):
         ended = call(blanks, "grep", pattern=ENDLESS, path=path)
-        assert ended.is_error and "stopped after 1 s" in ended.text and "simplify the pattern" in ended.text
+        assert (
+            ended.is_error
+            and "stopped after 1 s" in ended.text
+            and "simplify the pattern" in ended.text
+        )
     assert time.monotonic() - start < 10 and own_children() == before
 
 
@@ -1298,7 +1852,9 @@ def test_a_stopped_turn_ends_a_search_at_once(blanks):
     before, threads = own_children(), threading.active_count()
 
     async def stop():
-        task = asyncio.create_task(ToolRegistry(FILE_TOOLS).execute("grep", {"pattern": ENDLESS}, blanks))
+        task = asyncio.create_task(
+            ToolRegistry(FILE_TOOLS).execute("grep", {"pattern": ENDLESS}, blanks)
+        )
         while len(own_children()) == len(before):  # git, then the child
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.1)
@@ -1336,27 +1892,57 @@ def test_search_never_shows_a_file_with_keys_or_what_was_put_aside(turn):
         assert "a.txt" in shown and "hard" not in shown and "result" not in shown
 
 
-@pytest.mark.parametrize("name, arguments, shown", [
-    ("glob", {"pattern": "*.py"}, "src/deep/util.py\nsrc/app.py\nmain.py"),  # newest first
-    ("glob", {"pattern": "src/**", "head_limit": 1},
-     "src/deep/util.js\n(there are more: raise head_limit or narrow the search)"),
-    ("glob", {"pattern": "!*.py"}, "*.{js,ts}"), ("glob", {"pattern": "*a*a*a*a*"}, "too many stars"),
-    ("glob", {"pattern": "[z-a]"}, "bad character range"), ("glob", {"pattern": "{a,b"}, "Close each { and ["),
-    ("glob", {"pattern": "*.rs"}, "No file below"),
-    ("glob", {"pattern": "*", "path": "sr"}, "Similar names: src."),
-    ("grep", {"pattern": "TODO", "type": "py", "glob": ""}, "main.py\nsrc/app.py\nsrc/deep/util.py"),
-    ("grep", {"pattern": "TODO", "type": "py", "head_limit": 2}, "main.py\nsrc/app.py\n(there are more"),
-    ("grep", {"pattern": "TODO", "type": "js", "glob": "src/*"}, "No match for 'TODO'"),
-    ("grep", {"pattern": "("}, "is no regular expression: "),
-    ("grep", {"pattern": "e = main.p", "fixed_strings": True}, "main.py"),
-    ("grep", {"pattern": r"\Atodo", "case_insensitive": True, "glob": "a.md", "output_mode": "count"}, "d/a.md: 2"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, arguments, shown",
+    [
+        ("glob", {"pattern": "*.py"}, "src/deep/util.py\nsrc/app.py\nmain.py"),  # newest first
+        (
+            "glob",
+            {"pattern": "src/**", "head_limit": 1},
+            "src/deep/util.js\n(there are more: raise head_limit or narrow the search)",
+        ),
+        ("glob", {"pattern": "!*.py"}, "*.{js,ts}"),
+        ("glob", {"pattern": "*a*a*a*a*"}, "too many stars"),
+        ("glob", {"pattern": "[z-a]"}, "bad character range"),
+        ("glob", {"pattern": "{a,b"}, "Close each { and ["),
+        ("glob", {"pattern": "*.rs"}, "No file below"),
+        ("glob", {"pattern": "*", "path": "sr"}, "Similar names: src."),
+        (
+            "grep",
+            {"pattern": "TODO", "type": "py", "glob": ""},
+            "main.py\nsrc/app.py\nsrc/deep/util.py",
+        ),
+        (
+            "grep",
+            {"pattern": "TODO", "type": "py", "head_limit": 2},
+            "main.py\nsrc/app.py\n(there are more",
+        ),
+        ("grep", {"pattern": "TODO", "type": "js", "glob": "src/*"}, "No match for 'TODO'"),
+        ("grep", {"pattern": "("}, "is no regular expression: "),
+        ("grep", {"pattern": "e = main.p", "fixed_strings": True}, "main.py"),
+        (
+            "grep",
+            {
+                "pattern": r"\Atodo",
+                "case_insensitive": True,
+                "glob": "a.md",
+                "output_mode": "count",
+            },
+            "d/a.md: 2",
+        ),
+    ],
+)
 def test_glob_and_grep_show_or_tell(tree, name, arguments, shown):
     assert shown in call(tree, name, **arguments).text
 
 
 def test_what_is_not_text_is_counted_and_links_are_not_followed(turn):
-    for name, data in {"binary": b"text \0", "huge": b"text\n" * 500_000, "latin": b"text \xe9\n", "empty": b""}.items():
+    for name, data in {
+        "binary": b"text \0",
+        "huge": b"text\n" * 500_000,
+        "latin": b"text \xe9\n",
+        "empty": b"",
+    }.items():
         (turn.cwd / "sub" / name).write_bytes(data)
     (turn.cwd / "sub" / "long").write_text("text" * 600)
     shown = call(turn, "grep", pattern="text|^$", output_mode="content").text
@@ -1377,9 +1963,24 @@ def repository(turn):
         pytest.skip("git is not installed")
     root = turn.cwd / "repo"
     ignore = "*.log\nbuild/\n/only/*\n!kept.log\n"
-    names = ["a.py", "gone.py", "src/b.py", "src/d.log", "build/tracked.py", "build/made.py", "new/c.py",
-             "new/c.log", "kept.log", "größe.py", "only/e.py", "inner/f.py", "inner/f.tmp", "lib/g.py",
-             ".nanobot/h.txt", "node_modules/i.js"]  # fmt: skip
+    names = [
+        "a.py",
+        "gone.py",
+        "src/b.py",
+        "src/d.log",
+        "build/tracked.py",
+        "build/made.py",
+        "new/c.py",
+        "new/c.log",
+        "kept.log",
+        "größe.py",
+        "only/e.py",
+        "inner/f.py",
+        "inner/f.tmp",
+        "lib/g.py",
+        ".nanobot/h.txt",
+        "node_modules/i.js",
+    ]
     rules = {".gitignore": ignore, "inner/.gitignore": "*.tmp\n", "lib/.gitignore": "*.log\n"}
     for name, text in {**dict.fromkeys(names, ""), **rules}.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -1396,8 +1997,19 @@ def repository(turn):
     return replace(turn, cwd=root)
 
 
-SEEN_BY_GIT = [".gitignore", "a.py", "build/tracked.py", "größe.py", "inner/.gitignore", "inner/f.py",
-               "kept.log", "lib/.gitignore", "lib/g.py", "new/c.py", "src/b.py"]  # fmt: skip
+SEEN_BY_GIT = [
+    ".gitignore",
+    "a.py",
+    "build/tracked.py",
+    "größe.py",
+    "inner/.gitignore",
+    "inner/f.py",
+    "kept.log",
+    "lib/.gitignore",
+    "lib/g.py",
+    "new/c.py",
+    "src/b.py",
+]
 
 
 def found(turn, path=".") -> list[str]:
@@ -1407,10 +2019,15 @@ def found(turn, path=".") -> list[str]:
     return sorted(matches)
 
 
-@pytest.mark.parametrize("path, names", [
-    ("src", ["b.py"]), ("inner", [".gitignore", "f.py"]), ("build", ["tracked.py"]),
-    ("src/d.log", ["d.log"]),  # what is named is searched
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "path, names",
+    [
+        ("src", ["b.py"]),
+        ("inner", [".gitignore", "f.py"]),
+        ("build", ["tracked.py"]),
+        ("src/d.log", ["d.log"]),  # what is named is searched
+    ],
+)
 def test_a_folder_of_a_work_tree_can_be_searched_alone(repository, path, names):
     assert found(repository, path) == names
 
@@ -1419,17 +2036,29 @@ def test_in_a_work_tree_search_sees_what_git_would_list(repository):
     assert found(repository) == SEEN_BY_GIT
     shown = call(repository, "glob", pattern="*").text.split("\n")
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    listed = subprocess.run(command, cwd=repository.cwd, capture_output=True, text=True).stdout.split("\0")
+    listed = subprocess.run(
+        command, cwd=repository.cwd, capture_output=True, text=True
+    ).stdout.split("\0")
     apart = {"gone.py", "inner/", "lib", ".nanobot/h.txt", "node_modules/i.js", ""}
-    assert set(listed) - apart == {name for name in shown if not name.startswith(("inner/", "lib/"))}
+    assert set(listed) - apart == {
+        name for name in shown if not name.startswith(("inner/", "lib/"))
+    }
 
 
 def test_the_settings_of_a_strangers_repository_start_no_program(repository):
     hook = repository.cwd / "src" / "hook.sh"
     hook.write_text(f"#!/bin/sh\ntouch {repository.workspace}/ran\n")
     hook.chmod(0o755)
-    for key in ("core.fsmonitor", "core.sshCommand", "core.pager", "pager.ls-files", "filter.x.clean",
-                "core.editor", "alias.ls-files", "remote.origin.uploadpack"):  # fmt: skip
+    for key in (
+        "core.fsmonitor",
+        "core.sshCommand",
+        "core.pager",
+        "pager.ls-files",
+        "filter.x.clean",
+        "core.editor",
+        "alias.ls-files",
+        "remote.origin.uploadpack",
+    ):
         git(repository.cwd, "config", key, str(hook))
     git(repository.cwd, "config", "extensions.partialClone", "origin")
     (repository.cwd / ".gitattributes").write_text("* filter=x\n")
@@ -1448,7 +2077,10 @@ def test_a_repository_cannot_lead_a_search_outside(repository):
     git(repository.cwd, "config", "core.worktree", str(out))
     for path in ("repo", "."):
         assert "gold" not in call(fenced, "glob", pattern="*", path=path).text
-        assert "gold" not in call(fenced, "grep", pattern="text", path=path, output_mode="content").text
+        assert (
+            "gold"
+            not in call(fenced, "grep", pattern="text", path=path, output_mode="content").text
+        )
 
 
 # ---- The web ----
@@ -1494,7 +2126,9 @@ def resolver(**addresses):
         resolve.asked.append(host)
         found = addresses[host.partition(".")[0]]
         kinds = [socket.AF_INET6 if ":" in address else socket.AF_INET for address in found]
-        return [(kind, type, 6, "", (address, port)) for kind, address in zip(kinds, found, strict=True)]
+        return [
+            (kind, type, 6, "", (address, port)) for kind, address in zip(kinds, found, strict=True)
+        ]
 
     resolve.asked = []
     return resolve
@@ -1504,19 +2138,66 @@ def fetch(url, *, web=None, **arguments) -> ToolResult:
     return answer(WebFetch(web or Web(LOOPBACK)), url=url, **arguments)
 
 
-@pytest.mark.parametrize("address", [
-    "0.0.0.0", "10.1.2.3", "100.64.0.1", "100.100.100.200", "127.0.0.1", "127.255.255.254", "169.254.169.254",
-    "172.16.0.1", "172.31.255.255", "192.0.0.1", "192.0.0.192", "192.0.2.1", "192.88.99.1", "192.168.0.1",
-    "198.18.0.1", "198.51.100.1", "203.0.113.1", "224.0.0.1", "239.255.255.255", "240.0.0.1",
-    "255.255.255.255", "168.63.129.16", "::", "::1", "::127.0.0.1", "::7f00:1", "::ffff:127.0.0.1",
-    "::ffff:10.0.0.1", "::ffff:169.254.169.254", "::ffff:0:7f00:1", "64:ff9b::7f00:1", "64:ff9b::a9fe:a9fe",
-    "64:ff9b::a83f:8110", "64:ff9b:1::1", "100::1", "2001::1", "2001:0:7f00:1::", "2001:db8::1", "2001:10::1",
-    "2002:7f00:1::", "2002:a9fe:a9fe::1", "3fff::1", "5f00::1", "fc00::1", "fd00:ec2::254", "fe80::1",
-    "fe80::1%1", "fec0::1", "ff02::1", "ff0e::1",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "address",
+    [
+        "0.0.0.0",
+        "10.1.2.3",
+        "100.64.0.1",
+        "100.100.100.200",
+        "127.0.0.1",
+        "127.255.255.254",
+        "169.254.169.254",
+        "172.16.0.1",
+        "172.31.255.255",
+        "192.0.0.1",
+        "192.0.0.192",
+        "192.0.2.1",
+        "192.88.99.1",
+        "192.168.0.1",
+        "198.18.0.1",
+        "198.51.100.1",
+        "203.0.113.1",
+        "224.0.0.1",
+        "239.255.255.255",
+        "240.0.0.1",
+        "255.255.255.255",
+        "168.63.129.16",
+        "::",
+        "::1",
+        "::127.0.0.1",
+        "::7f00:1",
+        "::ffff:127.0.0.1",
+        "::ffff:10.0.0.1",
+        "::ffff:169.254.169.254",
+        "::ffff:0:7f00:1",
+        "64:ff9b::7f00:1",
+        "64:ff9b::a9fe:a9fe",
+        "64:ff9b::a83f:8110",
+        "64:ff9b:1::1",
+        "100::1",
+        "2001::1",
+        "2001:0:7f00:1::",
+        "2001:db8::1",
+        "2001:10::1",
+        "2002:7f00:1::",
+        "2002:a9fe:a9fe::1",
+        "3fff::1",
+        "5f00::1",
+        "fc00::1",
+        "fd00:ec2::254",
+        "fe80::1",
+        "fe80::1%1",
+        "fec0::1",
+        "ff02::1",
+        "ff0e::1",
+    ],
+)
 def test_an_address_that_is_not_public_is_never_asked(address):
     assert not is_public(ipaddress.ip_address(address))
-    result = fetch("http://example.com/", web=Web(resolve=resolver(example=["93.184.216.34", address])))
+    result = fetch(
+        "http://example.com/", web=Web(resolve=resolver(example=["93.184.216.34", address]))
+    )
     assert result.is_error and "Refused" in result.text and "tools.ssrfWhitelist" in result.text
 
 
@@ -1530,23 +2211,55 @@ def test_no_tunnel_makes_an_address_public():
         assert not is_public(ipaddress.IPv6Address(0x2002 << 112 | low << 80))
 
 
-@pytest.mark.parametrize("host", [
-    "localhost", "127.1", "0", "0x7f000001", "0177.0.0.1", "2130706433", "[::1]", "[::ffff:127.0.0.1]",
-    "[::]", "127.0.0.1", "①②⑦.⓪.⓪.①", "127。0。0。1", "LOCALHOST",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "host",
+    [
+        "localhost",
+        "127.1",
+        "0",
+        "0x7f000001",
+        "0177.0.0.1",
+        "2130706433",
+        "[::1]",
+        "[::ffff:127.0.0.1]",
+        "[::]",
+        "127.0.0.1",
+        "①②⑦.⓪.⓪.①",
+        "127。0。0。1",
+        "LOCALHOST",
+    ],
+)
 def test_this_machine_is_refused_however_it_is_written(site, host):
     result = fetch(f"http://{host}:{site.port}/", web=Web())
     assert result.is_error and "not public" in result.text and site.asked == []
 
 
-@pytest.mark.parametrize("url", [
-    "ftp://example.com/", "file:///etc/passwd", "gopher://example.com/", "example.com/x", "//example.com/",
-    "http:///x", "http://", "", "http://user:secret@example.com/", "http://example.com\\@127.0.0.1/",
-    "http://127.0.0.1\\@example.com/", "http://example.com/a\\b",
-    "http://example.com/a\r\nX: y", "http://exa\tmple.com/", "http://[::1/",
-    "http://example.com:99999/", "http://example.com:22/", "http://example.com:x/", f"http://{'a' * 70}.com/",
-    "http://example.com/\ud800", "javascript:alert(1)",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "url",
+    [
+        "ftp://example.com/",
+        "file:///etc/passwd",
+        "gopher://example.com/",
+        "example.com/x",
+        "//example.com/",
+        "http:///x",
+        "http://",
+        "",
+        "http://user:secret@example.com/",
+        "http://example.com\\@127.0.0.1/",
+        "http://127.0.0.1\\@example.com/",
+        "http://example.com/a\\b",
+        "http://example.com/a\r\nX: y",
+        "http://exa\tmple.com/",
+        "http://[::1/",
+        "http://example.com:99999/",
+        "http://example.com:22/",
+        "http://example.com:x/",
+        f"http://{'a' * 70}.com/",
+        "http://example.com/\ud800",
+        "javascript:alert(1)",
+    ],
+)
 def test_what_is_no_web_address_is_refused_before_anything_is_looked_up(url):
     lookup = resolver(example=["93.184.216.34"])
     result = fetch(url, web=Web(resolve=lookup))
@@ -1570,18 +2283,29 @@ def test_redirects_are_followed_and_each_is_checked_again(site):
     site.pages["/caf%C3%A9"] = (200, {"Content-Type": "text/plain"}, b"arrived")
     lookup = resolver(example=["127.0.0.1"], **{"127": ["127.0.0.1"]})
     result = fetch(f"{site.url}/a", web=Web(LOOPBACK, lookup))
-    assert "arrived" in result.text and f"URL: http://example.com:{site.port}/caf%C3%A9\n" in result.text
+    assert (
+        "arrived" in result.text
+        and f"URL: http://example.com:{site.port}/caf%C3%A9\n" in result.text
+    )
 
 
-@pytest.mark.parametrize("target, told", [
-    ("http://10.0.0.1/", "10.0.0.1, which is not public"),
-    ("http://metadata.example/latest", "169.254.169.254, which is not public"),
-    ("file:///etc/passwd", "Give a URL like"),
-    ("/again", "Status: 302"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "target, told",
+    [
+        ("http://10.0.0.1/", "10.0.0.1, which is not public"),
+        ("http://metadata.example/latest", "169.254.169.254, which is not public"),
+        ("file:///etc/passwd", "Give a URL like"),
+        ("/again", "Status: 302"),
+    ],
+)
 def test_a_redirect_to_where_it_must_not_lead_is_an_error(site, target, told):
     site.pages["/again"] = site.pages["/"] = (302, {"Location": target}, b"")
-    names = {"metadata": ["169.254.169.254"], "10": ["10.0.0.1"], "::1": ["::1"], "127": ["127.0.0.1"]}
+    names = {
+        "metadata": ["169.254.169.254"],
+        "10": ["10.0.0.1"],
+        "::1": ["::1"],
+        "127": ["127.0.0.1"],
+    }
     result = fetch(f"{site.url}/", web=Web(LOOPBACK, resolver(**names)))
     assert result.is_error and told in result.text and len(site.asked) <= 6
 
@@ -1593,10 +2317,29 @@ def https_site(site, tmp_path):
     if not shutil.which("openssl"):
         pytest.skip("needs openssl to make a certificate")
     subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
-         "-days", "2", "-subj", "/CN=example.com", "-addext", "subjectAltName=DNS:example.com",
-         "-keyout", key, "-out", certificate], check=True, capture_output=True,
-    )  # fmt: skip
+        [
+            "openssl",
+            "req",
+            "-x509",
+            "-newkey",
+            "ec",
+            "-pkeyopt",
+            "ec_paramgen_curve:prime256v1",
+            "-nodes",
+            "-days",
+            "2",
+            "-subj",
+            "/CN=example.com",
+            "-addext",
+            "subjectAltName=DNS:example.com",
+            "-keyout",
+            key,
+            "-out",
+            certificate,
+        ],
+        check=True,
+        capture_output=True,
+    )
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate, key)
     listener = socket.create_server(("127.0.0.1", 0))
@@ -1605,9 +2348,14 @@ def https_site(site, tmp_path):
         with contextlib.suppress(OSError):
             while True:
                 line, _ = listener.accept()
-                with contextlib.suppress(OSError), context.wrap_socket(line, server_side=True) as secure:
+                with (
+                    contextlib.suppress(OSError),
+                    context.wrap_socket(line, server_side=True) as secure,
+                ):
                     secure.recv(65_536)
-                    secure.sendall(b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\n\r\nsecret garden")
+                    secure.sendall(
+                        b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\n\r\nsecret garden"
+                    )
 
     threading.Thread(target=serve, daemon=True).start()
     yield SimpleNamespace(certificate=certificate, port=listener.getsockname()[1])
@@ -1636,55 +2384,141 @@ def test_a_server_that_drips_cannot_hold_the_fetch(site):
     before, start = threading.active_count(), time.monotonic()
     result = fetch(site.url, web=Web(LOOPBACK, seconds=0.3))
     assert result.is_error and "longer than 0.3 s" in result.text and time.monotonic() - start < 2
-    assert until(lambda: threading.active_count() <= before)  # neither our thread nor the server's is left
+    assert until(
+        lambda: threading.active_count() <= before
+    )  # neither our thread nor the server's is left
 
 
-@pytest.mark.parametrize("kind, body", [
-    ("text/html; charset=ISO-8859-2", "<p>łódź ü".encode("iso-8859-2")),
-    ("text/html", "<p>łódź ü".encode("utf-8-sig")),
-    ("text/html", "<meta http-equiv=x content='text/html; charset=cp1250'><p>łódź ü".encode("cp1250")),
-    ("text/html", b"<?xml version='1.0' encoding='iso-8859-2'?><p>" + "łódź ü".encode("iso-8859-2")),
-    ("text/html", b" " * 3_000 + "<meta charset=cp1250><p>łódź ü".encode()),  # nobody looks so far
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "kind, body",
+    [
+        ("text/html; charset=ISO-8859-2", "<p>łódź ü".encode("iso-8859-2")),
+        ("text/html", "<p>łódź ü".encode("utf-8-sig")),
+        (
+            "text/html",
+            "<meta http-equiv=x content='text/html; charset=cp1250'><p>łódź ü".encode("cp1250"),
+        ),
+        (
+            "text/html",
+            b"<?xml version='1.0' encoding='iso-8859-2'?><p>" + "łódź ü".encode("iso-8859-2"),
+        ),
+        (
+            "text/html",
+            b" " * 3_000 + "<meta charset=cp1250><p>łódź ü".encode(),
+        ),  # nobody looks so far
+    ],
+)
 def test_pages_are_decoded_as_they_say_or_look(site, kind, body):
     site.pages["/"] = (200, {"Content-Type": kind}, body)
     assert fetch(site.url).text.endswith("\nłódź ü")
 
 
-@pytest.mark.parametrize("source, text", [
-    ("<h1>One</h1><h3 class=x>Two <em>x</em></h3>text", "# One\n\n### Two x\n\ntext"),
-    ("<ul><li>a<li><p>b</p></li></ul>c", "- a\n- b\n\nc"),
-    ("<ol><li>a<li><p>b</p><ul><li>c</ul><li>d</ol>e", "1. a\n2. b\n- c\n3. d\n\ne"),
-    ("<OL class=x><LI value=1>a</LI><li>b</OL><ul><li>c</ul></ul><li>d", "1. a\n2. b\n\n- c\n\n- d"),
-    ("<b>bo</b>ld &amp; &lt;b&gt; &eacute; &#8364;&#99999999999;", "bold & <b> é €"),
-    ("<a href='/x?a=1&amp;copy=2'>go <b>th</b>ere</a>", "[go there](https://site.org/x?a=1&copy=2)"),
-    ("<a href='javascript:x()'>js</a> <a>none</a> <a href='http://['>bad</a><a href=x></a>", "js none bad"),
-    ('<a class="[&>svg]:w-4" href="c"><h3>Card</h3><p>text</p></a>', "[Card text](https://site.org/d/c)"),
-    ("<table><tr><th>K<th>V<th>W</tr><tr><td><td><p>a</p></td><td><code>b  c</code></table>x",
-     "| K | V | W\n| | a | `b c`\n\nx"),  # an empty cell keeps its column
-    ("<pre><code>def f(a &lt; b):\n\n    <b>return</b>\t1  #  x\n</code></pre>y",
-     "```\ndef f(a < b):\n\n    return\t1  #  x\n```\n\ny"),
-    ("<nav>menu</nav><main>text<nav>up</nav></main><aside>ads</aside><footer>foot</footer>", "text"),
-    ("<style>p{}</style>a<script>if (a<b) '</p>'</script >b<!-- <p>c --><template>d</template>", "ab"),
-    ("<nav>never closed <p>text", "never closed\n\ntext"),
-    ("<div title='a > b' data-x=\"it's > 1\">x</div><p lang='broken>y", "x\n\ny"),
-    ("<![CDATA[x]]><?php ?><!doctype html>y text <a href='unfinished", "y text"),
-    ("<p>Wet.<sup><a href='#1'>1</a></sup><aside class='footnote brackets' id=1>1 Very.</aside>",
-     "Wet.^[1](https://site.org/d/page#1)\n\n1 Very."),
-    ("<h3><button>What does it cost?<svg>v</svg></button></h3><p>A lot.</p><h2></h2>",
-     "### What does it cost?\n\nA lot."),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "source, text",
+    [
+        ("<h1>One</h1><h3 class=x>Two <em>x</em></h3>text", "# One\n\n### Two x\n\ntext"),
+        ("<ul><li>a<li><p>b</p></li></ul>c", "- a\n- b\n\nc"),
+        ("<ol><li>a<li><p>b</p><ul><li>c</ul><li>d</ol>e", "1. a\n2. b\n- c\n3. d\n\ne"),
+        (
+            "<OL class=x><LI value=1>a</LI><li>b</OL><ul><li>c</ul></ul><li>d",
+            "1. a\n2. b\n\n- c\n\n- d",
+        ),
+        ("<b>bo</b>ld &amp; &lt;b&gt; &eacute; &#8364;&#99999999999;", "bold & <b> é €"),
+        (
+            "<a href='/x?a=1&amp;copy=2'>go <b>th</b>ere</a>",
+            "[go there](https://site.org/x?a=1&copy=2)",
+        ),
+        (
+            "<a href='javascript:x()'>js</a> <a>none</a> <a href='http://['>bad</a><a href=x></a>",
+            "js none bad",
+        ),
+        (
+            '<a class="[&>svg]:w-4" href="c"><h3>Card</h3><p>text</p></a>',
+            "[Card text](https://site.org/d/c)",
+        ),
+        (
+            "<table><tr><th>K<th>V<th>W</tr><tr><td><td><p>a</p></td><td><code>b  c</code></table>x",
+            "| K | V | W\n| | a | `b c`\n\nx",
+        ),  # an empty cell keeps its column
+        (
+            "<pre><code>def f(a &lt; b):\n\n    <b>return</b>\t1  #  x\n</code></pre>y",
+            "```\ndef f(a < b):\n\n    return\t1  #  x\n```\n\ny",
+        ),
+        (
+            "<nav>menu</nav><main>text<nav>up</nav></main><aside>ads</aside><footer>foot</footer>",
+            "text",
+        ),
+        (
+            "<style>p{}</style>a<script>if (a<b) '</p>'</script >b<!-- <p>c --><template>d</template>",
+            "ab",
+        ),
+        ("<nav>never closed <p>text", "never closed\n\ntext"),
+        ("<div title='a > b' data-x=\"it's > 1\">x</div><p lang='broken>y", "x\n\ny"),
+        ("<![CDATA[x]]><?php ?><!doctype html>y text <a href='unfinished", "y text"),
+        (
+            "<p>Wet.<sup><a href='#1'>1</a></sup><aside class='footnote brackets' id=1>1 Very.</aside>",
+            "Wet.^[1](https://site.org/d/page#1)\n\n1 Very.",
+        ),
+        (
+            "<h3><button>What does it cost?<svg>v</svg></button></h3><p>A lot.</p><h2></h2>",
+            "### What does it cost?\n\nA lot.",
+        ),
+    ],
+)
 def test_html_becomes_readable_text(source, text):
     assert page_text(source, "https://site.org/d/page") == text
 
 
 SOUP = [
-    "<p>", "</p>", "<b>", "</b>", "<a href='x'>", "</a>", "<a href='>", '<a x="', "<table>", "<tr>",
-    "<td>", "</td>", "<pre>", "</pre>", "<li>", "<h2>", "</h2>", "<nav>", "</nav>", "<style>",
-    "</style>", "<!--", "-->", "<![", "]]>", "<!x", "<?", "&", "&amp;", "&#x110000;", "&#", "<svg>",
-    "</svg>", '"', "'", ">", "<", "=", "/", " text ", "\ufdd0", "\x1e", "\ud800", "<div/", "<h7>",
-    "<script>LEAK</script>", "<SCRIPT\tsrc=x>LEAK</Script\n>", "<script>'<p>LEAK</script/x>",
-]  # fmt: skip
+    "<p>",
+    "</p>",
+    "<b>",
+    "</b>",
+    "<a href='x'>",
+    "</a>",
+    "<a href='>",
+    '<a x="',
+    "<table>",
+    "<tr>",
+    "<td>",
+    "</td>",
+    "<pre>",
+    "</pre>",
+    "<li>",
+    "<h2>",
+    "</h2>",
+    "<nav>",
+    "</nav>",
+    "<style>",
+    "</style>",
+    "<!--",
+    "-->",
+    "<![",
+    "]]>",
+    "<!x",
+    "<?",
+    "&",
+    "&amp;",
+    "&#x110000;",
+    "&#",
+    "<svg>",
+    "</svg>",
+    '"',
+    "'",
+    ">",
+    "<",
+    "=",
+    "/",
+    " text ",
+    "\ufdd0",
+    "\x1e",
+    "\ud800",
+    "<div/",
+    "<h7>",
+    "<script>LEAK</script>",
+    "<SCRIPT\tsrc=x>LEAK</Script\n>",
+    "<script>'<p>LEAK</script/x>",
+]
 
 
 def test_no_soup_of_tags_raises_and_no_script_is_shown():
@@ -1695,15 +2529,63 @@ def test_no_soup_of_tags_raises_and_no_script_is_shown():
 
 
 OF_PAGES = [
-    "<!--", "<a ", '<a ">"', "<a '>' ", '<a href="', "<a x>", "<script>", "</script ", "<nav>", "<td>", "<pre>",
-    "<h1 >", "<title", "&#", "\n- ", "<li>", "a href ", "<br> ", "&#9", "<ol>", "<ol><li>", "</ol>", "<img ",
-    "<img alt='", "<img alt=x>", "<sup>", "<main>", "</main>", "<aside ", "<aside>", "<h2><span>", "<b><i>",
-    "<tr><td>", "<ul><li>x", "<a href=x>", "</a>", "<select>", "<a href='x'",
-]  # fmt: skip
+    "<!--",
+    "<a ",
+    '<a ">"',
+    "<a '>' ",
+    '<a href="',
+    "<a x>",
+    "<script>",
+    "</script ",
+    "<nav>",
+    "<td>",
+    "<pre>",
+    "<h1 >",
+    "<title",
+    "&#",
+    "\n- ",
+    "<li>",
+    "a href ",
+    "<br> ",
+    "&#9",
+    "<ol>",
+    "<ol><li>",
+    "</ol>",
+    "<img ",
+    "<img alt='",
+    "<img alt=x>",
+    "<sup>",
+    "<main>",
+    "</main>",
+    "<aside ",
+    "<aside>",
+    "<h2><span>",
+    "<b><i>",
+    "<tr><td>",
+    "<ul><li>x",
+    "<a href=x>",
+    "</a>",
+    "<select>",
+    "<a href='x'",
+]
 LETTERS = [*" \n\t\r\"'<>&#[](){}|*?\\/.,-=:;$`~!+a0ü"]
 if os.environ.get("NANOBOT_TEST_FULL"):
     LETTERS += [chr(number) for number in range(1, 300)]
-OF_COMMANDS = ["a(){", "<<a\n", "<<a ", "$(", "x=", "rm -r ", "'a' ", "\\\n", "> ", "/ ", "~/", "bash -c 'a b' ", "a/"]
+OF_COMMANDS = [
+    "a(){",
+    "<<a\n",
+    "<<a ",
+    "$(",
+    "x=",
+    "rm -r ",
+    "'a' ",
+    "\\\n",
+    "> ",
+    "/ ",
+    "~/",
+    "bash -c 'a b' ",
+    "a/",
+]
 
 
 def readers(turn: Turn) -> dict:
@@ -1711,12 +2593,17 @@ def readers(turn: Turn) -> dict:
     fenced = replace(turn, restrict=True)
     return {
         "page": lambda text: page_text(text, "https://site.org/"),
-        "url": tools.web_url, "glob": tools.glob_pattern, "duck": tools.duckduckgo_results,
-        "command": lambda text: check_command(text, fenced), "cast": lambda text: cast(text, {"type": "array"}),
+        "url": tools.web_url,
+        "glob": tools.glob_pattern,
+        "duck": tools.duckduckgo_results,
+        "command": lambda text: check_command(text, fenced),
+        "cast": lambda text: cast(text, {"type": "array"}),
         "edit": lambda text: replace_passage(text, f"no{text[:50_000]}", "x"),
         "edit all": lambda text: replace_passage(text, text[:1], "y\nz", replace_all=True),
-        "edit lines": lambda text: replace_passage(text, " " + "\n".join([*text.split("\n")[:98], "b"]), "y"),
-    }  # fmt: skip
+        "edit lines": lambda text: replace_passage(
+            text, " " + "\n".join([*text.split("\n")[:98], "b"]), "y"
+        ),
+    }
 
 
 @pytest.mark.long
@@ -1741,17 +2628,56 @@ DUCK = """<div class="result results_links result--ad"><h2><a rel="nofollow" cla
 <b>more</b></a></h2><a class="result__url" href="//duckduckgo.com/l/?uddg=x">www.python.org</a>
 <a class="result__snippet" href="//duckduckgo.com/l/?uddg=x">The <b>official</b> home</a></div>"""
 JSON = {
-    "brave": {"web": {"results": [{"title": "Python &amp; <b>more</b>", "url": "https://www.python.org/?a=1&copy=2",
-                                   "description": "The <strong>official</strong> home"}, "junk"]}},
-    "tavily": {"results": [{"title": "Python & more", "url": "https://www.python.org/?a=1&copy=2",
-                            "content": "The official\nhome", "score": 0.9}]},
-    "searxng": {"results": [{"title": "Python & more", "url": "https://www.python.org/?a=1&copy=2",
-                             "content": "The official home"}]},
-    "jina": {"code": 200, "data": [{"title": "Python & more", "url": "https://www.python.org/?a=1&copy=2",
-                                    "description": "The official home", "content": ""}]},
-}  # fmt: skip
-PATHS = {"duckduckgo": "/html/", "brave": "/res/v1/web/search", "tavily": "/search", "searxng": "/search",
-         "jina": "/"}  # fmt: skip
+    "brave": {
+        "web": {
+            "results": [
+                {
+                    "title": "Python &amp; <b>more</b>",
+                    "url": "https://www.python.org/?a=1&copy=2",
+                    "description": "The <strong>official</strong> home",
+                },
+                "junk",
+            ]
+        }
+    },
+    "tavily": {
+        "results": [
+            {
+                "title": "Python & more",
+                "url": "https://www.python.org/?a=1&copy=2",
+                "content": "The official\nhome",
+                "score": 0.9,
+            }
+        ]
+    },
+    "searxng": {
+        "results": [
+            {
+                "title": "Python & more",
+                "url": "https://www.python.org/?a=1&copy=2",
+                "content": "The official home",
+            }
+        ]
+    },
+    "jina": {
+        "code": 200,
+        "data": [
+            {
+                "title": "Python & more",
+                "url": "https://www.python.org/?a=1&copy=2",
+                "description": "The official home",
+                "content": "",
+            }
+        ],
+    },
+}
+PATHS = {
+    "duckduckgo": "/html/",
+    "brave": "/res/v1/web/search",
+    "tavily": "/search",
+    "searxng": "/search",
+    "jina": "/",
+}
 
 
 def search(site, provider, query="what is python", key="sk-key", **arguments) -> ToolResult:
@@ -1772,19 +2698,26 @@ def test_each_search_service_is_asked_and_read_in_its_own_format(site, provider)
     assert sent.get("q", sent.get("query")) == "what is «python»?" and "sk-key" not in path
     assert {str(sent.get(name, 3)) for name in ("count", "max_results", "num")} == {"3"}
     keys = {"brave": headers.get("X-Subscription-Token"), "tavily": headers.get("Authorization")}
-    assert keys == {"brave": "sk-key" if provider == "brave" else None,
-                    "tavily": "Bearer sk-key" if provider in ("tavily", "jina") else None}  # fmt: skip
+    assert keys == {
+        "brave": "sk-key" if provider == "brave" else None,
+        "tavily": "Bearer sk-key" if provider in ("tavily", "jina") else None,
+    }
     assert method == ("POST" if provider == "tavily" else "GET")
 
 
-@pytest.mark.parametrize("provider, status, body, told", [
-    ("duckduckgo", 202, "<div class='anomaly-modal__title'>", "robot"),
-    ("duckduckgo", 200, "<form action='//duckduckgo.com/anomaly.js'>", "robot"),
-    ("brave", 401, "sk-key is wrong", "key is missing"),
-    ("searxng", 200, "<html>", "not JSON"),
-    ("brave", 200, "[" * 100_000, "not JSON"),
-])  # fmt: skip
-def test_what_a_search_service_refuses_is_an_error_that_says_why(site, provider, status, body, told):
+@pytest.mark.parametrize(
+    "provider, status, body, told",
+    [
+        ("duckduckgo", 202, "<div class='anomaly-modal__title'>", "robot"),
+        ("duckduckgo", 200, "<form action='//duckduckgo.com/anomaly.js'>", "robot"),
+        ("brave", 401, "sk-key is wrong", "key is missing"),
+        ("searxng", 200, "<html>", "not JSON"),
+        ("brave", 200, "[" * 100_000, "not JSON"),
+    ],
+)
+def test_what_a_search_service_refuses_is_an_error_that_says_why(
+    site, provider, status, body, told
+):
     site.pages[PATHS[provider]] = (status, {"Location": "http://127.0.0.1:1/"}, body.encode())
     result = search(site, provider)
     assert result.is_error and told in result.text and "sk-key" not in result.text
@@ -1792,11 +2725,17 @@ def test_what_a_search_service_refuses_is_an_error_that_says_why(site, provider,
 
 
 def test_a_key_that_a_service_sends_back_is_not_shown(site):
-    site.pages["/search"] = (200, {}, json.dumps({"results": [{"title": "key sk-key", "url": "u"}]}).encode())
+    site.pages["/search"] = (
+        200,
+        {},
+        json.dumps({"results": [{"title": "key sk-key", "url": "u"}]}).encode(),
+    )
     assert "1. key [key]" in search(site, "tavily").text
     odd = answer(WebSearch(Web(), "tavily", "sk-ä…", site.url), query="x")
     assert odd.is_error and "sk-" not in odd.text
-    assert search(site, "tavily", key="sk\n-key\n").text.startswith("[External")  # as a file may have it
+    assert search(site, "tavily", key="sk\n-key\n").text.startswith(
+        "[External"
+    )  # as a file may have it
     assert site.asked[-1][2]["Authorization"] == "Bearer sk-key"
 
 
@@ -1810,10 +2749,16 @@ def test_a_search_for_anomaly_works_and_nothing_found_is_said(site):
         assert "no results" in search(site, provider).text
 
 
-@pytest.mark.parametrize("provider, lack", [("brave", "apiKey"), ("jina", "apiKey"), ("searxng", "baseUrl")])
+@pytest.mark.parametrize(
+    "provider, lack", [("brave", "apiKey"), ("jina", "apiKey"), ("searxng", "baseUrl")]
+)
 def test_a_search_service_without_its_key_or_address_says_which_setting_is_missing(provider, lack):
     result = answer(WebSearch(Web(resolve=resolver()), provider), query="x")
-    assert result.is_error and f"tools.web.search.{lack}" in result.text and " failed: " not in result.text
+    assert (
+        result.is_error
+        and f"tools.web.search.{lack}" in result.text
+        and " failed: " not in result.text
+    )
 
 
 def test_a_proxy_gets_every_request_and_decides_on_addresses(site, https_site):
@@ -1838,98 +2783,264 @@ def run(turn, command, **arguments) -> str:
     return call(turn, "exec", command=command, **arguments).text
 
 
-@pytest.mark.parametrize("command", [
-    "rm -rf sub", "rm -r ./sub/", "true && rm -fr a.txt sub", "find sub -delete", "rm -rf sub/* sub",
-    "rm -r -- sub", "bash -c 'rm -r sub'", "if true; then rm -rf sub; fi", "rm -rf {tmp}/ws/sub",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "command",
+    [
+        "rm -rf sub",
+        "rm -r ./sub/",
+        "true && rm -fr a.txt sub",
+        "find sub -delete",
+        "rm -rf sub/* sub",
+        "rm -r -- sub",
+        "bash -c 'rm -r sub'",
+        "if true; then rm -rf sub; fi",
+        "rm -rf {tmp}/ws/sub",
+    ],
+)
 def test_a_folder_below_the_working_folder_may_be_deleted(turn, command):
     run(turn, command.replace("{tmp}", str(turn.workspace.parent)))
     assert not (turn.cwd / "sub" / "b.txt").exists()
 
 
-@pytest.mark.parametrize("command", [
-    "rm -rf /", "RM -RF .", "rm -r .", "rm -fr ..", "rm --recursive --force ../ws-evil", "rm sub/.. -R", "/bin/rm -rf ~",
-    "sudo rm -fr sub/..", "cd sub && rm -rf x", "ls\nrm -rf .", "ls\rrm -rf .", "rm \\\n -rf .", "A=1 rm -rf .",
-    "(rm -rf .)", "echo `rm -rf .`", "echo $(rm -rf .)", "if true; then rm -rf .; fi", "echo sub | xargs rm -rf",
-    "find sub -exec rm -rf {} +", "r\\m -rf .", "'rm' -rf .", "ls # x\nrm -rf .", "bash -c 'rm -rf .'", "eval \"rm -r .\"",
-    "find . -delete", "find -delete", "find . -delete -name x", "rm -rf", "rm -rf sub /etc/x", "rm -rf $HOME/x", "rm -rf $X",
-    "rm -rf {sub,/etc}", "rm -rf away/gold.txt", "rm -rf away", "rm -rf *", "rm -rf s*", "rm -rf sub/*/x", "rm -rf sub/..",
-    "rm -rf sessions", "rm -rf memory", "rm -rf .nanobot", "pushd sub; rm -rf x", "true; " * 60 + "rm -rf .",
-    "bash <<E\nrm -rf .\nE", "cat <<E | sh\nrm -rf .\nE", "cat <<E\nx\nE\nrm -rf .", "rm -rf {tmp}/ws", "rm -r sub; rm -r .",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "command",
+    [
+        "rm -rf /",
+        "RM -RF .",
+        "rm -r .",
+        "rm -fr ..",
+        "rm --recursive --force ../ws-evil",
+        "rm sub/.. -R",
+        "/bin/rm -rf ~",
+        "sudo rm -fr sub/..",
+        "cd sub && rm -rf x",
+        "ls\nrm -rf .",
+        "ls\rrm -rf .",
+        "rm \\\n -rf .",
+        "A=1 rm -rf .",
+        "(rm -rf .)",
+        "echo `rm -rf .`",
+        "echo $(rm -rf .)",
+        "if true; then rm -rf .; fi",
+        "echo sub | xargs rm -rf",
+        "find sub -exec rm -rf {} +",
+        "r\\m -rf .",
+        "'rm' -rf .",
+        "ls # x\nrm -rf .",
+        "bash -c 'rm -rf .'",
+        'eval "rm -r ."',
+        "find . -delete",
+        "find -delete",
+        "find . -delete -name x",
+        "rm -rf",
+        "rm -rf sub /etc/x",
+        "rm -rf $HOME/x",
+        "rm -rf $X",
+        "rm -rf {sub,/etc}",
+        "rm -rf away/gold.txt",
+        "rm -rf away",
+        "rm -rf *",
+        "rm -rf s*",
+        "rm -rf sub/*/x",
+        "rm -rf sub/..",
+        "rm -rf sessions",
+        "rm -rf memory",
+        "rm -rf .nanobot",
+        "pushd sub; rm -rf x",
+        "true; " * 60 + "rm -rf .",
+        "bash <<E\nrm -rf .\nE",
+        "cat <<E | sh\nrm -rf .\nE",
+        "cat <<E\nx\nE\nrm -rf .",
+        "rm -rf {tmp}/ws",
+        "rm -r sub; rm -r .",
+    ],
+)
 def test_any_other_recursive_delete_is_refused(turn, command):
     (turn.workspace / "memory").mkdir()
-    with pytest.raises(ToolError, match="Refused: (rm|find) may only delete below|agent's own record|holds keys"):
+    with pytest.raises(
+        ToolError, match="Refused: (rm|find) may only delete below|agent's own record|holds keys"
+    ):
         check_command(command.replace("{tmp}", str(turn.workspace.parent)), turn)
 
 
-@pytest.mark.parametrize("command", [
-    "mkfs.ext4 /dev/sda1", "mke2fs x", "wipefs -a x", "shutdown -h now", "sudo reboot", "halt", "poweroff -f",
-    "systemctl poweroff", "sudo -n systemctl -q reboot", ":(){ :|:& };:", "bomb() { bomb | bomb & }; bomb",
-    "dd if=x of=/dev/sda", "echo x > /dev/sda", "echo x >/dev/sda", "echo x &>> /dev/sda", "(echo x)>/dev/sda",
-    "echo x | tee -a /dev/sda", "echo x > /dev/shm/../sda", "cp x /dev/sda",
-    "echo x > sessions/a.jsonl", "echo x &>> sessions/a.jsonl", "echo x>>memory/history.jsonl", "rm memory/.cursor",
-    "echo x | tee -a cron/jobs.json", "cp a.txt sessions/a.jsonl", "mv sessions/a.jsonl b", "mv a.txt memory/.cursor",
-    "sed -i s/a/b/ memory/history.jsonl", "ln -sf /x .nanobot", "echo x > $HOME/config.json", "cat ~/config.json",
-    "cat<{keys}", "cp {keys} x", "tar c {tmp}/home/config.json",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "command",
+    [
+        "mkfs.ext4 /dev/sda1",
+        "mke2fs x",
+        "wipefs -a x",
+        "shutdown -h now",
+        "sudo reboot",
+        "halt",
+        "poweroff -f",
+        "systemctl poweroff",
+        "sudo -n systemctl -q reboot",
+        ":(){ :|:& };:",
+        "bomb() { bomb | bomb & }; bomb",
+        "dd if=x of=/dev/sda",
+        "echo x > /dev/sda",
+        "echo x >/dev/sda",
+        "echo x &>> /dev/sda",
+        "(echo x)>/dev/sda",
+        "echo x | tee -a /dev/sda",
+        "echo x > /dev/shm/../sda",
+        "cp x /dev/sda",
+        "echo x > sessions/a.jsonl",
+        "echo x &>> sessions/a.jsonl",
+        "echo x>>memory/history.jsonl",
+        "rm memory/.cursor",
+        "echo x | tee -a cron/jobs.json",
+        "cp a.txt sessions/a.jsonl",
+        "mv sessions/a.jsonl b",
+        "mv a.txt memory/.cursor",
+        "sed -i s/a/b/ memory/history.jsonl",
+        "ln -sf /x .nanobot",
+        "echo x > $HOME/config.json",
+        "cat ~/config.json",
+        "cat<{keys}",
+        "cp {keys} x",
+        "tar c {tmp}/home/config.json",
+    ],
+)
 def test_what_destroys_a_machine_or_the_agents_records_is_refused(turn, command):
     places = {"keys": str(turn.secret[0]), "tmp": str(turn.workspace.parent)}
     with pytest.raises(ToolError, match="Refused: |agent's own record|holds keys"):
         check_command(re.sub(r"\{(keys|tmp)\}", lambda match: places[match[1]], command), turn)
 
 
-@pytest.mark.parametrize("command", [
-    "python format_report.py", 'echo "rmdir"', "rm x.txt", "rm -f file-r", "ls -R", "git rm -r --cached x",
-    "docker run --rm -it x", "grep -r rm .", "git commit -m 'no more rm -rf /'", "cat halt.txt", "echo shutdown", "make halt",
-    "ls /dev/sda", "make 2>/dev/null", "make >/dev/null 2>&1", "make &> /dev/null", "echo x | tee log", "dd if=a of=b",
-    "cat sessions/a.jsonl", "cp sessions/a.jsonl copy", "echo x > memory/MEMORY.md", "sed -n p memory/history.jsonl",
-    "echo 'it''s' # don't", "python - <<'E'\nprint(\"it's\")\nE", "find . -name '*.pyc' -delete",
-    "echo hi > /dev/tty", "echo x > /dev/shm/x", "echo > /dev/tcp/localhost/80", "cat > a.txt <<'E'\nrm -rf /\nE\nls",
-    "systemctl status ssh", "find . -type d -empty -delete", "cat > a.txt <<'E'\n" + "rm -rf /\n" * 9_000 + "E\nls",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "command",
+    [
+        "python format_report.py",
+        'echo "rmdir"',
+        "rm x.txt",
+        "rm -f file-r",
+        "ls -R",
+        "git rm -r --cached x",
+        "docker run --rm -it x",
+        "grep -r rm .",
+        "git commit -m 'no more rm -rf /'",
+        "cat halt.txt",
+        "echo shutdown",
+        "make halt",
+        "ls /dev/sda",
+        "make 2>/dev/null",
+        "make >/dev/null 2>&1",
+        "make &> /dev/null",
+        "echo x | tee log",
+        "dd if=a of=b",
+        "cat sessions/a.jsonl",
+        "cp sessions/a.jsonl copy",
+        "echo x > memory/MEMORY.md",
+        "sed -n p memory/history.jsonl",
+        "echo 'it''s' # don't",
+        "python - <<'E'\nprint(\"it's\")\nE",
+        "find . -name '*.pyc' -delete",
+        "echo hi > /dev/tty",
+        "echo x > /dev/shm/x",
+        "echo > /dev/tcp/localhost/80",
+        "cat > a.txt <<'E'\nrm -rf /\nE\nls",
+        "systemctl status ssh",
+        "find . -type d -empty -delete",
+        "cat > a.txt <<'E'\n" + "rm -rf /\n" * 9_000 + "E\nls",
+    ],
+)
 def test_what_people_mean_passes(turn, command):
     check_command(command, turn)
 
 
-@pytest.mark.parametrize("command", [
-    "cat ../out/gold.txt", "cat /etc/passwd", "cat ~/config.json", "cat '~root'", "cat //etc/passwd", "cat file:///etc/passwd",
-    "cat</etc/passwd", "cat sub/../../out/gold.txt", "cd ..", "cd /", "ls /", "ls ..", "cat $HOME/*", 'cat "${HOME}"', "cat leaf",
-    "cat away/gold.txt", "ls away", "tar -C/etc x", "cp --file=/etc/passwd x", "X=/etc/passwd cat", "cat /usr/bin/../../etc/passwd",
-    "echo x > ../x", "echo x > /tmp/x", "mkdir /tmp/x", "scp a.txt:/etc/passwd .", "ls a.txt,/etc", "cat {tmp}/ws-evil/a*",
-    "cat {/etc/passwd,x}", "echo x > {tmp}/kit/SKILL.md", "grep -rn x /etc", "sed -f /etc/passwd a.txt",
-    "bash -c 'cat /etc/passwd'", "cat /etc/$X",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "command",
+    [
+        "cat ../out/gold.txt",
+        "cat /etc/passwd",
+        "cat ~/config.json",
+        "cat '~root'",
+        "cat //etc/passwd",
+        "cat file:///etc/passwd",
+        "cat</etc/passwd",
+        "cat sub/../../out/gold.txt",
+        "cd ..",
+        "cd /",
+        "ls /",
+        "ls ..",
+        "cat $HOME/*",
+        'cat "${HOME}"',
+        "cat leaf",
+        "cat away/gold.txt",
+        "ls away",
+        "tar -C/etc x",
+        "cp --file=/etc/passwd x",
+        "X=/etc/passwd cat",
+        "cat /usr/bin/../../etc/passwd",
+        "echo x > ../x",
+        "echo x > /tmp/x",
+        "mkdir /tmp/x",
+        "scp a.txt:/etc/passwd .",
+        "ls a.txt,/etc",
+        "cat {tmp}/ws-evil/a*",
+        "cat {/etc/passwd,x}",
+        "echo x > {tmp}/kit/SKILL.md",
+        "grep -rn x /etc",
+        "sed -f /etc/passwd a.txt",
+        "bash -c 'cat /etc/passwd'",
+        "cat /etc/$X",
+    ],
+)
 def test_the_fence_holds_for_the_words_of_a_command(fenced, command):
     with pytest.raises(ToolError, match="is outside of|holds keys"):
         check_command(command.replace("{tmp}", str(fenced.workspace.parent)), fenced)
 
 
-@pytest.mark.parametrize("command", [
-    "cat a.txt sub/b.txt ./a.txt", "cat {tmp}/ws/a.txt", "ls . sub/..", "cat {tmp}/kit/SKILL.md", "git log --format=%h",
-    "ls > /dev/null 2>/dev/null", "/usr/bin/env ls", "sed -i s/a/b/ a.txt", "python3 -c 'print(1/2)'", "curl https://example.com/x",
-    "git clone https://github.com/a/b.git", "git diff HEAD~1", "echo 'a/" + "long" * 200 + "'", "sed -n '/foo/,/bar/p' a.txt",
-    'grep -rn "/api/users"', "tr '/' '_' < a.txt", "cut -d / -f 2 a.txt", "awk -F / '/foo/ {print}' a.txt",
-    "cat <<E > a.txt\n/etc/passwd\nE", "cat <<E > a.py\nx = a / b\nE", "rm -rf sub",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "command",
+    [
+        "cat a.txt sub/b.txt ./a.txt",
+        "cat {tmp}/ws/a.txt",
+        "ls . sub/..",
+        "cat {tmp}/kit/SKILL.md",
+        "git log --format=%h",
+        "ls > /dev/null 2>/dev/null",
+        "/usr/bin/env ls",
+        "sed -i s/a/b/ a.txt",
+        "python3 -c 'print(1/2)'",
+        "curl https://example.com/x",
+        "git clone https://github.com/a/b.git",
+        "git diff HEAD~1",
+        "echo 'a/" + "long" * 200 + "'",
+        "sed -n '/foo/,/bar/p' a.txt",
+        'grep -rn "/api/users"',
+        "tr '/' '_' < a.txt",
+        "cut -d / -f 2 a.txt",
+        "awk -F / '/foo/ {print}' a.txt",
+        "cat <<E > a.txt\n/etc/passwd\nE",
+        "cat <<E > a.py\nx = a / b\nE",
+        "rm -rf sub",
+    ],
+)
 def test_the_fence_lets_work_inside_go_on(fenced, command):
     check_command(command.replace("{tmp}", str(fenced.workspace.parent)), fenced)
 
 
-@pytest.mark.parametrize("command, text", [
-    ("true", "Exit code: 0"),
-    ("printf '\\n\\n a\\n\\n'", " a\nExit code: 0"),
-    ("echo out; echo err >&2; exit 3", "out\nSTDERR:\nerr\nExit code: 3"),
-    ("kill -9 $$", "Exit code: -9"),
-    ("printf 'a\\377b'", "a�b\nExit code: 0"),
-    ("cat; echo end", "end\nExit code: 0"),  # standard input is closed: nothing waits for it
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "command, text",
+    [
+        ("true", "Exit code: 0"),
+        ("printf '\\n\\n a\\n\\n'", " a\nExit code: 0"),
+        ("echo out; echo err >&2; exit 3", "out\nSTDERR:\nerr\nExit code: 3"),
+        ("kill -9 $$", "Exit code: -9"),
+        ("printf 'a\\377b'", "a�b\nExit code: 0"),
+        ("cat; echo end", "end\nExit code: 0"),  # standard input is closed: nothing waits for it
+    ],
+)
 def test_exec_returns_output_errors_and_always_the_exit_code(turn, command, text):
     result = call(turn, "exec", command=command)
     assert result.text == text and result.is_error == (not text.endswith("Exit code: 0"))
 
 
-def test_without_bash_the_systems_shell_runs_and_without_any_one_line_says_what_to_install(turn, monkeypatch):
+def test_without_bash_the_systems_shell_runs_and_without_any_one_line_says_what_to_install(
+    turn, monkeypatch
+):
     (turn.cwd / "sh").symlink_to(shutil.which("sh"))
     monkeypatch.setenv("PATH", str(turn.cwd))
     assert run(turn, "echo $0") == f"{turn.cwd}/sh\nExit code: 0"
@@ -1948,7 +3059,16 @@ def test_exec_sees_a_clean_environment(turn, monkeypatch):
     text = asyncio.run(registry.execute("exec", {"command": "env"}, turn)).text
     names = {line.split("=")[0] for line in text.split("\n")[:-1]}
     assert {"HOME", "LANG", "TERM", "PATH", "ALLOWED"} <= names
-    assert names <= {"HOME", "LANG", "TERM", "PATH", "ALLOWED", "PWD", "SHLVL", "_"}  # three of bash
+    assert names <= {
+        "HOME",
+        "LANG",
+        "TERM",
+        "PATH",
+        "ALLOWED",
+        "PWD",
+        "SHLVL",
+        "_",
+    }  # three of bash
     assert "sk-1" not in text
 
 
@@ -1956,7 +3076,9 @@ def test_exec_keeps_head_and_tail_of_a_long_output(turn):
     text = run(turn, "seq 1 300000; echo the end")
     total = sum(len(str(number)) + 1 for number in range(1, 300_001)) + len("the end")
     left_out = int(re.search(r"… ([\d,]+) characters left out …", text)[1].replace(",", ""))
-    assert text.startswith("1\n2\n") and text.endswith("the end\nExit code: 0") and len(text) < 10_200
+    assert (
+        text.startswith("1\n2\n") and text.endswith("the end\nExit code: 0") and len(text) < 10_200
+    )
     assert total - left_out == 10_000
 
 
@@ -1964,7 +3086,9 @@ def is_running(pid: int) -> bool:
     status = Path(f"/proc/{pid}/stat")
     with contextlib.suppress(OSError):
         os.kill(pid, 0)
-        return not (status.exists() and ") Z " in status.read_text())  # Z: dead, but not yet collected
+        return not (
+            status.exists() and ") Z " in status.read_text()
+        )  # Z: dead, but not yet collected
     return False
 
 
@@ -1979,7 +3103,9 @@ def written_pids(turn) -> list[int]:
     return [int(word) for word in (content(turn.cwd / "pids") or b"").split()]
 
 
-TWO_GENERATIONS = "(sleep 60 & echo $! >> pids; wait) & sleep 60 & echo $! $$ >> pids; echo begun; wait"
+TWO_GENERATIONS = (
+    "(sleep 60 & echo $! >> pids; wait) & sleep 60 & echo $! $$ >> pids; echo begun; wait"
+)
 
 
 def test_a_timeout_kills_the_command_and_its_grandchildren(turn):
@@ -1993,7 +3119,9 @@ def test_a_timeout_kills_the_command_and_its_grandchildren(turn):
 
 def test_a_cancelled_turn_kills_the_command_and_its_grandchildren(turn):
     async def cancel():
-        task = asyncio.create_task(ToolRegistry([Exec()]).execute("exec", {"command": TWO_GENERATIONS}, turn))
+        task = asyncio.create_task(
+            ToolRegistry([Exec()]).execute("exec", {"command": TWO_GENERATIONS}, turn)
+        )
         await in_thread(until, lambda: len(written_pids(turn)) == 3)
         task.cancel()
         await task
@@ -2016,7 +3144,9 @@ while not pathlib.Path("pids").exists() or len(pathlib.Path("pids").read_text().
     time.sleep(0.02)
 {last_words}
 """
-    subprocess.run([sys.executable, "-c", program], cwd=turn.cwd, timeout=20, stderr=subprocess.DEVNULL)
+    subprocess.run(
+        [sys.executable, "-c", program], cwd=turn.cwd, timeout=20, stderr=subprocess.DEVNULL
+    )
     assert len(written_pids(turn)) == 3
     assert until(lambda: not any(map(is_running, written_pids(turn))))
 
@@ -2061,11 +3191,18 @@ def in_script(turn, text: str) -> str:
 
 
 @needs_bwrap
-@pytest.mark.parametrize("command", [
-    "cat ~/.ssh/id {home}/.ssh/id", "cat {home}/.nanobot/conf*", "cat {tmp}/kit/*",
-    "ln -sf {home}/.ssh link; cat link/id", "[ -e /etc/shadow ] && echo gold", "[ -e /var ] && echo gold",
-    "[ -e /proc/{pid} ] && echo gold",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "command",
+    [
+        "cat ~/.ssh/id {home}/.ssh/id",
+        "cat {home}/.nanobot/conf*",
+        "cat {tmp}/kit/*",
+        "ln -sf {home}/.ssh link; cat link/id",
+        "[ -e /etc/shadow ] && echo gold",
+        "[ -e /var ] && echo gold",
+        "[ -e /proc/{pid} ] && echo gold",
+    ],
+)
 def test_a_confined_command_sees_nothing_of_the_rest(confined, turn, command):
     (turn.readable[0] / "SKILL.md").write_text("gold")
     places = {"tmp": turn.workspace.parent, "home": confined.cwd.parent, "pid": os.getpid()}
@@ -2074,15 +3211,27 @@ def test_a_confined_command_sees_nothing_of_the_rest(confined, turn, command):
 
 
 @needs_bwrap
-@pytest.mark.parametrize("command", [
-    "echo x > {home}/.bashrc", "chmod 777 {home}", "mv {home}/.nanobot/workspace {home}/other",
-    "echo x > sessions/a.jsonl", "echo x > sessions/new", "rm -r sessions", "echo x > cron/jobs.json",
-    "mv sessions old; mkdir sessions; echo x > sessions/a.jsonl", "echo x > memory/history.jsonl",
-    "mkdir -p memory/.git/hooks; echo x > memory/.git/hooks/post-commit",
-    "mv memory old; mkdir memory; echo x > memory/.cursor", "ln -sfn {home}/.ssh .nanobot/tool-results",
-    "umount sessions; echo x > sessions/new", "mount -o remount,rw,bind sessions; echo x > sessions/new",
-    "unshare -rm sh -c 'umount sessions; echo x > sessions/new'", "touch /usr/new /etc/new",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "command",
+    [
+        "echo x > {home}/.bashrc",
+        "chmod 777 {home}",
+        "mv {home}/.nanobot/workspace {home}/other",
+        "echo x > sessions/a.jsonl",
+        "echo x > sessions/new",
+        "rm -r sessions",
+        "echo x > cron/jobs.json",
+        "mv sessions old; mkdir sessions; echo x > sessions/a.jsonl",
+        "echo x > memory/history.jsonl",
+        "mkdir -p memory/.git/hooks; echo x > memory/.git/hooks/post-commit",
+        "mv memory old; mkdir memory; echo x > memory/.cursor",
+        "ln -sfn {home}/.ssh .nanobot/tool-results",
+        "umount sessions; echo x > sessions/new",
+        "mount -o remount,rw,bind sessions; echo x > sessions/new",
+        "unshare -rm sh -c 'umount sessions; echo x > sessions/new'",
+        "touch /usr/new /etc/new",
+    ],
+)
 def test_a_confined_command_changes_neither_the_rest_nor_the_agents_records(confined, command):
     home = confined.cwd.parent
     script = in_script(confined, f"cd {confined.workspace}\n" + command.format(home=home))
@@ -2103,7 +3252,9 @@ def test_a_folder_with_home_or_keys_or_the_workspace_in_it_is_not_opened(confine
     (own_home / "link").symlink_to(".ssh")
     result = run_confined(replace(confined, cwd=own_home / cwd), "touch ran; ls -a")
     assert result.is_error and "The sandbox may not open" in result.text
-    assert "a link, or HOME, the workspace or keys are in it. Start in another folder" in result.text
+    assert (
+        "a link, or HOME, the workspace or keys are in it. Start in another folder" in result.text
+    )
 
 
 @needs_bwrap
@@ -2152,7 +3303,9 @@ asyncio.run(ToolRegistry([Exec(sandbox="bwrap")]).execute("exec", {{"command": "
 
 
 @pytest.mark.parametrize("bwrap", [None, "#!/bin/sh\necho 'bwrap: no permissions' >&2\nexit 1\n"])
-def test_where_bwrap_does_not_run_no_command_runs_and_the_fix_is_told(confined, tmp_path, monkeypatch, bwrap):
+def test_where_bwrap_does_not_run_no_command_runs_and_the_fix_is_told(
+    confined, tmp_path, monkeypatch, bwrap
+):
     programs = tmp_path / "bin"
     programs.mkdir()
     (programs / "bash").symlink_to(shutil.which("bash"))

@@ -16,7 +16,11 @@ class BudgetHook(AgentHook):
     """`limit` and the two prices per million tokens are in the same currency."""
 
     def __init__(self, limit, per_million_in, per_million_out):
-        self.limit, self.per_million_in, self.per_million_out = limit, per_million_in, per_million_out
+        self.limit, self.per_million_in, self.per_million_out = (
+            limit,
+            per_million_in,
+            per_million_out,
+        )
 
     async def before_execute_tools(self, tool_calls):
         raise NotImplementedError("write BudgetHook in ex_13_budget.py")

@@ -26,7 +26,9 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 if "NANOBOT_EXERCISES" in os.environ:  # "~/lessons", "lessons": a grader changes the current folder
-    os.environ["NANOBOT_EXERCISES"] = str(Path(os.environ["NANOBOT_EXERCISES"]).expanduser().absolute())
+    os.environ["NANOBOT_EXERCISES"] = str(
+        Path(os.environ["NANOBOT_EXERCISES"]).expanduser().absolute()
+    )
 ROOT = HERE.parent.parent
 SECONDS = 60  # for one exercise
 sys.path[:0] = [str(ROOT), str(HERE), str(ROOT / "tests")]  # fake_llm.py: a model of the grader's
@@ -57,7 +59,9 @@ def exercise(name: str, wanted: str) -> Any:
     file = file_of(name)
     if not file.exists():
         raise NotImplementedError(f"copy {HERE / file.name} to {file.parent}")
-    stub = re.search(r'^ *raise NotImplementedError\("(.+)"\)', file.read_text(encoding="utf-8"), re.MULTILINE)
+    stub = re.search(
+        r'^ *raise NotImplementedError\("(.+)"\)', file.read_text(encoding="utf-8"), re.MULTILINE
+    )
     if stub:
         raise NotImplementedError(f"{stub[1]}, in place of its line `raise NotImplementedError`")
     names = runpy.run_path(str(file))
@@ -102,8 +106,16 @@ def about(number: str) -> tuple[str, str]:
 def told(problem: BaseException, file: Path) -> str:
     """`KeyError in ex_05_memory.py, line 7: 'name'`: the student's line, not that of a library below it."""
     traceback.clear_frames(problem.__traceback__)  # after a MemoryError this needs what they hold
-    theirs = [each for each in traceback.extract_tb(problem.__traceback__) if Path(each.filename).name == file.name]
-    place = f"in {file.name}, line {theirs[-1].lineno}" if theirs else f"while the grader used your {file.name}"
+    theirs = [
+        each
+        for each in traceback.extract_tb(problem.__traceback__)
+        if Path(each.filename).name == file.name
+    ]
+    place = (
+        f"in {file.name}, line {theirs[-1].lineno}"
+        if theirs
+        else f"while the grader used your {file.name}"
+    )
     return f"{type(problem).__name__} {place}: {problem}"
 
 
@@ -111,8 +123,13 @@ def grade(file: Path, folder: str) -> str:
     """What is wrong with a solution, which works in this folder; "" if nothing is."""
     solution, home, logged = file_of(file.stem.removeprefix("test_")), os.getcwd(), []
     handler, agent = logging.Handler(logging.WARNING), logging.getLogger("nanobot")
-    handler.emit = lambda record: logged.append(told(record.exc_info[1], solution) if record.exc_info else record.getMessage())
-    agent.handlers, agent.propagate = [handler], False  # else a traceback of the agent hides the one useful line
+    handler.emit = lambda record: logged.append(
+        told(record.exc_info[1], solution) if record.exc_info else record.getMessage()
+    )
+    agent.handlers, agent.propagate = (
+        [handler],
+        False,
+    )  # else a traceback of the agent hides the one useful line
     agent.setLevel(logging.INFO)  # at this level a hook's failure has its exception
     os.chdir(folder)
     try:
@@ -167,14 +184,24 @@ def main(numbers: list[str]) -> int:
     failed, asked = 0, numbers or list(files)
     for number, problem in zip(asked, grades([files[number] for number in asked]), strict=True):
         failed += bool(problem)
-        state = "solved" if not problem else "not begun" if problem.startswith("not begun") else "not yet right"
+        state = (
+            "solved"
+            if not problem
+            else "not begun"
+            if problem.startswith("not begun")
+            else "not yet right"
+        )
         title, task = about(number)
         print(f"{number} {title}: {state}")
         if numbers and problem:
             begin = f"\n\n{task}" if state == "not begun" else ""
-            print(f"{problem}{begin}\n\nThe exercise: {file_of(files[number].stem.removeprefix('test_'))}")
+            print(
+                f"{problem}{begin}\n\nThe exercise: {file_of(files[number].stem.removeprefix('test_'))}"
+            )
     if not numbers:
-        print(f"\n{len(files) - failed} of {len(files)} solved. `nanobot exercises 01` says what is wrong with one.")
+        print(
+            f"\n{len(files) - failed} of {len(files)} solved. `nanobot exercises 01` says what is wrong with one."
+        )
     sys.stdout.flush()  # here, and not at exit, where Python reports a closed pipe
     return int(bool(numbers and failed))
 

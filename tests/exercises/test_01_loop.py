@@ -27,9 +27,19 @@ class Script(ScriptedProvider):
 
     async def chat(self, messages, *arguments, **options):
         for message in messages:
-            check(isinstance(message, dict), "each message is a dict: response.to_message() makes one of an answer", message, LOOK)
+            check(
+                isinstance(message, dict),
+                "each message is a dict: response.to_message() makes one of an answer",
+                message,
+                LOOK,
+            )
             is_text = isinstance(message.get("content"), str | None)
-            check(is_text, "each message's content is a text: a result has it in `result.text`", message.get("content"), LOOK)
+            check(
+                is_text,
+                "each message's content is a text: a result has it in `result.text`",
+                message.get("content"),
+                LOOK,
+            )
         self.roles.append([message["role"] for message in messages])
         ends = "a loop that ends: yours has asked 20 times, and the script has three answers. When does it return?"
         check(len(self.roles) < 20, ends, look="nanobot.py:AgentRunner.run")
@@ -43,11 +53,35 @@ def test_the_loop():
     answer = asyncio.run(ask(provider, registry, messages))
     for number, (seen, right) in enumerate(zip(provider.roles, theirs.roles, strict=False), 1):
         without = [role for role in right if role != "assistant"]
-        why = ": results mean nothing without the answer that has their calls" if seen == without else ""
+        why = (
+            ": results mean nothing without the answer that has their calls"
+            if seen == without
+            else ""
+        )
         check(seen == right, f"request {number} with the messages {right}{why}", seen, LOOK)
-    check(len(provider.roles) == 3, "three requests to the model", len(provider.roles), "nanobot.py:verdict")
-    check(answer == "4, 9 and 16.", 'the text of the last answer, "4, 9 and 16."', answer, "nanobot.py:AgentRunner.run")
+    check(
+        len(provider.roles) == 3,
+        "three requests to the model",
+        len(provider.roles),
+        "nanobot.py:verdict",
+    )
+    check(
+        answer == "4, 9 and 16.",
+        'the text of the last answer, "4, 9 and 16."',
+        answer,
+        "nanobot.py:AgentRunner.run",
+    )
     results = {m.get("tool_call_id"): m["content"] for m in messages if m["role"] == "tool"}
-    check(results == {"c2": "4", "c3": "9", "c4": "16"}, "each result under the id of its call: 4 under c2 …", results, LOOK)
+    check(
+        results == {"c2": "4", "c3": "9", "c4": "16"},
+        "each result under the id of its call: 4 under c2 …",
+        results,
+        LOOK,
+    )
     is_last = isinstance(messages[-1], dict) and messages[-1].get("content") == answer
-    check(is_last, "the answer as the last message of `messages`", messages[-1], "nanobot.py:AgentRunner._finish")
+    check(
+        is_last,
+        "the answer as the last message of `messages`",
+        messages[-1],
+        "nanobot.py:AgentRunner._finish",
+    )

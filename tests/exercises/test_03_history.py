@@ -19,7 +19,10 @@ def whole(chance):
             calls = [call(number + n) for n in range(chance.randint(1, 3))]
             number += len(calls)
             messages.append({"role": "assistant", "content": None, "tool_calls": calls})
-            messages += [{"role": "tool", "tool_call_id": each["id"], "content": f"result of {each['id']}"} for each in calls]
+            messages += [
+                {"role": "tool", "tool_call_id": each["id"], "content": f"result of {each['id']}"}
+                for each in calls
+            ]
         messages.append({"role": "assistant", "content": f"answer {turn}"})
     return messages
 
@@ -34,7 +37,10 @@ def damaged(chance):
                 messages = messages[: max(1, place)]
             case 1 if messages[place]["role"] != "user":
                 del messages[place]
-            case 2 if place + 1 < len(messages) and messages[place]["role"] == messages[place + 1]["role"] == "tool":
+            case 2 if (
+                place + 1 < len(messages)
+                and messages[place]["role"] == messages[place + 1]["role"] == "tool"
+            ):
                 messages[place], messages[place + 1] = messages[place + 1], messages[place]
     return messages or [{"role": "user", "content": "hi"}]
 
@@ -51,7 +57,11 @@ def problem_with(messages):
         if [each.get("tool_call_id") for each in behind] != ids:
             return f"message {place} has the calls {ids}; behind it are {[each.get('tool_call_id') for each in behind]}"
         place += 1 + len(ids)
-    return "the last message is the assistant's" if messages and messages[-1]["role"] == "assistant" else ""
+    return (
+        "the last message is the assistant's"
+        if messages and messages[-1]["role"] == "assistant"
+        else ""
+    )
 
 
 def test_300_damaged_histories():
@@ -61,14 +71,38 @@ def test_300_damaged_histories():
         before = copy.deepcopy(messages)
         result = lawful(messages)
         check(isinstance(result, list), "a list of messages", result, LOOK)
-        check(messages == before, "a copy: the list that was given stays as it was", "it was changed", LOOK)
+        check(
+            messages == before,
+            "a copy: the list that was given stays as it was",
+            "it was changed",
+            LOOK,
+        )
         check(not problem_with(result), f"history {seed} is lawful", problem_with(result), LOOK)
         said = [each["content"] for each in before if each["role"] == "user"]
         kept = [each["content"] for each in result if each["role"] == "user"]
-        check(all(any(text in other for other in kept) for text in said), "all that the user said is kept", kept, LOOK)
+        check(
+            all(any(text in other for other in kept) for text in said),
+            "all that the user said is kept",
+            kept,
+            LOOK,
+        )
         ids = {each["id"] for message in before for each in message.get("tool_calls") or []}
-        real = {each["content"] for each in before if each["role"] == "tool" and each["tool_call_id"] in ids}
+        real = {
+            each["content"]
+            for each in before
+            if each["role"] == "tool" and each["tool_call_id"] in ids
+        }
         got = {each["content"] for each in result if each["role"] == "tool"}
         if before[-1]["role"] == "user":
-            check(real <= got, f"history {seed} keeps the results that have a call", sorted(real - got), LOOK)
-        check(lawful(result) == result, "a lawful history stays as it is", "it was changed again", LOOK)
+            check(
+                real <= got,
+                f"history {seed} keeps the results that have a call",
+                sorted(real - got),
+                LOOK,
+            )
+        check(
+            lawful(result) == result,
+            "a lawful history stays as it is",
+            "it was changed again",
+            LOOK,
+        )

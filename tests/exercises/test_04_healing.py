@@ -22,15 +22,42 @@ def test_the_row():
     if remedy is None:
         raise NotImplementedError("write REMEDY in ex_04_healing.py")
     body, look = {"max_tokens": 1000, "messages": []}, "providers.py:find_remedy"
-    check(isinstance(remedy, Remedy), "REMEDY = Remedy(complaint, notice, change)", remedy, "providers.py:Remedy")
-    check(len(str(remedy.notice)) > 5, "a notice that tells the user what was changed", remedy.notice, "providers.py:Remedy")
+    check(
+        isinstance(remedy, Remedy),
+        "REMEDY = Remedy(complaint, notice, change)",
+        remedy,
+        "providers.py:Remedy",
+    )
+    check(
+        len(str(remedy.notice)) > 5,
+        "a notice that tells the user what was changed",
+        remedy.notice,
+        "providers.py:Remedy",
+    )
     changed = remedy.change(body, COMPLAINT.format(1000))
-    check(isinstance(changed, dict), "`change` returns the body to send instead, a dict", changed, "providers.py:with_parameters")
-    check(body == {"max_tokens": 1000, "messages": []}, "`change` returns a new body", "it changed the one it got", look)
+    check(
+        isinstance(changed, dict),
+        "`change` returns the body to send instead, a dict",
+        changed,
+        "providers.py:with_parameters",
+    )
+    check(
+        body == {"max_tokens": 1000, "messages": []},
+        "`change` returns a new body",
+        "it changed the one it got",
+        look,
+    )
     size = changed.get("max_tokens")
-    check(size is not None, "a body that still has max_tokens: the endpoint wants one", changed, look)
+    check(
+        size is not None, "a body that still has max_tokens: the endpoint wants one", changed, look
+    )
     sizes = [size, remedy.change({"max_tokens": 500}, COMPLAINT.format(500)).get("max_tokens")]
-    check(sizes == [960, 448], "the largest multiples of 64 that are not above 1000 and 500: 960 and 448", sizes, look)
+    check(
+        sizes == [960, 448],
+        "the largest multiples of 64 that are not above 1000 and 500: 960 and 448",
+        sizes,
+        look,
+    )
     table = list(providers.HEALING)
     providers.HEALING.insert(0, remedy)
     try:
@@ -40,9 +67,24 @@ def test_the_row():
     finally:
         providers.HEALING[:] = table
     check(answers[0].error is None, "an answer", answers[0].error, look)
-    check(len(told) == 1 and remedy.notice in told[0], "the user is told the notice once", told, "providers.py:Remedy")
-    check(len(sent) == 3, "three requests for two questions: what was learnt is remembered", sent, "providers.py:Remedy")
-    check(not others, "the row fits its own complaint only", f"it also fits: {others}", "providers.py:HEALING")
+    check(
+        len(told) == 1 and remedy.notice in told[0],
+        "the user is told the notice once",
+        told,
+        "providers.py:Remedy",
+    )
+    check(
+        len(sent) == 3,
+        "three requests for two questions: what was learnt is remembered",
+        sent,
+        "providers.py:Remedy",
+    )
+    check(
+        not others,
+        "the row fits its own complaint only",
+        f"it also fits: {others}",
+        "providers.py:HEALING",
+    )
 
 
 async def talk(address):
@@ -55,6 +97,14 @@ async def talk(address):
     question = [{"role": "user", "content": "hi"}]
     answers = [await model.chat(question, max_tokens=1000, on_retry=note) for _ in range(2)]
     await model.close()
-    complaints = ["max_tokens is too large: 1000", "Rate limit reached", "The image must be a multiple of 64 pixels wide"]
-    fits = [text for text in complaints if re.search(providers.HEALING[0].complaint, text, re.IGNORECASE)]
+    complaints = [
+        "max_tokens is too large: 1000",
+        "Rate limit reached",
+        "The image must be a multiple of 64 pixels wide",
+    ]
+    fits = [
+        text
+        for text in complaints
+        if re.search(providers.HEALING[0].complaint, text, re.IGNORECASE)
+    ]
     return answers, told, fits

@@ -27,7 +27,15 @@ class Model(LLMProvider):
             except Exception as problem:  # of the student, not of the agent, which would go on
                 self.problem = problem
                 raise
-            return LLMResponse(None, [ToolCallRequest("c1", "save_memory", self.saved if isinstance(self.saved, dict) else {})], "tool_calls")
+            return LLMResponse(
+                None,
+                [
+                    ToolCallRequest(
+                        "c1", "save_memory", self.saved if isinstance(self.saved, dict) else {}
+                    )
+                ],
+                "tool_calls",
+            )
         self.systems.append(request.messages[0]["content"])
         return LLMResponse("Fine.")
 
@@ -49,16 +57,48 @@ def test_the_fact_survives(folder):
     facts, saved = asyncio.run(talk(folder, model)), model.saved
     if model.problem:
         raise model.problem
-    check(model.asked > 0, "one request that offers save_memory, after /new", "there was none", look)
-    check(isinstance(saved, dict), 'a dict: {"history_entry": "…", "memory_update": "…"}', saved, "templates/consolidate.md")
+    check(
+        model.asked > 0, "one request that offers save_memory, after /new", "there was none", look
+    )
+    check(
+        isinstance(saved, dict),
+        'a dict: {"history_entry": "…", "memory_update": "…"}',
+        saved,
+        "templates/consolidate.md",
+    )
     for name in ("history_entry", "memory_update"):
         value = saved.get(name, f"no {name}")
-        check(name in saved and isinstance(value, str), f"a text as {name}", value, "templates/consolidate.md")
+        check(
+            name in saved and isinstance(value, str),
+            f"a text as {name}",
+            value,
+            "templates/consolidate.md",
+        )
     update = saved["memory_update"]
     check("Ada" in update, "memory_update names Ada", update, look)
-    check("Rex" in update and "Turin" in update, "memory_update still has what stood in MEMORY.md: it replaces the file", update, look)
-    check("Fine." not in update, "memory_update has facts about the user only: the conversation does not belong into it", update, look)
+    check(
+        "Rex" in update and "Turin" in update,
+        "memory_update still has what stood in MEMORY.md: it replaces the file",
+        update,
+        look,
+    )
+    check(
+        "Fine." not in update,
+        "memory_update has facts about the user only: the conversation does not belong into it",
+        update,
+        look,
+    )
     check("Ada" in facts, "MEMORY.md names Ada", facts, look)
-    check("Ada" in model.systems[-1], "the next conversation's system prompt names Ada", model.systems[-1][-300:], look)
+    check(
+        "Ada" in model.systems[-1],
+        "the next conversation's system prompt names Ada",
+        model.systems[-1][-300:],
+        look,
+    )
     entry = saved["history_entry"]
-    check(len(entry) > 10, "history_entry says in a line what happened", entry, "memory.py:MemoryStore")
+    check(
+        len(entry) > 10,
+        "history_entry says in a line what happened",
+        entry,
+        "memory.py:MemoryStore",
+    )

@@ -33,12 +33,37 @@ def test_the_skill(folder):
         (programs / name).write_text("#!/bin/sh\n")
         (programs / name).chmod(0o755)
     shown, prompt = lines_about_it(folder, programs)
-    check(bool(shown), "a line about release-note in the system prompt (name: release-note)", "there is none", LOOK)
-    check("git log" not in prompt, "only the one line is in each request, not the instructions", "the prompt has all of it", "nanobot.py:skill_parts (always)")
+    check(
+        bool(shown),
+        "a line about release-note in the system prompt (name: release-note)",
+        "there is none",
+        LOOK,
+    )
+    check(
+        "git log" not in prompt,
+        "only the one line is in each request, not the instructions",
+        "the prompt has all of it",
+        "nanobot.py:skill_parts (always)",
+    )
     says_when = any(words in shown[0].lower() for words in ("use when", "use to", "use if"))
-    check(says_when, 'a description that says when to use it ("Use when …")', shown[0], "skills/github/SKILL.md")
+    check(
+        says_when,
+        'a description that says when to use it ("Use when …")',
+        shown[0],
+        "skills/github/SKILL.md",
+    )
     check("unavailable" not in shown[0], "with git in the PATH it is available", shown[0], LOOK)
     missing, _ = lines_about_it(folder, nothing)
-    check("needs program git" in missing[0], "without git: [unavailable: needs program git]", missing[0], "skills/tmux/SKILL.md")
+    check(
+        "needs program git" in missing[0],
+        "without git: [unavailable: needs program git]",
+        missing[0],
+        "skills/tmux/SKILL.md",
+    )
     body = text.split("---", 2)[2]
-    check("git log" in body, "instructions below the front matter that name `git log`", body.strip()[:200], "skills/github/SKILL.md")
+    check(
+        "git log" in body,
+        "instructions below the front matter that name `git log`",
+        body.strip()[:200],
+        "skills/github/SKILL.md",
+    )

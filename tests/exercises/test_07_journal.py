@@ -13,28 +13,47 @@ def line(n, role, content=None, **more):
 
 
 def calls(*ids):
-    return [{"id": each, "type": "function", "function": {"name": "exec", "arguments": "{}"}} for each in ids]
+    return [
+        {"id": each, "type": "function", "function": {"name": "exec", "arguments": "{}"}}
+        for each in ids
+    ]
 
 
 BEGIN = [{"mark": "session", "key": "cli:direct"}, line(1, "user", "Count the lines.")]
 CALLED = [*BEGIN, line(2, "assistant", None, tool_calls=calls("a", "b"))]
 DONE = [*CALLED, line(3, "tool", "7", tool_call_id="b"), line(4, "tool", "9", tool_call_id="a")]
 JOURNALS = [
-    (BEGIN[:1], "nothing"), (BEGIN, "asking"), (CALLED, "working"), (DONE[:-1], "working"), (DONE, "asking"),
+    (BEGIN[:1], "nothing"),
+    (BEGIN, "asking"),
+    (CALLED, "working"),
+    (DONE[:-1], "working"),
+    (DONE, "asking"),
     ([*DONE, line(5, "assistant", "7 and 9.")], "nothing"),
     ([*DONE, line(5, "assistant", "7 and 9."), {"mark": "delivered", "upto": 5}], "nothing"),
     ([*DONE, {"mark": "ended", "why": "it was stopped"}], "ended"),
     ([*BEGIN, {"mark": "resumed"}], "asking"),
     ([*DONE, {"mark": "ended", "why": "it was stopped"}, line(5, "user", "And now?")], "asking"),
-    ([*DONE, line(5, "assistant", "7 and", cut="it was stopped"), {"mark": "ended", "why": "it was stopped"}], "ended"),
-]  # fmt: skip
+    (
+        [
+            *DONE,
+            line(5, "assistant", "7 and", cut="it was stopped"),
+            {"mark": "ended", "why": "it was stopped"},
+        ],
+        "ended",
+    ),
+]
 
 
 def test_journals_that_were_written_by_hand():
     explain = exercise("07_journal", "explain")
     for journal, right in JOURNALS:
         shown = "\n          ".join(json.dumps(each) for each in journal[-3:])
-        check(explain(journal) == right, f'"{right}" for a journal that ends with\n          {shown}', explain(journal), LOOK)
+        check(
+            explain(journal) == right,
+            f'"{right}" for a journal that ends with\n          {shown}',
+            explain(journal),
+            LOOK,
+        )
 
 
 AGENT = """
@@ -62,14 +81,33 @@ def test_a_real_kill(folder):
     explain = exercise("07_journal", "explain")
     config = settings(folder)
     command = [sys.executable, "-c", AGENT, str(ROOT), str(config.path)]
-    agent = subprocess.Popen(command, cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    agent = subprocess.Popen(
+        command,
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
     journal, lines = folder / "home" / "sessions" / "cli%3Adirect.jsonl", []
     ends = time.monotonic() + 15
-    while not any(each.get("tool_calls") for each in lines) and time.monotonic() < ends and agent.poll() is None:
+    while (
+        not any(each.get("tool_calls") for each in lines)
+        and time.monotonic() < ends
+        and agent.poll() is None
+    ):
         time.sleep(0.02)
         if journal.exists():
-            lines = [json.loads(text) for text in journal.read_text(encoding="utf-8").split("\n")[:-1]]
+            lines = [
+                json.loads(text) for text in journal.read_text(encoding="utf-8").split("\n")[:-1]
+            ]
     agent.kill()  # kill -9
     said = agent.communicate()[1].decode(errors="replace")
-    assert any(each.get("tool_calls") for each in lines), f"the grader's own agent did not work: {said[-300:]}"
-    check(explain(lines) == "working", '"working" for an agent that was killed while a tool ran', explain(lines), LOOK)
+    assert any(each.get("tool_calls") for each in lines), (
+        f"the grader's own agent did not work: {said[-300:]}"
+    )
+    check(
+        explain(lines) == "working",
+        '"working" for an agent that was killed while a tool ran',
+        explain(lines),
+        LOOK,
+    )

@@ -12,12 +12,32 @@ LOOK = "tools.py:Turn.path"
 def test_the_fence(folder):
     count_words = exercise("08_fence", "count_words")
     check(isinstance(count_words, Tool), "`count_words` under @tool", count_words, "tools.py:tool")
-    check(len(count_words.description) > 10, "a docstring: it is the tool's description", count_words.description, "tools.py:tool")
+    check(
+        len(count_words.description) > 10,
+        "a docstring: it is the tool's description",
+        count_words.description,
+        "tools.py:tool",
+    )
     names = list(count_words.parameters["properties"])
-    check(names == ["path"], "a schema with `path` only: `turn` is handed in by the agent", names, "tools.py:signature_schema")
+    check(
+        names == ["path"],
+        "a schema with `path` only: `turn` is handed in by the agent",
+        names,
+        "tools.py:signature_schema",
+    )
     field = count_words.parameters["properties"]["path"]
-    check(field.get("type") == "string", "`path: str` in the signature", field, "tools.py:signature_schema")
-    check(count_words.read_only, "@tool(read_only=True): it changes nothing", "read_only=False", "tools.py:Tool")
+    check(
+        field.get("type") == "string",
+        "`path: str` in the signature",
+        field,
+        "tools.py:signature_schema",
+    )
+    check(
+        count_words.read_only,
+        "@tool(read_only=True): it changes nothing",
+        "read_only=False",
+        "tools.py:Tool",
+    )
     home, work = folder / "home", folder / "work"
     for place in (home, work):
         place.mkdir(exist_ok=True)
@@ -34,7 +54,12 @@ def test_the_fence(folder):
     for path, count in [("a.txt", "4"), (str(work / "a.txt"), "4"), ("b.txt", "12")]:
         result = run(path)
         is_right = not result.is_error and count in re.findall(r"\w+", result.text)
-        check(is_right, f"{path} has {count} words; relative paths begin in turn.cwd", result.text, LOOK)
+        check(
+            is_right,
+            f"{path} has {count} words; relative paths begin in turn.cwd",
+            result.text,
+            LOOK,
+        )
     outside = ["../diary.txt", str(folder / "diary.txt"), "config.json"]
     try:
         (work / "link.txt").symlink_to(folder / "diary.txt")
@@ -47,4 +72,9 @@ def test_the_fence(folder):
         check(result.is_error, f"{path} is refused as an error, as {why}", result.text, LOOK)
     missing = run("nothing.txt")
     in_words = missing.is_error and "Errno" not in missing.text
-    check(in_words, "a file that is missing is a ToolError in words of your own", missing.text, "tools.py:ToolError")
+    check(
+        in_words,
+        "a file that is missing is a ToolError in words of your own",
+        missing.text,
+        "tools.py:ToolError",
+    )

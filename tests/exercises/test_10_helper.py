@@ -26,10 +26,16 @@ class Models(LLMProvider):
             file = re.search(r"[\w./-]+\.txt", task)
             if not file:
                 return LLMResponse("Which file do you mean?")
-            return LLMResponse(None, [ToolCallRequest("h1", "read_file", {"path": file[0]})], "tool_calls")
+            return LLMResponse(
+                None, [ToolCallRequest("h1", "read_file", {"path": file[0]})], "tool_calls"
+            )
         if is_helper:
             is_about_lines = "line" in self.tasks[-1].lower()
-            return LLMResponse(f"{len(last['content'].splitlines())} lines" if is_about_lines else "I have read it.")
+            return LLMResponse(
+                f"{len(last['content'].splitlines())} lines"
+                if is_about_lines
+                else "I have read it."
+            )
         if last["role"] == "user":
             return LLMResponse(None, [ToolCallRequest("m1", "spawn", self.spawn)], "tool_calls")
         return LLMResponse(f"The helper says: {last['content']}")
@@ -50,6 +56,21 @@ def test_the_helper(folder):
         raise NotImplementedError("write SPAWN in ex_10_helper.py")
     answer, tasks = ask(folder, spawn)
     check(bool(tasks), "a call of spawn that passes its check", answer, LOOK)
-    check("Which file" not in answer, "a task that names the file: the helper sees nothing else", spawn, "templates/subagent.md")
-    check("is at work" not in answer, "an answer with the helper's result in it: wait for it", answer, LOOK)
-    check("3" in answer, "a task that says what is wanted: the number of lines, 3", answer, "templates/subagent.md")
+    check(
+        "Which file" not in answer,
+        "a task that names the file: the helper sees nothing else",
+        spawn,
+        "templates/subagent.md",
+    )
+    check(
+        "is at work" not in answer,
+        "an answer with the helper's result in it: wait for it",
+        answer,
+        LOOK,
+    )
+    check(
+        "3" in answer,
+        "a task that says what is wanted: the number of lines, 3",
+        answer,
+        "templates/subagent.md",
+    )

@@ -24,7 +24,11 @@ def runs(row, begin, days):
     names = CronJob.__dataclass_fields__
     job = CronJob(**{name: value for name, value in row.items() if name in names})
     now, found, berlin = begin, [], ZoneInfo("Europe/Berlin")
-    while (now := job.due(now, ZoneInfo("UTC"))) and now < begin + timedelta(days=days) and len(found) < 50:
+    while (
+        (now := job.due(now, ZoneInfo("UTC")))
+        and now < begin + timedelta(days=days)
+        and len(found) < 50
+    ):
         found.append(now.astimezone(berlin))
         job.since = now.isoformat()
     return found
@@ -38,7 +42,9 @@ def test_the_job(folder):
     check(not result.is_error, "a job that is taken", result.text, LOOK)
     listed = asyncio.run(use(folder, {"action": "list"})).text
     check("plants" in listed, "the job in the list after a restart", listed, LOOK)
-    row = json.loads((folder / "home" / "cron" / "jobs.json").read_text(encoding="utf-8"))["jobs"][0]
+    row = json.loads((folder / "home" / "cron" / "jobs.json").read_text(encoding="utf-8"))["jobs"][
+        0
+    ]
     for month in (1, 7):
         begin = datetime(2027, month, 4, tzinfo=ZoneInfo("UTC"))  # a Monday
         row["since"] = begin.isoformat()
@@ -46,4 +52,9 @@ def test_the_job(folder):
         shown = [f"{moment:%a %H:%M}" for moment in found]
         right = [f"{day} 08:30" for day in ("Mon", "Tue", "Wed", "Thu", "Fri")]
         season = "winter" if month == 1 else "summer"
-        check(shown == right, f"in a week of {season}, in Berlin: {right}", shown, "channels.py:CronJob")
+        check(
+            shown == right,
+            f"in a week of {season}, in Berlin: {right}",
+            shown,
+            "channels.py:CronJob",
+        )

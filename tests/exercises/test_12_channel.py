@@ -14,7 +14,9 @@ class Echo(LLMProvider):
     model = "echo"
 
     async def answer(self, request):
-        return LLMResponse("You said: " + request.messages[-1]["content"].split("[/Runtime Context]")[-1].strip())
+        return LLMResponse(
+            "You said: " + request.messages[-1]["content"].split("[/Runtime Context]")[-1].strip()
+        )
 
 
 class SlowBus(MessageBus):
@@ -46,7 +48,9 @@ async def talk(folder, channel):
         for name in ("ada", "bob"):
             (folder / "in" / f"{name}.txt").write_text(f"I am {name}", encoding="utf-8")
         answers = [folder / "out" / f"{name}.txt" for name in ("ada", "bob")]
-        await until(lambda: all(file.exists() and file.read_text(encoding="utf-8") for file in answers))
+        await until(
+            lambda: all(file.exists() and file.read_text(encoding="utf-8") for file in answers)
+        )
         gone = await until(lambda: not list((folder / "in").glob("*.txt")), 1.0)
         return bus.was_there, gone
     finally:
@@ -63,13 +67,34 @@ def test_the_channel(folder):
         (folder / name).mkdir()
     channel = make(folder)
     asyncio.run(channel.send(OutboundMessage("folder", "test", "hello")))
-    text = (folder / "out" / "test.txt").read_text(encoding="utf-8") if (folder / "out" / "test.txt").exists() else "no file"
-    check(text.strip() == "hello", "`send` writes out/test.txt", text, "channels.py:OutboundMessage")
+    text = (
+        (folder / "out" / "test.txt").read_text(encoding="utf-8")
+        if (folder / "out" / "test.txt").exists()
+        else "no file"
+    )
+    check(
+        text.strip() == "hello", "`send` writes out/test.txt", text, "channels.py:OutboundMessage"
+    )
     was_there, gone = asyncio.run(talk(folder, channel))
-    check(set(was_there) == {"ada", "bob"}, "`start` publishes both files; the chat_id is the file's name", was_there, LOOK)
+    check(
+        set(was_there) == {"ada", "bob"},
+        "`start` publishes both files; the chat_id is the file's name",
+        was_there,
+        LOOK,
+    )
     for name in ("ada", "bob"):
         file = folder / "out" / f"{name}.txt"
         answer = file.read_text(encoding="utf-8") if file.exists() else "no file"
-        check(f"You said: I am {name}" in answer, f"out/{name}.txt has the answer to {name}", answer, LOOK)
-    check(all(was_there.values()), "in/ada.txt stays until `publish` has returned", "it was removed before", "channels.py:MessageBus.publish")
+        check(
+            f"You said: I am {name}" in answer,
+            f"out/{name}.txt has the answer to {name}",
+            answer,
+            LOOK,
+        )
+    check(
+        all(was_there.values()),
+        "in/ada.txt stays until `publish` has returned",
+        "it was removed before",
+        "channels.py:MessageBus.publish",
+    )
     check(gone, "files that were taken are removed", "they are still there", LOOK)

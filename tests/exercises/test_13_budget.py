@@ -34,14 +34,43 @@ def test_the_budget():
     make = exercise("13_budget", "BudgetHook")
     ran, result = run(make(0.0065, 2.0, 10.0))
     story = "each request costs 0.003 and asks for two calls; the limit is 0.0065. After two requests 0.006 are spent: their four calls run."
-    check(ran == [0, 1, 2, 3], f"{story} With the third it is 0.009: no more call runs", f"{len(ran)} calls ran", LOOK)
-    denied = [each for each in result.messages if each["role"] == "tool" and "nothing at" not in each["content"]]
-    check(bool(denied), "later calls get a result that says why they did not run", "there is none", "nanobot.py:ApprovalHook")
-    check("0.0065" in denied[0]["content"], "the reason names the limit, 0.0065", denied[0]["content"], "nanobot.py:ApprovalHook")
-    check(result.stop_reason in ("completed", "empty", "error"), "the run ends", result.stop_reason, "nanobot.py:verdict")
+    check(
+        ran == [0, 1, 2, 3],
+        f"{story} With the third it is 0.009: no more call runs",
+        f"{len(ran)} calls ran",
+        LOOK,
+    )
+    denied = [
+        each
+        for each in result.messages
+        if each["role"] == "tool" and "nothing at" not in each["content"]
+    ]
+    check(
+        bool(denied),
+        "later calls get a result that says why they did not run",
+        "there is none",
+        "nanobot.py:ApprovalHook",
+    )
+    check(
+        "0.0065" in denied[0]["content"],
+        "the reason names the limit, 0.0065",
+        denied[0]["content"],
+        "nanobot.py:ApprovalHook",
+    )
+    check(
+        result.stop_reason in ("completed", "empty", "error"),
+        "the run ends",
+        result.stop_reason,
+        "nanobot.py:verdict",
+    )
     ran, _ = run(make(1.0, 2.0, 10.0))
     check(len(ran) == 12, "with a limit of 1.0 all twelve calls run", f"{len(ran)} ran", LOOK)
     again = make(0.0065, 2.0, 10.0)
     run(again)
     ran, _ = run(again)
-    check(ran[:4] == [0, 1, 2, 3], "the limit is for one turn: in a second turn with the same hook four calls run, too", f"{len(ran)} ran", "nanobot.py:AgentHookContext")
+    check(
+        ran[:4] == [0, 1, 2, 3],
+        "the limit is for one turn: in a second turn with the same hook four calls run, too",
+        f"{len(ran)} ran",
+        "nanobot.py:AgentHookContext",
+    )

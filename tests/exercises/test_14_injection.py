@@ -27,15 +27,69 @@ def run(folder, hook, session, question, *calls):
 def test_the_hook(folder):
     hook = exercise("14_injection", "InjectionHook")()
     read = call(1, "read_file", path="notes.txt")
-    files, result = run(folder, hook, "cli:a", "What is in notes.txt?", read, call(2, "write_file", path="proof.txt", content="hacked"))
-    check("proof.txt" not in files, "a file that only the text asked for is not written", files, LOOK)
+    files, result = run(
+        folder,
+        hook,
+        "cli:a",
+        "What is in notes.txt?",
+        read,
+        call(2, "write_file", path="proof.txt", content="hacked"),
+    )
+    check(
+        "proof.txt" not in files, "a file that only the text asked for is not written", files, LOOK
+    )
     said = [each["content"] for each in result.messages if each["role"] == "tool"][-1]
-    check(len(said) > 10 and "Error" not in said[:5], "the model is told why (call.denied)", said, "nanobot.py:ApprovalHook")
-    files, _ = run(folder, hook, "cli:b", "What is in notes.txt?", read, call(2, "exec", command="touch proof.txt"))
-    check("proof.txt" not in files, "a command that only the text asked for does not run", files, LOOK)
-    files, _ = run(folder, hook, "cli:c", "Copy notes.txt to copy.txt", read, call(2, "write_file", path="copy.txt", content=EVIL))
-    check("copy.txt" in files, "a file that the user named is written, also after reading", files, LOOK)
-    files, _ = run(folder, hook, "cli:d", "Make an empty list for me.", call(1, "write_file", path="list.txt", content="-"))
-    check("list.txt" in files, "before anything was read the model may choose the name", files, LOOK)
-    files, _ = run(folder, hook, "cli:c", "Note something.", call(1, "write_file", path="later.txt", content="-"))
-    check("later.txt" in files, "what an earlier turn has read does not count", files, "nanobot.py:AgentHookContext")
+    check(
+        len(said) > 10 and "Error" not in said[:5],
+        "the model is told why (call.denied)",
+        said,
+        "nanobot.py:ApprovalHook",
+    )
+    files, _ = run(
+        folder,
+        hook,
+        "cli:b",
+        "What is in notes.txt?",
+        read,
+        call(2, "exec", command="touch proof.txt"),
+    )
+    check(
+        "proof.txt" not in files, "a command that only the text asked for does not run", files, LOOK
+    )
+    files, _ = run(
+        folder,
+        hook,
+        "cli:c",
+        "Copy notes.txt to copy.txt",
+        read,
+        call(2, "write_file", path="copy.txt", content=EVIL),
+    )
+    check(
+        "copy.txt" in files,
+        "a file that the user named is written, also after reading",
+        files,
+        LOOK,
+    )
+    files, _ = run(
+        folder,
+        hook,
+        "cli:d",
+        "Make an empty list for me.",
+        call(1, "write_file", path="list.txt", content="-"),
+    )
+    check(
+        "list.txt" in files, "before anything was read the model may choose the name", files, LOOK
+    )
+    files, _ = run(
+        folder,
+        hook,
+        "cli:c",
+        "Note something.",
+        call(1, "write_file", path="later.txt", content="-"),
+    )
+    check(
+        "later.txt" in files,
+        "what an earlier turn has read does not count",
+        files,
+        "nanobot.py:AgentHookContext",
+    )

@@ -13,7 +13,9 @@ def play(folder, answers):
     config = settings(folder)
     config.cwd = folder / "work"
     config.cwd.mkdir()
-    (config.cwd / "poem.txt").write_text("Roses are red\nviolets are blue\nsugar is sweet\nand so are you\n")
+    (config.cwd / "poem.txt").write_text(
+        "Roses are red\nviolets are blue\nsugar is sweet\nand so are you\n"
+    )
     rest = iter(answers)
 
     async def ask(question):
@@ -23,7 +25,10 @@ def play(folder, answers):
     model.trace = Trace(folder / "trace.jsonl")
     loop = AgentLoop(config, model)
     result = result_of(loop, "Write the number of lines of poem.txt into count.txt.")
-    records = [json.loads(line) for line in (folder / "trace.jsonl").read_text(encoding="utf-8").splitlines()]
+    records = [
+        json.loads(line)
+        for line in (folder / "trace.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     return result, records, config.cwd
 
 
@@ -38,11 +43,33 @@ def test_the_task(folder):
     check(not failed, "calls that work", failed[0]["result"] if failed else "", "nanobot prompt")
     looked = [name in ("read_file", "exec", "grep") for name in names]
     wrote = [name in ("write_file", "exec") for name in names]
-    check(any(looked), "a call that looks into poem.txt: a model does not know what is in it", names, LOOK)
+    check(
+        any(looked),
+        "a call that looks into poem.txt: a model does not know what is in it",
+        names,
+        LOOK,
+    )
     file = work / "count.txt"
     check(file.exists(), "a call that writes count.txt", names, "tools.py:write_file")
-    check(looked.index(True) < len(wrote) - 1 - wrote[::-1].index(True) or names == ["exec"], "first look, then write", names, LOOK)
-    check(file.read_text().strip() == "4", "4 in count.txt", file.read_text(), "tools.py:write_file")
-    check("(no further answer)" not in str(result.final_content), "a text as the last answer", result.final_content, LOOK)
-    check("4" in result.final_content, "an answer that tells the user the number, 4", result.final_content, LOOK)
+    check(
+        looked.index(True) < len(wrote) - 1 - wrote[::-1].index(True) or names == ["exec"],
+        "first look, then write",
+        names,
+        LOOK,
+    )
+    check(
+        file.read_text().strip() == "4", "4 in count.txt", file.read_text(), "tools.py:write_file"
+    )
+    check(
+        "(no further answer)" not in str(result.final_content),
+        "a text as the last answer",
+        result.final_content,
+        LOOK,
+    )
+    check(
+        "4" in result.final_content,
+        "an answer that tells the user the number, 4",
+        result.final_content,
+        LOOK,
+    )
     check(len(records) <= 6, "at most 6 requests", len(records), "nanobot.py:AgentRunner.run")

@@ -13,8 +13,15 @@ def test_the_rule(folder):
     if rule.startswith("write the rule"):
         raise NotImplementedError("write RULE in ex_16_rule.py")
     kinds = ("## ", "- ", "tool:")
-    missing = [kind for kind in kinds if not any(line.startswith(kind) for line in rule.split("\n"))]
-    check(not missing, f"lines that begin with {', '.join(kinds)}", f"no line that begins with {', '.join(missing)}", LOOK)
+    missing = [
+        kind for kind in kinds if not any(line.startswith(kind) for line in rule.split("\n"))
+    ]
+    check(
+        not missing,
+        f"lines that begin with {', '.join(kinds)}",
+        f"no line that begins with {', '.join(missing)}",
+        LOOK,
+    )
     kit = folder / "kit"
     kit.mkdir()
     for file in ROOT.glob("*.py"):
@@ -27,20 +34,46 @@ def test_the_rule(folder):
     (folder / "notes.txt").write_text("one two three four five\nsix seven\n")
 
     def ask(text):
-        command = [sys.executable, str(kit / "nanobot.py"), "agent", "--offline", "--workspace", str(folder / "home"), "-m", text]
+        command = [
+            sys.executable,
+            str(kit / "nanobot.py"),
+            "agent",
+            "--offline",
+            "--workspace",
+            str(folder / "home"),
+            "-m",
+            text,
+        ]
         done = subprocess.run(
-            command, cwd=folder, capture_output=True, text=True, encoding="utf-8", stdin=subprocess.DEVNULL,
+            command,
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            encoding="utf-8",
+            stdin=subprocess.DEVNULL,
             env={**os.environ, "HOME": str(folder), "USERPROFILE": str(folder)},
-        )  # fmt: skip
+        )
         return done.stdout + done.stderr
 
     first = ask("how many words are in notes.txt?")
-    mistakes = [line.partition("WARNING ")[2] for line in first.split("\n") if "rules.md, line" in line]
+    mistakes = [
+        line.partition("WARNING ")[2] for line in first.split("\n") if "rules.md, line" in line
+    ]
     check(not mistakes, "a rule without a mistake", "\n".join(mistakes), LOOK)
     check("wc -w" in first, "`how many words are in notes.txt?` runs wc -w", first, LOOK)
     if shutil.which("wc") and shutil.which("bash"):
         check("7" in first, "the number, 7", first, LOOK)
     other = ask("count the words of notes.txt")
-    check("wc -w notes.txt" in other.replace("-- ", ""), "`count the words of notes.txt` runs wc -w notes.txt", other, LOOK)
+    check(
+        "wc -w notes.txt" in other.replace("-- ", ""),
+        "`count the words of notes.txt` runs wc -w notes.txt",
+        other,
+        LOOK,
+    )
     reading = ask("read notes.txt")
-    check("six seven" in reading and "wc -w" not in reading, "`read notes.txt` still reads the file", reading, LOOK)
+    check(
+        "six seven" in reading and "wc -w" not in reading,
+        "`read notes.txt` still reads the file",
+        reading,
+        LOOK,
+    )

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 PLAIN = (str, int, list, dict, Path)  # other data are shown as the name of their type
-DEPTH = ContextVar("depth", default=0)  # of shown functions; a task or thread begins with that of its creator
+DEPTH = ContextVar(
+    "depth", default=0
+)  # of shown functions; a task or thread begins with that of its creator
 real_path = functools.cache(lambda name: Path(name).resolve())  # of ../kit/nanobot.py, of a link
 
 
@@ -25,7 +27,9 @@ def walk(loop: Any, message: str, house: Path, is_long: bool) -> int:
 class Follower:
     def __init__(self, house: Path, is_long: bool):
         self.lines: list[str] = []
-        self.seen: dict[str, Any] = {}  # {"nanobot.py:AgentRunner.run": its code, …}, in the order of entry
+        self.seen: dict[
+            str, Any
+        ] = {}  # {"nanobot.py:AgentRunner.run": its code, …}, in the order of entry
         self.ends: dict[Path, int] = {}  # by file: the line where its first reading ends
         for file in house.glob("*.py"):
             story = file.read_text(encoding="utf-8").partition("# ======== Second")[0]
@@ -50,11 +54,25 @@ class Follower:
         name = f"{Path(code.co_filename).name}:{code.co_qualname}"
         if event == "call" and name not in self.seen:
             self.seen[name] = code
-            given = [frame.f_locals[each] for each in code.co_varnames[: code.co_argcount] if each != "self"]
-            data = [ascii(each)[:50] if isinstance(each, PLAIN) else type(each).__name__ for each in given]
-            about = code.co_consts[0] if code.co_consts and isinstance(code.co_consts[0], str) else ""
+            given = [
+                frame.f_locals[each]
+                for each in code.co_varnames[: code.co_argcount]
+                if each != "self"
+            ]
+            data = [
+                ascii(each)[:50] if isinstance(each, PLAIN) else type(each).__name__
+                for each in given
+            ]
+            about = (
+                code.co_consts[0] if code.co_consts and isinstance(code.co_consts[0], str) else ""
+            )
             first_line = [f"    {line}" for line in about.strip().splitlines()[:1]]
-            self.lines += ["  " * depth + line for line in (f"{name}({', '.join(data)})", *first_line)]
+            self.lines += [
+                "  " * depth + line for line in (f"{name}({', '.join(data)})", *first_line)
+            ]
 
     def is_shown(self, code: Any) -> bool:
-        return code.co_firstlineno < self.ends.get(real_path(code.co_filename), 0) and "<" not in code.co_name
+        return (
+            code.co_firstlineno < self.ends.get(real_path(code.co_filename), 0)
+            and "<" not in code.co_name
+        )

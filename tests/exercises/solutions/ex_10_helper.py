@@ -1,1 +1,4 @@
-SPAWN = {"task": "Read notes.txt in the current folder and say how many lines it has.", "wait": True}
+SPAWN = {
+    "task": "Read notes.txt in the current folder and say how many lines it has.",
+    "wait": True,
+}

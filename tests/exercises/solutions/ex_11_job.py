@@ -1,1 +1,6 @@
-CRON = {"action": "add", "message": "Say: water the plants.", "cron_expr": "30 8 * * mon-fri", "tz": "Europe/Berlin"}
+CRON = {
+    "action": "add",
+    "message": "Say: water the plants.",
+    "cron_expr": "30 8 * * mon-fri",
+    "tz": "Europe/Berlin",
+}

@@ -1,1 +1,6 @@
-CRON = {"action": "add", "message": "Say: water the plants.", "cron_expr": "30 7 * * mon-fri", "tz": "UTC"}
+CRON = {
+    "action": "add",
+    "message": "Say: water the plants.",
+    "cron_expr": "30 7 * * mon-fri",
+    "tz": "UTC",
+}

@@ -13,7 +13,9 @@ class FolderChannel(Channel):
     async def start(self, bus):
         while True:
             for file in sorted((self.folder / "in").glob("*.txt")):
-                message = InboundMessage("folder", file.stem, file.stem, file.read_text(encoding="utf-8"))
+                message = InboundMessage(
+                    "folder", file.stem, file.stem, file.read_text(encoding="utf-8")
+                )
                 message.message_id = f"{file.stem}-{file.stat().st_mtime_ns}"
                 await bus.publish(message)
                 file.unlink()
@@ -21,4 +23,6 @@ class FolderChannel(Channel):
 
     async def send(self, message):
         if message.kind == "final":
-            (self.folder / "out" / f"{message.chat_id}.txt").write_text(message.content, encoding="utf-8")
+            (self.folder / "out" / f"{message.chat_id}.txt").write_text(
+                message.content, encoding="utf-8"
+            )

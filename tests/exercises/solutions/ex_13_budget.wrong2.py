@@ -3,7 +3,11 @@ from nanobot import AgentHook
 
 class BudgetHook(AgentHook):
     def __init__(self, limit, per_million_in, per_million_out):
-        self.limit, self.per_million_in, self.per_million_out = limit, per_million_in, per_million_out
+        self.limit, self.per_million_in, self.per_million_out = (
+            limit,
+            per_million_in,
+            per_million_out,
+        )
 
     async def before_iteration(self, context):
         self.usage = context.usage
