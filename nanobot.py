@@ -926,7 +926,6 @@ def own_text(turn: Turn, path: Path) -> str:
     except (OSError, ValueError) as problem:
         log.warning("%s is left out of the prompt: %s", path.name, problem)
         return ""
-    turn.note_read(path.resolve())  # the prompt shows the file, so edit_file may change the file
     return "\n".join(line for line in text.split("\n") if line not in PLACEHOLDERS).strip()
 
 
@@ -1599,9 +1598,6 @@ class MemoryModel:
         names = ("read_file", "edit_file", "write_file")
         editing = [tool for tool in FILE_TOOLS if tool.name in names]
         turn = replace(self.loop.turn("system:dream"), cwd=self.loop.workspace)
-        for name in ("memory/MEMORY.md", "USER.md", "SOUL.md"):
-            if (turn.cwd / name).is_file():
-                turn.note_read((turn.cwd / name).resolve())  # `messages` contains this file
         return await self.loop.subagents.run(
             messages,
             tools=FencedTools(editing, refuse),

@@ -1859,8 +1859,6 @@ class Plan:
             result = self._add_line(fill(rule.get("path", ""), known), fill(rule["line"], known))
         elif "tool" in rule:
             arguments = arguments_of(rule, known)
-            if rule["tool"] == "edit_file":  # edit_file refuses a file that was not read
-                self._result("read_file", {"path": arguments.get("path", "")})
             result = self._result(rule["tool"], arguments)
         if not re.match(SUCCESS.get(rule.get("tool"), ""), result):
             return result

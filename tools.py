@@ -199,6 +199,7 @@ class ToolRegistry:
 
     def __init__(self, tools: Iterable[Tool] = ()):
         self._tools: dict[str, Tool] = {}
+        self._turn = Turn()  # remembers which files were read by calls without a turn
         for tool in tools:
             self.register(tool)
 
@@ -236,7 +237,7 @@ class ToolRegistry:
 
     async def execute(self, name: str, params: Any, turn: "Turn | None" = None) -> ToolResult:
         """Run one tool. `params` is a dict or JSON text. Every failure becomes an error result."""
-        turn = turn or Turn()
+        turn = turn or self._turn
         try:
             tool, arguments, problem = self.prepare_call(name, params)
             if problem:
@@ -297,7 +298,8 @@ class Turn:
     readable: tuple[Path, ...] = ()  # if the fence is on, tools may also read these folders
     secret: tuple[Path, ...] = ()  # files with API keys, which no tool may open
     max_result_chars: int = 16_000
-    seen: dict[Path, tuple] = field(default_factory=dict, compare=False)  # file version when read
+    # file → (hash of its bytes, number of lines that were read, counted from the first line)
+    seen: dict[Path, tuple[int, int]] = field(default_factory=dict, compare=False)
 
     def path(self, text: str, write: bool = False) -> Path:
         """Resolve "~/a.txt", "../b" or a link; raises ToolError if the real path is not allowed."""
@@ -328,22 +330,16 @@ class Turn:
         existing = [secret for secret in self.secret if real.exists() and secret.exists()]
         return any(real.samefile(secret) for secret in existing)
 
-    def note_read(self, path: Path) -> None:
-        """Record the version of a file that the session has read and may therefore edit."""
-        info = path.stat()
-        self.seen[path] = (info.st_mtime_ns, info.st_size)
+    def lines_read(self, path: Path, data: bytes) -> int:
+        """How many lines of a file, which has the bytes `data` now, the session has read."""
+        version, lines = self.seen.get(path, (0, 0))
+        return lines if version == hash(data) else 0
 
-    def check_known(self, path: Path) -> None:
-        """Raise ToolError if a file was not read, has changed since, or is read-only."""
-        if not path.is_file() or not path.stat().st_size:  # no content can be lost
-            return
-        info = path.stat()
-        if path not in self.seen:
-            raise ToolError(f"{path} exists, and you have not read it: read it first.")
-        if self.seen[path] != (info.st_mtime_ns, info.st_size):
-            raise ToolError(f"{path} has changed since you read it: read it again.")
-        if not info.st_mode & 0o222 or not os.access(path, os.W_OK):
-            raise ToolError(f"{path} is read-only. Ask the user whether it may be changed.")
+    def note_read(self, path: Path, data: bytes, first: int, last: int) -> None:
+        """Record that lines `first` to `last` were read. A page after a gap does not count."""
+        lines = self.lines_read(path, data)
+        if first <= lines + 1:
+            self.seen[path] = hash(data), max(last, lines)
 
 
 @tool(read_only=True)
@@ -353,8 +349,8 @@ def read_file(
     """Read a page of a text file, each line as `N| line`, or look at an image."""
     real = turn.path(path)
     data = read_bytes(real)
-    turn.note_read(real)
     if block := image_block(data):
+        turn.note_read(real, data, 1, count_lines(data))
         return ToolResult(f"[image: {real}]", images=[block])
     if is_binary(data):
         raise ToolError(f"{real} is a binary file. Inspect it with exec (file, xxd).")
@@ -364,16 +360,25 @@ def read_file(
     first = max(offset, 1)
     if first > len(lines):
         raise ToolError(f"{real} has {len(lines)} lines: offset {offset} is after the last one.")
-    return numbered_page(lines, first, max(limit, 1), turn.max_result_chars - 200)
+    page, last = numbered_page(lines, first, max(limit, 1), turn.max_result_chars - 200)
+    turn.note_read(real, data, first, last)
+    return page
 
 
 @tool
 def write_file(path: str, content: str, *, turn: Turn) -> str:
     """Write a whole file; missing folders are created. To change a part, use edit_file."""
     real = turn.path(path, write=True)
-    turn.check_known(real)
-    write_atomic(real, content.encode("utf-8", errors="replace"))
-    turn.note_read(real)
+    data = content.encode("utf-8", errors="replace")
+    old = read_bytes(real) if real.exists() else b""
+    lines, lines_read = count_lines(old), turn.lines_read(real, old)
+    if lines_read < lines:
+        raise ToolError(
+            f"You have read {lines_read:,} of the {lines:,} lines of {real}: "
+            "read the rest first, or use edit_file."
+        )
+    write_atomic(real, data)
+    turn.note_read(real, data, 1, count_lines(data))
     return f"Wrote {len(content):,} characters to {real}."
 
 
@@ -625,25 +630,38 @@ def similar_names(path: Path) -> str:
     return f" Similar names: {', '.join(near)}." if near else " Try list_dir or glob."
 
 
-def numbered_page(lines: list[str], first: int, most: int, room: int) -> str:
-    """["a", "b", "c"], first=2, most=1 → 2| b ⏎ (lines 2-2 of 3; go on with offset=3)"""
+def count_lines(data: bytes) -> int:
+    return len(plain_text(data).split("\n")) if data else 0
+
+
+def numbered_page(lines: list[str], first: int, most: int, room: int) -> tuple[str, int]:
+    """Returns the page and the number of its last whole line; a line longer than `room` is cut.
+
+    ["a", "b", "c"], first=2, most=1 → ("2| b ⏎ (lines 2-2 of 3; go on with offset=3)", 2)
+    """
     page: list[str] = []
+    left = room
     for number, line in enumerate(lines[first - 1 :][:most], first):
         shown = f"{number}| {line}"
-        if page and len(shown) > room:
+        if len(shown) > left:
             break
-        page.append(shown if len(shown) <= room else f"{shown[:room]}… (line cut)")
-        room -= len(shown) + 1
+        page.append(shown)
+        left -= len(shown) + 1
+    last_whole = first + len(page) - 1
+    if not page:
+        page.append(f"{shown[:room]}… (line cut)")
     last = first + len(page) - 1
     if last < len(lines):
         page.append(f"(lines {first}-{last} of {len(lines)}; go on with offset={last + 1})")
-    return "\n".join(page)
+    return "\n".join(page), last_whole
 
 
 def write_atomic(path: Path, data: bytes) -> None:
     """Write the whole file or change nothing, even if the power fails; keeps the file mode."""
     if path.exists() and not path.is_file():
         raise ToolError(f"{path} is not a regular file: nothing was written.")
+    if path.exists() and not (path.stat().st_mode & 0o222 and os.access(path, os.W_OK)):
+        raise ToolError(f"{path} is read-only. Ask the user whether it may be changed.")
     temporary = path.with_name(f".{path.name[:40]}.{os.getpid()}-{time.time_ns()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -695,7 +713,7 @@ def list_dir(path: str = ".", *, turn: Turn) -> str:
 def edit_file(
     path: str, old_text: str, new_text: str, replace_all: bool = False, *, turn: Turn
 ) -> str:
-    """Replace a passage of a text file (read the file first). Returns the diff."""
+    """Replace a passage of a text file: old_text must occur once. Returns the diff."""
     if not old_text:
         raise ToolError("old_text is empty. To write a whole file, use write_file.")
     old, new = old_text.replace("\r\n", "\n"), new_text.replace("\r\n", "\n")
@@ -706,7 +724,7 @@ def rewrite(path: str, turn: Turn, change: Callable[[str], str]) -> str:
     """Apply `change` to a text file; returns the diff. BOM, CRLF and invalid UTF-8 are kept."""
     real = turn.path(path, write=True)
     data = read_bytes(real)
-    turn.check_known(real)
+    was_read = turn.lines_read(real, data) == count_lines(data)
     if data.startswith(UTF16_MARKS):
         raise ToolError(f"{real} is UTF-16: change it with exec (iconv), or use write_file.")
     mark = UTF8_MARK if data.startswith(UTF8_MARK) else b""
@@ -714,9 +732,10 @@ def rewrite(path: str, turn: Turn, change: Callable[[str], str]) -> str:
     line_end = "\r\n" if text.count("\r\n") == text.count("\n") > 0 else "\n"
     before = text.replace(line_end, "\n")
     after = change(before)
-    data = after.replace("\n", line_end).encode("utf-8", errors="surrogateescape")
-    write_atomic(real, mark + data)
-    turn.note_read(real)
+    data = mark + after.replace("\n", line_end).encode("utf-8", errors="surrogateescape")
+    write_atomic(real, data)
+    if was_read:
+        turn.note_read(real, data, 1, count_lines(data))
     return diff(before, after, path)
 
 
@@ -767,7 +786,8 @@ def replaced(text: str, start: int, end: int, old: str, new: str) -> str:
     """Replace one passage of `text` with `new`; the new lines get the passage's indentation."""
     is_exact = text[start:end] == old
     before = indentation_before(text, start)  # `old` lacks this indentation
-    if not is_exact or (before and "\n" in new.strip("\n")):
+    is_block = before and old.strip() and "\n" in new.strip("\n")
+    if not is_exact or is_block:
         given, wanted = (old, new) if is_exact else (old.strip("\n"), new.strip("\n"))
         start -= len(before)
         new = reindented(before + given, before + wanted, text[start:end])

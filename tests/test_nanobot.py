@@ -907,37 +907,18 @@ def test_a_failed_turn_is_told_not_put_into_the_models_mouth_and_goes_on_with_co
     assert roles(journal(loop)).count("user") == 3
 
 
-def test_a_session_may_change_files_that_it_has_read_or_that_stand_in_its_prompt(tmp_path):
-    """Another session, and this one behind /new, must read them first."""
-    edit = call("edit_file", path="notes.md", old_text="# ", new_text="#  ", replace_all=True)
-    own = call("edit_file", path="USER.md", old_text="Ada", new_text="Eve")
-    steps = [
-        [call("read_file", path="notes.md")],
-        "read",
-        [edit],
-        "known",
-        [edit],
-        "unknown",
-        [edit],
-        "known",
-    ]
-    loop = make_loop(tmp_path, [*steps, [edit], "unknown", [own], "done"])
+def test_a_session_may_overwrite_what_it_has_read_since_new(tmp_path):
+    write = call("write_file", path="notes.md", content="mine")
+    sessions = [("read", "a:1"), ("write", "a:2"), ("write", "a:1"), ("/new", "a:1")]
+    steps = [[call("read_file", path="notes.md")], "read", [write], "", [write], "", [write], ""]
+    loop = make_loop(tmp_path, [step or "done" for step in steps])
     (loop.workspace / "notes.md").write_text("# me\n")
-    (loop.workspace / "USER.md").write_text("I am Ada\n")
     refused = []
-    for text, session in [
-        ("read", "a:1"),
-        ("edit", "a:1"),
-        ("edit", "a:2"),
-        ("edit", "a:1"),
-        ("/new", "a:1"),
-        ("edit", "a:1"),
-        ("change it", "a:1"),
-    ]:
+    for text, session in [*sessions, ("write", "a:1")]:
         ask(loop, text, session)
-        refused.append("read it" in str(loop.provider.requests[-1].messages[-1]["content"]))
-    assert refused == [False, False, True, False, False, True, False]
-    assert (loop.workspace / "USER.md").read_text() == "I am Eve\n"
+        last = loop.provider.requests[-1].messages[-1]["content"]
+        refused.append("You have read 0 of the 1 lines" in str(last))
+    assert refused == [False, True, False, False, True]
 
 
 @pytest.mark.parametrize(

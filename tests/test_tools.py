@@ -1339,44 +1339,75 @@ def test_an_edit_writes_through_a_link(turn):
     ) == b"words of ws/sub/b.txt\n"
 
 
-@pytest.mark.parametrize(
-    "tool_name, arguments",
-    [
-        ("write_file", {"content": "mine"}),
-        ("edit_file", {"old_text": "text", "new_text": "mine"}),
-    ],
-)
-def test_a_file_is_changed_only_as_the_session_has_read_it(turn, tool_name, arguments):
-    file, write = turn.cwd / "a.txt", {"path": "a.txt", **arguments}
-    unread = call(turn, tool_name, **write)
-    assert unread.is_error and "you have not read it: read it first" in unread.text
-    assert file.read_text() == "text of ws/a.txt\n"
-    call(turn, "read_file", path="./sub/../a.txt", limit=1)  # any page counts, under any name
+def test_a_file_is_overwritten_only_if_all_of_it_was_read(turn):
+    file = turn.cwd / "notes.txt"
+    file.write_text("".join(f"{number}\n" for number in range(1, 3_001)))
+
+    def overwrite() -> str:
+        result = call(turn, "write_file", path="notes.txt", content="mine")
+        assert result.is_error == (file.read_text() != "mine")
+        return result.text
+
+    assert "You have read 0 of the 3,000 lines" in overwrite()
+    assert call(turn, "read_file", path="notes.txt", offset=5_000).is_error
+    assert "You have read 0 of the 3,000 lines" in overwrite()  # a failed read is none
+    call(turn, "read_file", path="./sub/../notes.txt", limit=1)  # the same file by another name
+    refusal = overwrite()
+    assert "You have read 1 of the 3,000 lines" in refusal and "or use edit_file" in refusal
+    for offset in (2, 1_001, 2_001):
+        call(turn, "read_file", path="notes.txt", offset=offset, limit=1_000)
     times = file.stat().st_atime_ns, file.stat().st_mtime_ns
-    file.write_text("text of somebody else")
-    os.utime(file, ns=times)  # the size tells
-    assert "has changed since you read it" in call(turn, tool_name, **write).text
+    file.write_text(file.read_text().replace("\n7\n", "\n8\n"))
+    os.utime(file, ns=times)  # neither time nor size show that it has changed
+    assert "You have read 0 of the 3,000 lines" in overwrite()
+    for offset in (1, 1_001, 2_001):
+        call(turn, "read_file", path="notes.txt", offset=offset, limit=1_000)
+    assert "Wrote 4 characters" in overwrite()
+    again = call(turn, "write_file", path="notes.txt", content="more")
+    assert not again.is_error  # what it wrote itself, it knows
+    restarted = replace(turn, seen={})
+    assert call(restarted, "write_file", path="notes.txt", content="x").is_error
+    (turn.cwd / "empty").touch()  # nothing can be lost
+    assert not call(turn, "write_file", path="empty", content="x").is_error
+
+
+def test_a_line_that_was_cut_was_not_read(turn):
+    (turn.cwd / "long").write_text("x" * 50_000)
+    assert "(line cut)" in call(turn, "read_file", path="long").text
+    assert call(turn, "write_file", path="long", content="").is_error
+
+
+def test_an_edit_needs_no_reading_and_counts_as_none(turn):
+    (turn.cwd / "a.txt").write_text("one\ntwo\n")
+    edited = call(turn, "edit_file", path="a.txt", old_text="two", new_text="2")
+    assert not edited.is_error and (turn.cwd / "a.txt").read_text() == "one\n2\n"
+    assert call(turn, "write_file", path="a.txt", content="").is_error
     call(turn, "read_file", path="a.txt")
-    os.utime(file, ns=(times[0], times[1] + 1))  # the time tells
-    assert "has changed since you read it" in call(turn, tool_name, **write).text
-    assert not change(turn, tool_name, **write).is_error
-    assert not call(
-        turn, "write_file", path="a.txt", content="text"
-    ).is_error  # it knows its own version
-    assert (
-        "read it first" in call(replace(turn, seen={}), tool_name, **write).text
-    )  # after a restart
-    assert call(turn, "write_file", path="fresh", content="x") == ToolResult(
-        f"Wrote 1 characters to {turn.cwd}/fresh."
-    )
-    assert (
-        "To write a whole file, use write_file"
-        in call(turn, "edit_file", path="new", old_text="", new_text="x").text
-    )
-    (turn.cwd / "empty").touch()
-    assert not call(
-        turn, "write_file", path="empty", content="x"
-    ).is_error  # there is nothing to lose
+    call(turn, "edit_file", path="a.txt", old_text="one", new_text="1")
+    assert not call(turn, "write_file", path="a.txt", content="both").is_error  # known before
+
+
+def test_a_registry_without_a_turn_remembers_what_was_read(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("a.txt").write_text("one")
+    registry = ToolRegistry(FILE_TOOLS)
+
+    async def work() -> list[ToolResult]:
+        return [
+            await registry.execute("read_file", {"path": "a.txt"}),
+            await registry.execute("edit_file", {"path": "a.txt", "old_text": "e", "new_text": ""}),
+            await registry.execute("write_file", {"path": "a.txt", "content": "two"}),
+        ]
+
+    assert [result.is_error for result in asyncio.run(work())] == [False] * 3
+
+
+@pytest.mark.parametrize("old", [" ", "    ", "\t", "\n"])
+@pytest.mark.parametrize("new", ["", "a\nb", "\n\n"])
+def test_blanks_can_be_replaced_like_any_text(turn, old, new):
+    (turn.cwd / "x").write_text(f"def f():\n  {old}return\n")
+    result = call(turn, "edit_file", path="x", old_text=old, new_text=new)
+    assert "Error" not in result.text, result.text  # it was changed, or refused with a reason
 
 
 def test_a_read_only_file_is_not_changed(turn):
