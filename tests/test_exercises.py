@@ -102,6 +102,17 @@ MESSAGES = [  # exercise, what a student writes, what the grader must say of it
         "CancelledError in ex_01_loop.py, line 4",
     ),
     (
+        "03_history",
+        code_of("03_history.wrong3"),
+        "expected: each call keeps the result of its own turn, also if a later turn uses its id again",
+    ),
+    (
+        "03_history",
+        code_of("03_history.wrong4"),
+        "messages 0 and 1 are both the user's: make one of them",
+    ),
+    ("04_healing", code_of("04_healing.wrong4"), "expected: an answer also with other numbers: "),
+    (
         "04_healing",
         ROW + '("of 64", "changed", dict)',
         "expected: REMEDY = Remedy(complaint, notice, change)",
@@ -131,9 +142,24 @@ MESSAGES = [  # exercise, what a student writes, what the grader must say of it
         "../diary.txt is refused as an error",
     ),
     (
+        "06_skill",
+        code_of("06_skill.wrong2"),
+        "expected: one line in each request, not the instructions",
+    ),
+    (
+        "06_skill",
+        code_of("06_skill.wrong3"),
+        "expected: instructions below the front matter that name `git log`",
+    ),
+    (
         "12_channel",
         CHANNEL.replace("await bus.publish", "await bus.publsh"),
         "logged:   folder: the channel has stopped listening: ",
+    ),
+    (
+        "16_rule",
+        code_of("16_rule.wrong3"),
+        "expected: `how many lines are in notes.txt?` still goes to its own rule",
     ),
 ]
 GRADE = """

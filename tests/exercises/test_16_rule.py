@@ -86,3 +86,6 @@ def test_the_rule(folder):
         reading,
         LOOK,
     )
+    for text in ("how many lines are in notes.txt?", "count the lines of notes.txt"):
+        lines = ask(text)
+        check("wc -w" not in lines, f"`{text}` still goes to its own rule", lines, LOOK)
