@@ -19,13 +19,23 @@ HERE = Path(__file__).parent / "exercises"
 SOLUTIONS = HERE / "solutions"
 STUBS = {file.stem: file for file in sorted(HERE.glob("ex_*.py"))}
 IN_EACH_RUN = ("08",)  # the others are marked slow
+ENVIRONMENT = {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONUTF8": "1"}
 NAMES = [
     pytest.param(name, marks=() if name[3:5] in IN_EACH_RUN else pytest.mark.slow) for name in STUBS
 ]
 
 
+def about(file: Path) -> str:
+    return file.read_text(encoding="utf-8").split('"""')[1]
+
+
+def code_of(name: str) -> str:
+    """The text of a solution, `01_loop`, or of a mistake, `01_loop.wrong3`."""
+    return (SOLUTIONS / f"ex_{name}.py").read_text(encoding="utf-8")
+
+
 def graded(name: str, solution: Path, folder: Path) -> tuple[int, str]:
-    """The exit status and the words of `nanobot exercises NN` for this solution."""
+    """The exit status and the words of the grader for this solution."""
     folder.mkdir()
     shutil.copy(solution, folder / f"{name}.py")
     done = subprocess.run(
@@ -34,7 +44,7 @@ def graded(name: str, solution: Path, folder: Path) -> tuple[int, str]:
         text=True,
         encoding="utf-8",
         timeout=30,
-        env={**os.environ, "NANOBOT_EXERCISES": str(folder), "PYTHONDONTWRITEBYTECODE": "1"},
+        env={**os.environ, **ENVIRONMENT, "NANOBOT_EXERCISES": str(folder)},
     )
     assert "Traceback" not in done.stderr, done.stderr
     return done.returncode, done.stdout.split("The exercise:")[0]
@@ -45,7 +55,7 @@ def test_it_can_be_solved_and_each_mistake_is_told_apart(name, tmp_path):
     status, words = graded(name, SOLUTIONS / f"{name}.py", tmp_path / "right")
     assert status == 0 and ": solved" in words, words
     status, stub = graded(name, STUBS[name], tmp_path / "stub")
-    assert status == 1 and "not begun: " in stub and name in stub
+    assert status == 1 and ": not begun" in stub and name in stub and "Goal: " in stub
     mistakes = sorted(SOLUTIONS.glob(f"{name}.wrong*.py"))
     messages = [graded(name, file, tmp_path / file.stem) for file in mistakes]
     assert all(
@@ -56,18 +66,18 @@ def test_it_can_be_solved_and_each_mistake_is_told_apart(name, tmp_path):
 
 TASK = "def save_memory(prompt):\n    return "
 ROW = "from providers import Remedy\nREMEDY = "
-LOOP = SOLUTIONS.joinpath("ex_01_loop.py").read_text(encoding="utf-8")
-FENCE = SOLUTIONS.joinpath("ex_08_fence.py").read_text(encoding="utf-8")
-CHANNEL = SOLUTIONS.joinpath("ex_12_channel.py").read_text(encoding="utf-8")
+LOOP = code_of("01_loop")
+FENCE = code_of("08_fence")
+CHANNEL = code_of("12_channel")
 MESSAGES = [  # exercise, what a student writes, what the grader must say of it
     (
         "01_loop",
-        (SOLUTIONS / "ex_01_loop.wrong3.py").read_text(),
+        code_of("01_loop.wrong3"),
         "request 2 with the messages ['user', 'assistant', 'tool', 'tool']: results mean",
     ),
     (
         "01_loop",
-        (SOLUTIONS / "ex_01_loop.wrong4.py").read_text(),
+        code_of("01_loop.wrong4"),
         "yours has asked 20 times, and the script has three answers",
     ),
     (
@@ -86,6 +96,22 @@ MESSAGES = [  # exercise, what a student writes, what the grader must say of it
         LOOP + "    )",
         "SyntaxError while the grader used your ex_01_loop.py: unmatched ')' (ex_01_loop.py, line 10)",
     ),
+    (
+        "01_loop",
+        "import asyncio\n\nasync def ask(*_):\n    raise asyncio.CancelledError\n",
+        "CancelledError in ex_01_loop.py, line 4",
+    ),
+    (
+        "03_history",
+        code_of("03_history.wrong3"),
+        "expected: each call keeps the result of its own turn, also if a later turn uses its id again",
+    ),
+    (
+        "03_history",
+        code_of("03_history.wrong4"),
+        "messages 0 and 1 are both the user's: make one of them",
+    ),
+    ("04_healing", code_of("04_healing.wrong4"), "expected: an answer also with other numbers: "),
     (
         "04_healing",
         ROW + '("of 64", "changed", dict)',
@@ -112,13 +138,28 @@ MESSAGES = [  # exercise, what a student writes, what the grader must say of it
     ("08_fence", FENCE.replace("(read_only=True)", ""), "expected: @tool(read_only=True)"),
     (
         "08_fence",
-        (SOLUTIONS / "ex_08_fence.wrong3.py").read_text(),
+        code_of("08_fence.wrong3"),
         "../diary.txt is refused as an error",
+    ),
+    (
+        "06_skill",
+        code_of("06_skill.wrong2"),
+        "expected: one line in each request, not the instructions",
+    ),
+    (
+        "06_skill",
+        code_of("06_skill.wrong3"),
+        "expected: instructions below the front matter that name `git log`",
     ),
     (
         "12_channel",
         CHANNEL.replace("await bus.publish", "await bus.publsh"),
         "logged:   folder: the channel has stopped listening: ",
+    ),
+    (
+        "16_rule",
+        code_of("16_rule.wrong3"),
+        "expected: `how many lines are in notes.txt?` still goes to its own rule",
     ),
 ]
 GRADE = """
@@ -130,7 +171,8 @@ import grading
 
 for number, folder in json.load(sys.stdin):
     os.environ["NANOBOT_EXERCISES"] = folder
-    print(json.dumps(grading.grade(grading.graders()[number], folder)))
+    state, problem = grading.grade(grading.graders()[number], folder)
+    print(json.dumps(problem))
 """
 
 
@@ -169,10 +211,69 @@ def test_a_loop_that_never_waits_is_ended_and_the_next_exercise_is_graded(tmp_pa
         env={**os.environ, "NANOBOT_EXERCISES": str(tmp_path)},
     )
     assert (
-        "still running after 8 s: is there a loop without an end?" in done.stdout
+        "loop: endless loop\nstill running after 8 s: is there a loop without an end?"
+        in done.stdout
         and "helper: solved" in done.stdout
     )
     assert not done.stderr
+
+
+def exercises(kit: Path, *numbers: str, **environ: str) -> str:
+    """What `nanobot exercises` prints in this checkout."""
+    done = subprocess.run(
+        [sys.executable, kit / "nanobot.py", "exercises", *numbers],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        encoding="utf-8",
+        timeout=60,
+        env={**os.environ, **ENVIRONMENT, **environ},
+    )
+    assert not done.stderr
+    return done.stdout
+
+
+CRASH = b"import os, signal\n\nos.kill(os.getpid(), signal.SIGSEGV)\n"
+DAMAGED = [  # exercise, the student's file (None: it is deleted), its state in the list, what is said of it
+    ("01_loop", None, "file missing", "`git restore tests/exercises/ex_01_loop.py`"),
+    ("02_tool", code_of("02_tool").encode("utf-16"), "not UTF-8", "save it as UTF-8"),
+    ("03_history", b"x = 1\n", "not yet right", "`lawful` is missing in ex_03_history.py"),
+    ("05_memory", b"import os\n\nos._exit(3)\n", "ended itself", "with os._exit(3)"),
+    ("10_helper", code_of("10_helper").encode(), "solved", "helper: solved"),
+]
+if os.name == "posix":  # Windows has no signal that ends a program
+    DAMAGED.append(("07_journal", CRASH, "crashed", "crashed (signal 11"))
+
+
+def test_a_file_that_cannot_be_graded_is_told_and_all_others_are_graded(tmp_path):
+    for name in ("templates", "skills", "tests"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    for file in ROOT.glob("*.py"):
+        shutil.copy(file, tmp_path)
+    for name, content, _, _ in DAMAGED:
+        file = tmp_path / "tests" / "exercises" / f"ex_{name}.py"
+        file.unlink()
+        if content:
+            file.write_bytes(content)
+    listed = exercises(tmp_path)
+    for name, file in STUBS.items():
+        title = about(file).partition("\n")[0]
+        states = [row[2] for row in DAMAGED if f"ex_{row[0]}" == name]
+        assert f"{name[3:5]} {title}: {(states or ['not begun'])[0]}\n" in listed, listed
+    assert "1 of 16 solved" in listed
+    said = exercises(tmp_path, *(row[0][:2] for row in DAMAGED))
+    assert [words for _, _, _, words in DAMAGED if words not in said] == [], said
+
+
+def test_a_solution_sees_no_keys_of_whoever_grades_it(tmp_path):
+    lessons = tmp_path / "lessons"
+    lessons.mkdir()
+    code = code_of("10_helper") + "\nimport os\n\nprint(dict(os.environ))\n"
+    (lessons / "ex_10_helper.py").write_text(code, encoding="utf-8")
+    names = ("OPENAI_API_KEY", "GITHUB_TOKEN", "MY_SECRET", "DB_PASSWORD", "AWS_ACCESS_KEY_ID")
+    keys = dict.fromkeys(names, "hunter2")
+    said = exercises(ROOT, "10", "01", NANOBOT_EXERCISES=str(lessons), **keys)
+    assert "helper: solved" in said and "NANOBOT_EXERCISES" in said and "hunter2" not in said
+    assert f"ex_01_loop.py to {lessons}" in said
 
 
 def test_the_list_names_each_exercise_and_a_wrong_number_is_told():
@@ -185,11 +286,11 @@ def test_the_list_names_each_exercise_and_a_wrong_number_is_told():
         )
         assert not done.stderr
     assert len(STUBS) >= 14
-    for file in STUBS.values():
-        about = file.read_text(encoding="utf-8").split('"""')[1]
-        assert about.startswith("★") and all(
-            f"\n{word}: " in about for word in ("Goal", "Read", "Hint")
-        ), file
+    for name, file in STUBS.items():
+        task = about(file)
+        assert task.startswith("★"), file
+        assert all(f"\n{word}: " in task for word in ("Goal", "Read", "Hint")), file
+        assert about(HERE / f"test_{name[3:]}.py") == task, "the grader's copy, which is printed"
 
 
 # ---- The tour ----

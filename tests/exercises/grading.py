@@ -1,26 +1,28 @@
 """What the graders share, and the command behind `nanobot exercises`.
 
-An exercise is a file `ex_NN_name.py` that you complete; its grader is `test_NN_name.py`. A grader says what it expected, what
-it got and where to look. It works without pytest, without a key and without network:
+An exercise is a file `ex_NN_name.py` that you complete; its grader is `test_NN_name.py`, which repeats the task: your file may
+be damaged. A grader says what it expected, what it got and where to look. It works without pytest, without a key and without
+network. Each solution runs in a process of its own, which gets no keys from the environment; it is no sandbox.
 
     python tests/exercises/grading.py        lists the exercises and their state
     python tests/exercises/grading.py 04     runs one
     pytest -s tests/exercises/test_04_healing.py      the same with a debugger, which needs the terminal and more time
 """
 
+import ast
 import asyncio
 import contextlib
 import inspect
 import json
 import logging
-import multiprocessing
 import os
 import re
 import runpy
+import signal
+import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +35,30 @@ ROOT = HERE.parent.parent
 SECONDS = 60  # for one exercise
 sys.path[:0] = [str(ROOT), str(HERE), str(ROOT / "tests")]  # fake_llm.py: a model of the grader's
 
+# What Python and the programs that an exercise starts need. Any other variable may hold a key.
+KEPT_VARIABLES = """
+    PATH HOME USER LOGNAME SHELL LANG LC_ALL LC_CTYPE TERM TZ TMPDIR VIRTUAL_ENV LD_LIBRARY_PATH DYLD_LIBRARY_PATH
+    APPDATA COMSPEC HOMEDRIVE HOMEPATH LOCALAPPDATA PATHEXT PROCESSOR_ARCHITECTURE PROGRAMDATA PROGRAMFILES SYSTEMDRIVE
+    SYSTEMROOT TEMP TMP USERNAME USERPROFILE WINDIR
+    PYTHONDONTWRITEBYTECODE PYTHONHOME PYTHONIOENCODING PYTHONPATH PYTHONUSERBASE PYTHONUTF8
+    NANOBOT_EXERCISES
+"""
+SOLVED, NOT_BEGUN, WRONG = "solved", "not begun", "not yet right"
+Verdict = tuple[str, str]  # the state of an exercise, and what is said of it
+
 
 class Wrong(AssertionError):
     """What a grader says of a wrong solution."""
+
+    state = WRONG
+
+
+class Missing(Wrong):
+    state = "file missing"
+
+
+class NotUTF8(Wrong):
+    state = "not UTF-8"
 
 
 def check(is_right: bool, expected: str, got: Any = "", look: str = "") -> None:
@@ -54,16 +77,27 @@ def file_of(name: str) -> Path:
     return Path(os.environ.get("NANOBOT_EXERCISES", HERE)).absolute() / f"ex_{name}.py"
 
 
+def check_begun(file: Path) -> None:
+    """Raises Missing or NotUTF8, or NotImplementedError if the file is as it was handed out."""
+    try:
+        text = file.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        fix = f"copy {HERE / file.name} to {file.parent}"
+        if file.parent == HERE:
+            fix = f"`git restore tests/exercises/{file.name}` brings it back"
+        raise Missing(f"{file.name} is missing: {fix}") from None
+    except UnicodeDecodeError:
+        cause = f"{file.name} is not UTF-8 (the > of PowerShell writes UTF-16)"
+        raise NotUTF8(f"{cause}: save it as UTF-8 in your editor") from None
+    stub = re.search(r'^ *raise NotImplementedError\("(.+)"\)', text, re.MULTILINE)
+    if stub:
+        raise NotImplementedError(f"{stub[1]}, in place of its line `raise NotImplementedError`")
+
+
 def exercise(name: str, wanted: str) -> Any:
     """What is defined under the `wanted` name in the file of an exercise."""
     file = file_of(name)
-    if not file.exists():
-        raise NotImplementedError(f"copy {HERE / file.name} to {file.parent}")
-    stub = re.search(
-        r'^ *raise NotImplementedError\("(.+)"\)', file.read_text(encoding="utf-8"), re.MULTILINE
-    )
-    if stub:
-        raise NotImplementedError(f"{stub[1]}, in place of its line `raise NotImplementedError`")
+    check_begun(file)
     names = runpy.run_path(str(file))
     if wanted not in names:
         raise Wrong(f"`{wanted}` is missing in {file.name}")
@@ -96,10 +130,10 @@ def graders() -> dict[str, Path]:
     return {file.name.split("_")[1]: file for file in sorted(HERE.glob("test_[0-9]*.py"))}
 
 
-def about(number: str) -> tuple[str, str]:
-    """The first line of an exercise's docstring, `★ Your own loop`, and the rest: goal, what to read, a hint."""
-    file = next(HERE.glob(f"ex_{number}_*.py"))
-    title, _, task = file.read_text(encoding="utf-8").split('"""')[1].partition("\n")
+def about(grader: Path) -> tuple[str, str]:
+    """The first line of a grader's docstring, `★ Your own loop`, and the rest: goal, what to read, a hint."""
+    docstring = ast.get_docstring(ast.parse(grader.read_text(encoding="utf-8")))
+    title, _, task = docstring.partition("\n")
     return title, task.strip()
 
 
@@ -119,33 +153,38 @@ def told(problem: BaseException, file: Path) -> str:
     return f"{type(problem).__name__} {place}: {problem}"
 
 
-def grade(file: Path, folder: str) -> str:
-    """What is wrong with a solution, which works in this folder; "" if nothing is."""
-    solution, home, logged = file_of(file.stem.removeprefix("test_")), os.getcwd(), []
+def verdict_on(problem: BaseException, solution: Path) -> Verdict:
+    """The verdict if the grader of this solution raised an exception."""
+    if isinstance(problem, Wrong):
+        return problem.state, str(problem)
+    if isinstance(problem, NotImplementedError):
+        return NOT_BEGUN, str(problem)
+    return WRONG, told(problem, solution)
+
+
+def grade(grader: Path, folder: str) -> Verdict:
+    """The verdict on a solution, which runs in this process and works in this folder."""
+    solution, home, logged = file_of(grader.stem.removeprefix("test_")), os.getcwd(), []
     handler, agent = logging.Handler(logging.WARNING), logging.getLogger("nanobot")
     handler.emit = lambda record: logged.append(
         told(record.exc_info[1], solution) if record.exc_info else record.getMessage()
     )
-    agent.handlers, agent.propagate = (
-        [handler],
-        False,
-    )  # else a traceback of the agent hides the one useful line
+    agent.handlers = [handler]
+    agent.propagate = False  # else a traceback of the agent hides the one useful line
     agent.setLevel(logging.INFO)  # at this level a hook's failure has its exception
     os.chdir(folder)
     try:
-        for name, test in runpy.run_path(str(file)).items():
+        for name, test in runpy.run_path(str(grader)).items():
             if name.startswith("test_"):
                 test(*([Path(folder)] if inspect.signature(test).parameters else []))
-    except Wrong as mistake:
-        return "\n".join([str(mistake), *(f"logged:   {line[:300]}" for line in logged[-1:])])
-    except NotImplementedError as missing:
-        return f"not begun: {missing}"
-    except (Exception, SystemExit) as problem:
-        return told(problem, solution)
+    except BaseException as problem:  # SystemExit and CancelledError, too
+        state, text = verdict_on(problem, solution)
+        if isinstance(problem, Wrong) and logged:
+            text += f"\nlogged:   {logged[-1][:300]}"
+        return state, text
     finally:
-        sys.stdout.flush()  # what the solution prints
         os.chdir(home)
-    return ""
+    return SOLVED, ""
 
 
 def at_most_4_gb() -> None:
@@ -156,21 +195,54 @@ def at_most_4_gb() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (2**32, 2**32))
 
 
-def grades(files: list[Path]) -> Iterator[str]:
-    """What `grade` says of each, from a process that is killed if a solution does not end."""
-    processes = multiprocessing.get_context("spawn")
-    pool = processes.Pool(1, at_most_4_gb)
+def grade_and_exit(grader: str, folder: str, report: str) -> None:
+    """Write the verdict into the file `report`, and end at once: threads of the solution may go on without end."""
+    at_most_4_gb()
+    sys.stdout.reconfigure(errors="replace")
+    verdict = grade(Path(grader), folder)
+    Path(report).write_text(json.dumps(verdict), encoding="utf-8")
+    with contextlib.suppress(OSError, ValueError):  # a closed pipe; the solution closed its stdout
+        sys.stdout.flush()
+    os._exit(0)
+
+
+def grade_apart(grader: Path) -> Verdict:
+    """The verdict on a solution, which runs in a process of its own: it may end, crash or never end."""
+    solution = file_of(grader.stem.removeprefix("test_"))
     try:
-        for file in files:
-            with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-                try:
-                    yield pool.apply_async(grade, [file, folder]).get(SECONDS)
-                except multiprocessing.TimeoutError:
-                    pool.terminate()
-                    pool = processes.Pool(1, at_most_4_gb)
-                    yield f"still running after {SECONDS} s: is there a loop without an end?"
-    finally:
-        pool.terminate()
+        check_begun(solution)
+    except Exception as problem:
+        return verdict_on(problem, solution)
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as place:
+        folder, report = Path(place, "work"), Path(place, "report.json")
+        folder.mkdir()
+        kept = [name for name in KEPT_VARIABLES.split() if name in os.environ]
+        try:
+            done = subprocess.run(
+                [sys.executable, HERE / "grading.py", "--apart", grader, folder, report],
+                stdin=subprocess.DEVNULL,  # `input()` is an EOFError, and does not wait
+                env={name: os.environ[name] for name in kept},
+                timeout=SECONDS,
+            )
+        except subprocess.TimeoutExpired:
+            question = "is there a loop without an end?"
+            return "endless loop", f"still running after {SECONDS} s: {question}"
+        if report.exists():
+            state, problem = json.loads(report.read_text(encoding="utf-8"))
+            return state, problem
+        return verdict_on_end(done.returncode)
+
+
+def verdict_on_end(status: int) -> Verdict:
+    """The verdict on a solution whose process ended with this status before it was graded."""
+    if status < 0:
+        cause = f"signal {-status}, {signal.strsignal(-status)}"
+    elif status >= 0xC0000000:  # so Windows reports a crash: 0xC0000005 is an access violation
+        cause = f"{status:#x}"
+    else:
+        return "ended itself", f"your program ended itself with os._exit({status}): return instead"
+    question = "is there a recursion or a list without an end?"
+    return "crashed", f"your program crashed ({cause}): {question}"
 
 
 def main(numbers: list[str]) -> int:
@@ -181,27 +253,22 @@ def main(numbers: list[str]) -> int:
     if unknown:
         print(f"There is no exercise {unknown[0]}; there are {', '.join(files)}.", file=sys.stderr)
         return 2
-    failed, asked = 0, numbers or list(files)
-    for number, problem in zip(asked, grades([files[number] for number in asked]), strict=True):
-        failed += bool(problem)
-        state = (
-            "solved"
-            if not problem
-            else "not begun"
-            if problem.startswith("not begun")
-            else "not yet right"
-        )
-        title, task = about(number)
+    failed = 0
+    for number in numbers or files:
+        state, problem = grade_apart(files[number])
+        title, task = about(files[number])
         print(f"{number} {title}: {state}")
-        if numbers and problem:
-            begin = f"\n\n{task}" if state == "not begun" else ""
-            print(
-                f"{problem}{begin}\n\nThe exercise: {file_of(files[number].stem.removeprefix('test_'))}"
-            )
+        if state != SOLVED:
+            failed += 1
+        if numbers and state != SOLVED:
+            print(problem)
+            if state == NOT_BEGUN:
+                print(f"\n{task}")
+            print(f"\nThe exercise: {file_of(files[number].stem.removeprefix('test_'))}")
+        sys.stdout.flush()  # before the next solution prints
     if not numbers:
-        print(
-            f"\n{len(files) - failed} of {len(files)} solved. `nanobot exercises 01` says what is wrong with one."
-        )
+        solved = f"{len(files) - failed} of {len(files)} solved"
+        print(f"\n{solved}. `nanobot exercises 01` says what is wrong with one.")
     sys.stdout.flush()  # here, and not at exit, where Python reports a closed pipe
     return int(bool(numbers and failed))
 
@@ -210,6 +277,8 @@ if __name__ == "__main__":
     import grading  # not `__main__`: graders raise `grading.Wrong`
 
     try:
+        if sys.argv[1:2] == ["--apart"]:
+            grading.grade_and_exit(*sys.argv[2:])
         sys.exit(grading.main(sys.argv[1:]))
     except BrokenPipeError:  # `nanobot exercises | head`: nobody reads the rest
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

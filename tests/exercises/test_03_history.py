@@ -1,5 +1,17 @@
+"""★★ A lawful history
+
+Goal: endpoints answer 400 if a call has no result, if a result has no call, if two user messages stand in a row, or if the
+      list ends with the assistant. Write `lawful`: it takes a damaged conversation and returns one that every endpoint
+      accepts. What users said is never lost.
+Read: providers.py:legal (the docstring has an example), NOTES.md "What the journal can do"
+Hint: go through the list once. Behind an assistant message with calls comes one result for each call, in the order of the
+      calls; if the history has none, put {"role": "tool", "tool_call_id": …, "content": "[interrupted]"}. Some models use
+      the same ids again in each turn: a result belongs to the nearest message with calls before it.
+"""
+
 import copy
 import random
+from itertools import pairwise
 
 from grading import check, exercise
 
@@ -57,11 +69,12 @@ def problem_with(messages):
         if [each.get("tool_call_id") for each in behind] != ids:
             return f"message {place} has the calls {ids}; behind it are {[each.get('tool_call_id') for each in behind]}"
         place += 1 + len(ids)
-    return (
-        "the last message is the assistant's"
-        if messages and messages[-1]["role"] == "assistant"
-        else ""
-    )
+    for place, (message, after) in enumerate(pairwise(messages)):
+        if message["role"] == after["role"] == "user":
+            return f"messages {place} and {place + 1} are both the user's: make one of them"
+    if messages and messages[-1]["role"] == "assistant":
+        return "the last message is the assistant's"
+    return ""
 
 
 def test_300_damaged_histories():
@@ -106,3 +119,29 @@ def test_300_damaged_histories():
             "it was changed again",
             LOOK,
         )
+
+
+def test_ids_that_are_used_again():
+    """In three histories: a whole one, one without the first result and one without the second."""
+    lawful = exercise("03_history", "lawful")
+    for lost in ("nothing", "result 1", "result 2"):
+        messages = []
+        for turn in (1, 2):
+            messages += [
+                {"role": "user", "content": f"question {turn}"},
+                {"role": "assistant", "content": None, "tool_calls": [call(0)]},
+                {"role": "tool", "tool_call_id": "c0", "content": f"result {turn}"},
+            ]
+        messages = [each for each in messages if each["content"] != lost]
+        result = lawful(messages)
+        problem = problem_with(result)
+        check(not problem, f"a lawful history if {lost} was lost", problem, LOOK)
+        contents = [each["content"] for each in result if each["role"] == "tool"]
+        for turn, content in enumerate(contents, 1):
+            own, other = f"result {turn}", f"result {3 - turn}"
+            check(
+                content != other and (content == own or lost == own),
+                "each call keeps the result of its own turn, also if a later turn uses its id again",
+                f"{content!r} in turn {turn} ({lost} was lost)",
+                "providers.py:with_results",
+            )

@@ -1,3 +1,14 @@
+"""★★ A row that heals
+
+Goal: a new endpoint refuses the usual request: 400 "Parameter max_tokens must be a multiple of 64, got 1000." Write the row
+      that mends it: the next request has the largest multiple of 64 that is not above the old max_tokens. The user gets an
+      answer and is told what was changed.
+Read: providers.py:HEALING, providers.py:Remedy, providers.py:find_remedy, providers.py:with_parameters
+Hint: Remedy(complaint, notice, change): complaint is a regular expression that fits this sentence only, notice a few words
+      for the user, and change(body, text) returns the body to send instead; `text` is what the endpoint wrote. Do not
+      change `body` itself.
+"""
+
 import asyncio
 import re
 
@@ -8,6 +19,9 @@ import providers
 from providers import ROWS, Endpoint, OpenAIProvider, Remedy
 
 COMPLAINT = "Parameter max_tokens must be a multiple of 64, got {}."
+
+
+QUESTION = [{"role": "user", "content": "hi"}]
 
 
 def endpoint_says(body):
@@ -64,9 +78,16 @@ def test_the_row():
         with FakeLLM(endpoint_says) as server:
             answers, told, others = asyncio.run(talk(server.base_url))
             sent = [body.get("max_tokens") for body in server.bodies]
+            answer_to_777 = asyncio.run(ask_with(777, server.base_url))
     finally:
         providers.HEALING[:] = table
     check(answers[0].error is None, "an answer", answers[0].error, look)
+    check(
+        answer_to_777.content == "answered with at most 768",
+        f"an answer also with other numbers: {COMPLAINT.format(777)}",
+        answer_to_777.error or answer_to_777.content,
+        look,
+    )
     check(
         len(told) == 1 and remedy.notice in told[0],
         "the user is told the notice once",
@@ -94,8 +115,7 @@ async def talk(address):
         told.append(line)
 
     model = OpenAIProvider(Endpoint(ROWS["custom"], "key", address, "new"))
-    question = [{"role": "user", "content": "hi"}]
-    answers = [await model.chat(question, max_tokens=1000, on_retry=note) for _ in range(2)]
+    answers = [await model.chat(QUESTION, max_tokens=1000, on_retry=note) for _ in range(2)]
     await model.close()
     complaints = [
         "max_tokens is too large: 1000",
@@ -108,3 +128,11 @@ async def talk(address):
         if re.search(providers.HEALING[0].complaint, text, re.IGNORECASE)
     ]
     return answers, told, fits
+
+
+async def ask_with(limit, address):
+    """The answer of a model that has learnt nothing yet."""
+    model = OpenAIProvider(Endpoint(ROWS["custom"], "key", address, "new"))
+    answer = await model.chat(QUESTION, max_tokens=limit)
+    await model.close()
+    return answer

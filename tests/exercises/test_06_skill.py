@@ -1,14 +1,24 @@
+"""★ A skill with a requirement
+
+Goal: teach the agent a way of working as a skill: how to write a release note from `git log`. The model sees one line of it in
+      each request, and reads the rest when it needs it. Without the program git the line must say that it is unavailable.
+Read: skills/github/SKILL.md, memory.py:SkillsLoader, nanobot.py:skill_parts
+Hint: a skill is a text with a front matter between two lines `---`: name, description, metadata with requires. The
+      description says when to use it ("Use when …"); it is not the instruction itself.
+"""
+
 import os
 
 from grading import check, exercise, settings
 
+from memory import skill_of
 from nanobot import AgentLoop
 
 LOOK = "memory.py:skill_of"
 
 
-def lines_about_it(folder, path):
-    """What the system prompt says of the skill if PATH is this folder."""
+def prompt_lines(folder, path):
+    """The lines of the system prompt if PATH is this folder."""
     before = os.environ.get("PATH", "")
     os.environ["PATH"] = str(path)
     try:
@@ -16,7 +26,12 @@ def lines_about_it(folder, path):
         prompt = loop.context.system_prompt(loop.turn("cli:direct"))
     finally:
         os.environ["PATH"] = before
-    return [line for line in prompt.split("\n") if "release-note" in line], prompt
+    return prompt.split("\n")
+
+
+def line_about_it(lines):
+    """`- release-note: …`, or "" if it is not in the list of skills."""
+    return next((line for line in lines if line.startswith("- release-note:")), "")
 
 
 def test_the_skill(folder):
@@ -32,38 +47,39 @@ def test_the_skill(folder):
     for name in ("git", "git.exe"):
         (programs / name).write_text("#!/bin/sh\n")
         (programs / name).chmod(0o755)
-    shown, prompt = lines_about_it(folder, programs)
+    lines = prompt_lines(folder, programs)
+    shown = line_about_it(lines)
     check(
-        bool(shown),
+        "## release-note" not in lines,
+        "one line in each request, not the instructions",
+        "the prompt has all of it (always)",
+        "nanobot.py:skill_parts",
+    )
+    check(
+        shown != "",
         "a line about release-note in the system prompt (name: release-note)",
         "there is none",
         LOOK,
     )
-    check(
-        "git log" not in prompt,
-        "only the one line is in each request, not the instructions",
-        "the prompt has all of it",
-        "nanobot.py:skill_parts (always)",
-    )
-    says_when = any(words in shown[0].lower() for words in ("use when", "use to", "use if"))
+    says_when = any(words in shown.lower() for words in ("use when", "use to", "use if"))
     check(
         says_when,
         'a description that says when to use it ("Use when …")',
-        shown[0],
+        shown,
         "skills/github/SKILL.md",
     )
-    check("unavailable" not in shown[0], "with git in the PATH it is available", shown[0], LOOK)
-    missing, _ = lines_about_it(folder, nothing)
+    check("unavailable" not in shown, "with git in the PATH it is available", shown, LOOK)
+    missing = line_about_it(prompt_lines(folder, nothing))
     check(
-        "needs program git" in missing[0],
+        "needs program git" in missing,
         "without git: [unavailable: needs program git]",
-        missing[0],
+        missing,
         "skills/tmux/SKILL.md",
     )
-    body = text.split("---", 2)[2]
+    body = skill_of(file, file.read_bytes()).text
     check(
         "git log" in body,
         "instructions below the front matter that name `git log`",
-        body.strip()[:200],
+        body[:200],
         "skills/github/SKILL.md",
     )

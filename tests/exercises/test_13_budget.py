@@ -1,3 +1,14 @@
+"""★★ A hook that stops at a price
+
+Goal: write a hook that lets a turn spend a given limit. As soon as the requests so far cost more, no call runs any more: each
+      is denied with a reason that names the limit, and the model answers with what it has. Example: the limit is 0.0065, and
+      each request costs 0.003 and asks for two calls. Four calls run; those of the third request and of later ones do not.
+Read: nanobot.py:AgentHook, nanobot.py:ApprovalHook, nanobot.py:CostTrackingHook
+Hint: `context.usage` counts the tokens of the run so far, and is up to date when `before_execute_tools` is called; keep the
+      context that `before_iteration` gets. `call.denied = "why"` keeps a call from running; the model is told why. The real
+      agent takes the hook, too: AgentLoop(load_config(), hooks=[BudgetHook(0.05, 0.15, 0.60)]).
+"""
+
 import asyncio
 
 from grading import check, exercise

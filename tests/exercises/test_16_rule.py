@@ -1,3 +1,12 @@
+"""★ A rule for the offline model
+
+Goal: teach the offline model to count: "how many words are in notes.txt?" and "count the words of notes.txt" run `wc -w` on
+      that file. Other sentences about the file still go to their own rules.
+Read: templates/offline/rules.md (its first page says how a rule is written), providers.py:OfflineProvider
+Hint: copy the rule that comes nearest and change it. <a_file> stands for the name of a file. A rule that comes first wins; the
+      grader puts yours in front of "## greet".
+"""
+
 import os
 import shutil
 import subprocess
@@ -51,7 +60,7 @@ def test_the_rule(folder):
             text=True,
             encoding="utf-8",
             stdin=subprocess.DEVNULL,
-            env={**os.environ, "HOME": str(folder), "USERPROFILE": str(folder)},
+            env={**os.environ, "HOME": str(folder), "USERPROFILE": str(folder), "PYTHONUTF8": "1"},
         )
         return done.stdout + done.stderr
 
@@ -77,3 +86,6 @@ def test_the_rule(folder):
         reading,
         LOOK,
     )
+    for text in ("how many lines are in notes.txt?", "count the lines of notes.txt"):
+        lines = ask(text)
+        check("wc -w" not in lines, f"`{text}` still goes to its own rule", lines, LOOK)

@@ -1,6 +1,6 @@
 SKILL = """---
 name: release-note
-description: Use when the user wants a release note or a list of what changed.
+description: Use when the user wants a release note, written from `git log`.
 metadata: {"nanobot": {"requires": {"bins": ["git"]}}}
 ---
 # Release notes
