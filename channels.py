@@ -431,9 +431,9 @@ class BackgroundLoop:
             self.waiting.erase()
             answer.set_result(read_answer(question))
 
-    async def ask(self, question: str) -> str:
-        """Ask the person at the terminal for a line. Raises RuntimeError if no turn is
-        running, or if the turn ends before the person answers."""
+    async def ask(self, question: str, what: str = "", **details: Any) -> str:
+        """Ask the person at the terminal for a line; `what` and `details` are for the page. Raises
+        RuntimeError if no turn is running, or if the turn ends before the person answers."""
         turn, answer = self._turn, Future()
         if turn is None or turn.done():
             raise RuntimeError("Nobody can be asked: no turn is running at the terminal.")
@@ -1506,7 +1506,10 @@ PAGE_POLICY = (
     "default-src 'none'; script-src 'nonce-{0}'; style-src 'nonce-{0}'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-NO_COOKIE = "Open the address that `nanobot web` printed."
+NO_COOKIE = (
+    "This address is wrong, or a browser has used it: each address works once. "
+    "Open the last address that `nanobot web` has printed in its terminal."
+)
 
 
 @dataclass
@@ -1521,27 +1524,35 @@ class PageChat:
 
 
 class WebPage(Channel):
-    """A page on 127.0.0.1 for people with the token; each browser window shows one chat.
+    """A page on 127.0.0.1 for people with an address; each browser window shows one chat.
 
+    An address works once: its first request gets the cookie. `tell(address)` gets each new address.
     `show(chat_id, event)` sends an event (a dict) to all windows of the chat, also after a reload.
-    `ask(text)` shows a question in the chat of the current turn and waits for the answer.
+    `ask(text)` shows a question of the current turn in all windows and waits for the answer.
     `files(chat_id)` returns the paths of the chat's journal and of MEMORY.md; the page shows each
     change of these two files. `scrub(event)` removes API keys.
     """
 
     name = "web"
     shows_deltas = True
+    polls = 0  # rises while a window is open
 
-    def __init__(self, html: str, files: Callable, port: int = 0, scrub: Callable = dict):
+    def __init__(self, html: str, files: Callable, tell: Callable, port: int = 0, scrub=dict):
         super().__init__(["local"])
-        self.html, self.files, self.scrub = html, files, scrub
-        self.turn_of = contextvars.ContextVar("turn_of", default="page")  # the current turn's chat
+        self.html, self.files, self.tell, self.scrub = html, files, tell, scrub
+        self.turn_of = contextvars.ContextVar("turn_of", default="")  # the current turn's chat
         self.chats: dict[str, PageChat] = defaultdict(PageChat)
-        self.questions: dict[str, asyncio.Future] = {}
+        self.questions: dict[str, tuple] = {}  # id → (event as JSON, future with the answer)
         self.server = self._server(port)
-        port, token = self.server.server_port, secrets.token_urlsafe(24)
-        self.host, self.address = f"127.0.0.1:{port}", f"http://127.0.0.1:{port}/?token={token}"
-        self.path, self.cookie = f"/?token={token}", f"nanobot_{port}={token}"
+        port = self.server.server_port
+        self.host, self.cookie = f"127.0.0.1:{port}", f"nanobot_{port}={secrets.token_urlsafe(24)}"
+        self.lock = threading.Lock()
+        self.renew()
+
+    def renew(self) -> None:
+        self.path = f"/?token={secrets.token_urlsafe(24)}"
+        self.address = f"http://{self.host}{self.path}"
+        self.tell(self.address)
 
     def _server(self, port: int) -> Any:
         """Create the server. Import `http.server` only here, because the import takes 30 ms."""
@@ -1580,15 +1591,20 @@ class WebPage(Channel):
         shown = event if event.get("what") in ("approve", "call") else self.scrub(event)
         return json.dumps({"time": time.time(), **shown}, default=str)
 
-    async def ask(self, text: str, what: str = "approve", **details: Any) -> str:
-        number, chat_id = secrets.token_hex(8), self.turn_of.get()
-        self.questions[number] = asyncio.get_running_loop().create_future()
-        self.show(chat_id, {"kind": "ask", "id": number, "what": what, "text": text, **details})
+    async def ask(self, text: str, what: str = "approve", **details: Any) -> str | None:
+        """Returns None if no window is open for 3 s. A reload takes less than that; a browser that
+        has lost its connection is back after 1 s (`retry` in `do_GET`)."""
+        number, answer = secrets.token_hex(8), asyncio.get_running_loop().create_future()
+        details |= {"session": self.turn_of.get(), "what": what, "text": text}
+        self.questions[number] = (self._json(kind="ask", id=number, **details), answer)
+        polls = -1
         try:
-            return await self.questions[number]
+            while not answer.done() and self.polls != polls:
+                polls = self.polls
+                await asyncio.wait([answer], timeout=3.0)
         finally:
-            del self.questions[number]
-            self.show(chat_id, {"kind": "asked", "id": number})
+            self.questions.pop(number, None)
+        return answer.result() if answer.done() else None
 
     async def take(self, path: str, body: dict) -> None:
         """Handle a request from the page. Raises ValueError if a question was answered already."""
@@ -1598,18 +1614,22 @@ class WebPage(Channel):
             await self.bus.publish(said)
         elif path == "/step":
             self.chats[page_chat(body["chat"])].is_stepping = bool(body["on"])
-        elif body["id"] in self.questions and not self.questions[body["id"]].done():
-            self.questions[body["id"]].set_result(str(body["text"]))
+        elif body["id"] in self.questions:
+            _, answer = self.questions.pop(body["id"])
+            answer.set_result(str(body["text"]))
         else:
             raise ValueError("this question was answered already")
 
     def news(self, chat_id: str) -> Iterator[str]:
-        """Yield a chat's events as JSON. Also yield "" every 0.1 s to detect a closed window."""
+        """Yield a chat's events and all chats' questions as JSON. Also yield "" every 0.1 s to
+        detect a closed window."""
         chat, (journal, facts) = self.chats[chat_id], self.files(chat_id)
         yield self._json(kind="hello", step=chat.is_stepping, chats=list(self.chats))
-        position, seen, draft, known = 0, 0, "", text_behind(facts)
+        position, seen, draft, known, shown = 0, 0, "", text_behind(facts), {}
         while True:
             time.sleep(0.1)
+            self.polls += 1
+            questions = dict(self.questions)  # before `events`: a question follows its request
             lines = text_behind(journal, position).rpartition("\n")[0]
             if lines:
                 position += len(lines.encode("utf-8", "surrogateescape")) + 1
@@ -1618,6 +1638,10 @@ class WebPage(Channel):
                 if number > seen:
                     seen = number
                     yield event
+            for number in questions.keys() ^ shown.keys():  # new questions and answered ones
+                event, _ = questions.get(number, (self._json(kind="asked", id=number), None))
+                yield event
+            shown = questions
             if chat.draft != draft:
                 draft = chat.draft
                 yield self._json(kind="draft", text=draft)
@@ -1642,7 +1666,7 @@ def page_chat(name: Any) -> str:
 
 
 class PageRequest:
-    """One HTTP request from a browser. A request without the token or the cookie gets 403."""
+    """One HTTP request from a browser. A request without a new token or the cookie gets 403."""
 
     page: WebPage
     timeout = 60  # seconds until an idle connection is closed
@@ -1677,13 +1701,16 @@ class PageRequest:
 
     def do_GET(self) -> None:  # noqa: N802
         path, _, query = self.path.partition("?")
-        if self._has(self.page.path, self.path):  # the address bar must not show the token
-            cookie = f"{self.page.cookie}; HttpOnly; SameSite=Strict; Path=/"
-            self._reply(303, "", Location="/", Set_Cookie=cookie)
-        elif not self._is_allowed():
+        with self.page.lock:  # of two requests with the same address, one gets the cookie
+            if self._has(self.page.path, self.path):
+                cookie = f"{self.page.cookie}; HttpOnly; SameSite=Strict; Path=/"
+                # after a 303, a browser that comes from a file would not send this cookie
+                self._reply(200, "", Refresh="0; url=/", Set_Cookie=cookie)
+                return self.page.renew()
+        if not self._is_allowed():
             self._reply(403, NO_COOKIE)
         elif path == "/events":
-            self._reply(200, "", "text/event-stream")
+            self._reply(200, "retry: 1000\n\n", "text/event-stream")  # milliseconds
             chat = dict(urllib.parse.parse_qsl(query)).get("chat", "page")
             for event in self.page.news(page_chat(chat)):
                 self.wfile.write(f"data: {event}\n\n".encode() if event else b":\n\n")

@@ -69,6 +69,7 @@ from channels import (
     end_all,
     end_on_signals,
     machine_zone,
+    page_chat,
     prepare_streams,
     printable,
     zone_named,
@@ -533,6 +534,7 @@ class AgentLoop:
         self.dream = memory_model.dream
         self.cost = CostTrackingHook(config.prices, self.provider.model)
         self.hooks = [self.cost, *hooks]
+        self.can_ask = lambda turn: turn.channel != "cron"  # can a user approve calls?
         self.hooks_of: Callable[[Turn], list[AgentHook]] = lambda turn: []  # extra hooks for a turn
         self.subagents = SubagentManager(self)
         self.commands = Commands(self)
@@ -618,10 +620,7 @@ class AgentLoop:
 
     def run_spec(self, history: list[dict], images: list[dict], events: EventHook) -> AgentRunSpec:
         """The input of the runner: request, tools, hooks, and the limits from the settings."""
-        limits, hooks = self.config.defaults, self.hooks
-        if events.turn.channel == "cron":  # no user is there to approve a call
-            silent = ApprovalHook(self.tools, None)
-            hooks = [silent if isinstance(hook, ApprovalHook) else hook for hook in hooks]
+        limits, hooks = self.config.defaults, self.hooks_for(events.turn)
         return AgentRunSpec(
             self.context.request(events.turn, history, images),
             self.tools,
@@ -634,6 +633,13 @@ class AgentLoop:
             counter=self.counter,
             keeps_half=events.shows_deltas,
         )
+
+    def hooks_for(self, turn: Turn) -> list[AgentHook]:
+        """The hooks of a turn and of its helpers: without a user, no call is approved."""
+        if self.can_ask(turn):
+            return self.hooks
+        silent = ApprovalHook(self.tools, None)
+        return [silent if isinstance(hook, ApprovalHook) else hook for hook in self.hooks]
 
     async def _make_room(self, session: Session, events: EventHook, messages: list) -> list:
         """Move old turns to the memory if a request is too long. Returns the remaining messages."""
@@ -1067,12 +1073,18 @@ class CostTrackingHook(AgentHook):
         return f"{sent} · {mark}{usage['completion_tokens']:,} out{money}"
 
 
+NOBODY = (
+    "Not approved: nobody can be asked here, so this call did not run. Tell the user to ask for it "
+    "at a terminal or in an open window of the page, or to start nanobot without --approve."
+)
+
+
 @dataclass
 class ApprovalHook(AgentHook):
     """Asks the user before each call, except calls of known read-only tools."""
 
     tools: ToolRegistry
-    ask: Callable[[str], Awaitable[str]] | None  # None (no user is there) means the answer "no"
+    ask: Callable[[str], Awaitable[str | None]] | None  # None, also as an answer: nobody is there
     always: set[str] = field(default_factory=set)  # tools that need no further approval
 
     async def before_execute_tools(self, tool_calls: list[ToolCallRequest]) -> None:
@@ -1088,7 +1100,11 @@ class ApprovalHook(AgentHook):
 
     async def _is_approved(self, call: ToolCallRequest) -> bool:
         question = approval_question(call.name, call.arguments)
-        answer = (await self.ask(question)).strip().lower() if self.ask else "no"
+        answer = await self.ask(question) if self.ask else None
+        if answer is None:
+            call.denied = NOBODY
+            return False
+        answer = answer.strip().lower()
         if answer in ("a", "always"):
             self.always.add(call.name)
         return answer in ("y", "yes", "a", "always")
@@ -1661,7 +1677,7 @@ class SubagentManager:
             messages,
             tools=ToolRegistry(tools),
             turn=replace(turn, depth=turn.depth + 1, seen={}),
-            hook=CompositeHook(self.loop.hooks),
+            hook=CompositeHook(self.loop.hooks_for(turn)),
             max_iterations=15,
         )
         if result.stop_reason == "completed":
@@ -2115,9 +2131,9 @@ def make_tools(config: Config) -> ToolRegistry:
 @dataclass
 class StepHook(AgentHook):
     """Asks the user before each request and each tool call. `ask(text, what, **details)` returns
-    "" (continue), "skip", "stop", or new arguments for the call as JSON."""
+    "" (continue), "skip", "stop", new arguments for the call as JSON, or None (nobody is there)."""
 
-    ask: Callable[..., Awaitable[str]]
+    ask: Callable[..., Awaitable[str | None]]
 
     async def before_request(self, messages: list[dict], tools: list[dict]) -> None:
         last = str(messages[-1].get("content"))[-1_000:]
@@ -2136,7 +2152,8 @@ class StepHook(AgentHook):
 
     async def _decide(self, text: str, what: str, **details: Any) -> str:
         while True:  # ask again after an invalid answer
-            answer = (await self.ask(text, what, **details)).strip()
+            answer = await self.ask(text, what, **details)
+            answer = "stop" if answer is None else answer.strip()  # /continue resumes the turn
             if answer == "stop":
                 raise asyncio.CancelledError
             _, error = parse_arguments(answer, repair=False)
@@ -2147,8 +2164,9 @@ class StepHook(AgentHook):
 class PageHook(AgentHook):
     """Shows a chat's requests, answers and tool results on the page, and can pause at each step."""
 
-    def __init__(self, loop: AgentLoop, page: WebPage, chat_id: str):
-        self.loop, self.page, self.chat_id = loop, page, chat_id
+    def __init__(self, loop: AgentLoop, page: WebPage, turn: Turn):
+        self.loop, self.page = loop, page
+        self.chat_id = page_chat(turn.session_key.removeprefix("web:"))
         self.steps = StepHook(page.ask)
         self.began = 0.0
 
@@ -2257,7 +2275,7 @@ class Talk:
         if arguments.approve:
             self.loop.hooks.append(ApprovalHook(self.loop.tools, ask))
         if arguments.step and ask:
-            self.loop.hooks.append(StepHook(lambda text, what, **details: ask(text)))
+            self.loop.hooks.append(StepHook(ask))
         if (arguments.approve or arguments.step) and ask is None:
             self.terminal.note(template("no_keyboard"))
         self.loop.hooks += [LoggingHook(), WaitingHook(self.terminal.waiting)]
@@ -2478,34 +2496,47 @@ def web_command(arguments: argparse.Namespace) -> None:
         raise ConfigError(SERVED.format(config.workspace))
     loop = AgentLoop(config, make_provider(config, HumanProvider()))
     html = glass_html(model=loop.provider.model, window=config.defaults.context_window_tokens)
+    home = path_of("~")  # a browser in a sandbox (snap) cannot open hidden folders, like ~/.nanobot
+    file = (home if os.access(home, os.W_OK) else loop.workspace) / "nanobot-page.html"
 
     def files(chat_id: str) -> tuple[Path, Path]:
         return loop.sessions.path(f"web:{chat_id}"), loop.memory.facts
 
+    def tell(address: str) -> None:
+        """Print a new address; the file has only the first one."""
+        print(f"The page (each address works once): {address}", flush=True)
+        file.unlink(missing_ok=True)
+
     try:
-        page = WebPage(html, files, arguments.port, without_key_texts)
+        page = WebPage(html, files, tell, arguments.port, without_key_texts)
     except (OSError, OverflowError) as problem:
         raise ConfigError(f"Port {arguments.port}: {problem}. Change or omit --port.") from None
     names = [key.partition(":")[2] for key in loop.sessions.list_keys() if key[:4] == "web:"]
     page.chats |= {name: PageChat() for name in names}
-    loop.hooks_of = lambda turn: [PageHook(loop, page, turn.chat_id)]
+    loop.hooks_of = lambda turn: [PageHook(loop, page, turn)]
+    loop.can_ask = lambda turn: turn.channel == "web"
     if isinstance(loop.provider, HumanProvider):
-        loop.provider.ask = partial(page.ask, what="model")
+        loop.provider.ask = page.ask
     if arguments.approve:
         loop.hooks.append(ApprovalHook(loop.tools, page.ask))
     into_file = Trace(arguments.trace) if arguments.trace else None
 
     def trace(request: LLMRequest, response: LLMResponse | None, outcome: str) -> None:
         if outcome in ("healed", "retried"):
-            page.show(page.turn_of.get(), {"kind": "retry", "text": response.error})
+            page.show(page.turn_of.get() or "page", {"kind": "retry", "text": response.error})
         if into_file:
             into_file(request, response, outcome)
 
     loop.provider.trace = trace
-    print(f"The page: {page.address}\nCtrl-C stops nanobot (process {os.getpid()}).", flush=True)
-    if not arguments.no_open:
-        threading.Thread(target=webbrowser.open, args=[page.address], daemon=True).start()
-    Gateway(loop, page).run()
+    print(f"Ctrl-C stops nanobot (process {os.getpid()}).", flush=True)
+    try:
+        if not arguments.no_open:  # each account can read command lines, but not this file
+            file.touch(0o600)
+            file.write_text(f'<meta http-equiv="refresh" content="0; url={page.address}">')
+            threading.Thread(target=webbrowser.open, args=[file.as_uri()], daemon=True).start()
+        Gateway(loop, page).run()
+    finally:
+        file.unlink(missing_ok=True)
 
 
 def trace_command(arguments: argparse.Namespace) -> None:

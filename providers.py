@@ -1647,17 +1647,22 @@ class RecordedTools:
 
 @dataclass
 class HumanProvider(LLMProvider):
-    """Shows each request to a person, who types the answer or a tool call. `ask(question)` returns
-    the typed line. Typed calls are checked like the calls of a model."""
+    """Shows each request to a person, who types the answer or a tool call. `ask(question, what,
+    **details)` returns the typed line, or None if nobody can answer. Typed calls are checked like
+    the calls of a model."""
 
-    ask: Callable[[str], Awaitable[str]] | None = None
+    ask: Callable[..., Awaitable[str | None]] | None = None
     seen: LLMRequest = field(default_factory=lambda: LLMRequest([], [], "", {}))
     model = "human"
 
     async def answer(self, request: LLMRequest) -> LLMResponse:
-        if not self.ask:
-            return failed("`--provider human` needs a terminal.")
-        line = (await self.ask("\n".join([*self.news(request), "model> "]))).strip()
+        question = "\n".join([*self.news(request), "model> "])
+        line = None
+        if self.ask:
+            line = await self.ask(question, "model", messages=request.messages, tools=request.tools)
+        if line is None:
+            return failed("`--provider human` needs a terminal. On the page, open a window.")
+        line = line.strip()
         name, _, written = line.partition(" ")
         answer = LLMResponse(line)
         if name in parameters_by_name(request.tools) or written.startswith("{"):

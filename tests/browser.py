@@ -25,6 +25,10 @@ FLAGS = (
 )
 
 
+class Navigated(Exception):
+    """The tab left the page while it ran a script."""
+
+
 class Browser:
     def __init__(self, profile: Path):
         there, self._out = os.pipe()
@@ -61,6 +65,8 @@ class Browser:
             line, _, self._rest = self._rest.partition(b"\0")
             answer = json.loads(line)
             if answer.get("id") == self._number:
+                if "navigated" in answer.get("error", {}).get("message", ""):
+                    raise Navigated
                 assert "error" not in answer, answer
                 return answer["result"]
 
@@ -105,12 +111,16 @@ class Tab:
     def wait(self, script: str, seconds: float = 30.0):
         """The value of the expression as soon as it is true."""
         ends = time.monotonic() + seconds
-        while not (value := self.run(script)):
+        while True:
+            try:
+                if value := self.run(script):
+                    return value
+            except Navigated:
+                pass  # it is asked again on the next page
             assert time.monotonic() < ends, (
                 f"never true: {script}\n{self.run('document.body.innerText')}"
             )
             time.sleep(0.05)
-        return value
 
     def say(self, text: str) -> None:
         self.run(f"byId('text').value = {json.dumps(text)}; byId('write').requestSubmit()")

@@ -663,7 +663,7 @@ def test_turns_add_up_in_one_trace_and_are_replayed_one_after_the_other(own_home
         nanobot("-m", "zero", server=server)
         status, out, err = nanobot("-m", "one", "--approve", *trace, server=server, cwd=tmp_path)
         assert (status, out, err.count("nobody can be asked")) == (0, "I may not.\n", 1)
-        assert "did not approve" in server.bodies[2]["messages"][-1]["content"]
+        assert "nobody can be asked here" in server.bodies[2]["messages"][-1]["content"]
         assert nanobot("-m", "two", *trace, server=server)[0] == 1
         process = start("-m", "three", *trace, server=server)
         wait_until(lambda: len(server.bodies) == 5)

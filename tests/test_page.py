@@ -1,19 +1,24 @@
 """The page that shows an agent at work: over HTTP as any program may ask, and in a real browser."""
 
 import http.client
+import itertools
 import json
+import os
 import re
 import socket
 import struct
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
 from browser import CHROMIUM, Browser
-from fake_llm import FakeLLM, Failure, error
-from test_command_line import Terminal, journal, needs_terminal
+from fake_llm import FakeLLM, Failure, call, error
+from fake_telegram import FakeTelegram
+from test_command_line import Terminal, journal, needs_terminal, settings
 
 ROOT = Path(__file__).parent.parent
 NANOBOT = [sys.executable, str(ROOT / "nanobot.py")]
@@ -22,23 +27,45 @@ NANOBOT = [sys.executable, str(ROOT / "nanobot.py")]
 class Page:
     """`nanobot web` as a process, and what a browser would do with its address."""
 
-    def __init__(self, folder: Path, *flags: str):
-        command = [*NANOBOT, "web", "--port", "0", "--no-open", *flags]
+    def __init__(self, folder: Path, *flags: str, **environ: str):
+        command = [*NANOBOT, "web", "--port", "0", *([] if environ else ["--no-open"]), *flags]
         with open(folder / "stderr", "w") as err:
             self.process = subprocess.Popen(
-                command, cwd=folder, stdout=subprocess.PIPE, stderr=err, text=True
+                command,
+                cwd=folder,
+                stdout=subprocess.PIPE,
+                stderr=err,
+                text=True,
+                env=os.environ | environ,
             )
-        self.address = re.search(r"http://\S+", self.process.stdout.readline())[0]
-        self.port = int(re.search(r":(\d+)/", self.address)[1])
-        self.token = self.address.partition("token=")[2]
+        found = (re.search(r"http://\S+", line) for line in self.process.stdout)
+        printed = (match[0] for match in found if match)
+        first = next(printed)
+        self.port = int(re.search(r":(\d+)/", first)[1])
+        self._unused = itertools.chain([first], printed)
+        self._cookie = ""
+
+    def address(self) -> str:
+        """An address that was not used: one is printed at the start, and one after each use."""
+        return next(self._unused)
+
+    def visit(self, address: str, cookie: str = ""):
+        return self.request("GET", address.partition(str(self.port))[2], Cookie=cookie)
+
+    @property
+    def cookie(self) -> str:
+        """The cookie of a browser that has used an address."""
+        if not self._cookie:
+            self._cookie = self.visit(self.address())[1]["Set-Cookie"].partition(";")[0]
+        return self._cookie
 
     def request(self, method: str, path: str, body: str | None = None, **headers: str):
-        """(status, headers, text). The cookie of the token is sent unless `Cookie` is given."""
+        """(status, headers, text). The cookie is sent unless `Cookie` is given."""
+        if "Cookie" not in headers:
+            headers["Cookie"] = self.cookie
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
-        headers = {
-            "Cookie": f"nanobot_{self.port}={self.token}",
-            "Content-Type": "application/json",
-        } | {name.replace("_", "-"): value for name, value in headers.items()}
+        headers = {name.replace("_", "-"): value for name, value in headers.items()}
+        headers = {"Content-Type": "application/json"} | headers
         connection.request(method, path, body, headers)
         answer = connection.getresponse()
         text = answer.read().decode()
@@ -48,25 +75,44 @@ class Page:
     def say(self, text: str, chat: str = "page", number: str = "1"):
         return self.request("POST", "/say", json.dumps({"chat": chat, "text": text, "id": number}))
 
+    def answer(self, asked: dict, text: str) -> int:
+        return self.request("POST", "/answer", json.dumps({"id": asked["id"], "text": text}))[0]
+
     def events(self, until: str, chat: str = "page") -> list[dict]:
         """What a window is sent, up to the first event of that kind."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
-        connection.request(
-            "GET", f"/events?chat={chat}", headers={"Cookie": f"nanobot_{self.port}={self.token}"}
-        )
-        answer = connection.getresponse()
-        found = []
-        while not found or found[-1]["kind"] != until:
-            line = answer.readline().decode()
-            assert line, "the stream has ended"
-            if line.startswith("data: "):
-                found.append(json.loads(line[6:]))
-        connection.close()
-        return found
+        window = Window(self, chat)
+        window.wait(until)
+        window.close()
+        return window.events
 
     def end(self) -> int:
         self.process.terminate()
         return self.process.wait(15)
+
+
+class Window:
+    """A window of the page that stays open: the events that it is sent."""
+
+    def __init__(self, page: Page, chat: str = "page"):
+        self.connection = http.client.HTTPConnection("127.0.0.1", page.port, timeout=30)
+        self.connection.request("GET", f"/events?chat={chat}", headers={"Cookie": page.cookie})
+        self.stream = self.connection.getresponse()
+        self.events: list[dict] = []
+
+    def wait(self, kind: str, **fields: str) -> dict:
+        """The next event of this kind with these fields."""
+        ends = time.monotonic() + 30
+        while True:
+            line = self.stream.readline().decode()  # at least every 0.1 s
+            assert line and time.monotonic() < ends, (kind, fields, self.events)
+            if line.startswith("data: "):
+                self.events.append(json.loads(line[6:]))
+                if {"kind": kind, **fields}.items() <= self.events[-1].items():
+                    return self.events[-1]
+
+    def close(self) -> None:
+        self.stream.close()
+        self.connection.close()
 
 
 @pytest.fixture
@@ -81,8 +127,8 @@ def folder(tmp_path):
 def open_page(folder):
     pages = []
 
-    def start(*flags: str) -> Page:
-        pages.append(Page(folder, *(flags or ("--offline",))))
+    def start(*flags: str, **environ: str) -> Page:
+        pages.append(Page(folder, *(flags or ("--offline",)), **environ))
         return pages[-1]
 
     yield start
@@ -112,8 +158,8 @@ def test_only_whoever_has_the_token_sees_or_says_anything(open_page):
         ]:
             assert page.request(method, path, body, **headers)[0] == 403, (who, path)
     assert page.request("GET", "/?token=wrong", Cookie="")[0] == 403
-    status, headers, _ = page.request("GET", f"/?token={page.token}", Cookie="")
-    assert (status, headers["Location"]) == (303, "/")
+    status, headers, _ = page.visit(page.address())
+    assert (status, headers["Refresh"]) == (200, "0; url=/")
     assert "HttpOnly" in headers["Set-Cookie"] and "SameSite=Strict" in headers["Set-Cookie"]
     status, headers, text = page.request("GET", "/")
     policy = headers["Content-Security-Policy"]
@@ -126,10 +172,149 @@ def test_only_whoever_has_the_token_sees_or_says_anything(open_page):
         assert page.request("POST", "/say", Content_Length=size)[0] in (400, 413)
     assert page.request("POST", "/say", Transfer_Encoding="chunked")[0] == 400
     assert page.request("POST", "/say", "[]")[0] == 400
-    tossed = (
-        f"nanobot_{page.port}=x; nanobot_{page.port}={page.token}"  # by another port of this host
-    )
+    tossed = f"nanobot_{page.port}=x; {page.cookie}"  # by another port of this host
     assert page.request("GET", "/", Cookie=tossed)[0] == 200
+
+
+def test_an_address_works_once_and_no_other_account_can_read_it(open_page, folder, own_home):
+    script = folder / "browser"
+    script.write_text(
+        f'#!/bin/sh\nprintf %s "$1" > {folder}/part; mv {folder}/part {folder}/opened\n'
+    )
+    script.chmod(0o700)
+    page = open_page("--offline", BROWSER=str(script))
+    while not (folder / "opened").exists():
+        time.sleep(0.02)
+    opened = (folder / "opened").read_text()  # every account can read this command line
+    assert opened == (own_home / "nanobot-page.html").as_uri()
+    file = own_home / "nanobot-page.html"
+    assert file.stat().st_mode & 0o077 == 0
+    address = re.search(r'url=(http://[^"]+)', file.read_text())[1]
+    assert address == page.address()
+    with ThreadPoolExecutor(8) as browsers:
+        answers = list(browsers.map(page.visit, [address] * 8))
+    cookies = [headers["Set-Cookie"] for status, headers, _ in answers if status == 200]
+    refusals = [text for status, _, text in answers if status == 403]
+    assert len(cookies) == 1 and len(refusals) == 7
+    assert "works once" in refusals[0] and "in its terminal" in refusals[0]
+    assert address.partition("token=")[2] not in cookies[0]
+    cookie = cookies[0].partition(";")[0]
+    assert page.visit(address, cookie)[0] == 200  # a reload, or another window of this browser
+    second = page.address()  # the terminal shows a new one, for another browser
+    assert not file.exists() and page.visit(second)[0] == 200 and page.visit(second)[0] == 403
+    (folder / "opened").unlink()
+    page.end()
+    unused = open_page("--offline", BROWSER=str(script))
+    while not (folder / "opened").exists():
+        time.sleep(0.02)
+    assert file.exists() and unused.end() == 0 and not file.exists()
+
+
+def test_a_turn_from_telegram_is_denied_at_once_and_the_page_is_still_asked(
+    open_page, folder, own_home
+):
+    def script(body):
+        last = body["messages"][-1]
+        is_result = last["role"] == "tool"
+        return f"Told: {last['content']}" if is_result else call("exec", command="touch made")
+
+    with FakeTelegram() as telegram, FakeLLM(script) as server:
+        bot = {"token": telegram.token, "apiBase": telegram.base_url, "allowFrom": ["*"]}
+        config = settings(own_home, channels={"telegram": bot, "sendToolHints": False})
+        page = open_page(*config, "--approve", "--base-url", server.base_url, "--model", "m")
+        window = Window(page)
+        for sender in range(8):  # as many turns as may run at once
+            telegram.say("make it", sender=7 + sender)
+        telegram.wait_until(lambda: len(telegram.texts()) == 8)
+        assert all("nobody can be asked here" in text for text in telegram.texts())
+        page.say("make it")
+        asked = window.wait("ask")
+        assert asked["session"] == "page" and "touch made" in asked["text"]
+        assert not [event for event in window.events[:-1] if event["kind"] == "ask"]
+        assert page.answer(asked, "a") == 204 and "Told" in window.wait("say")["content"]
+        made = [path.name for path in folder.rglob("made")]
+        telegram.say("make it")  # "always" was said on the page, not here
+        telegram.wait_until(lambda: len(telegram.texts()) == 9)
+        assert made == ["made"] and "nobody can be asked here" in telegram.texts()[-1]
+
+
+def test_every_window_shows_the_questions_of_all_sessions_until_one_of_them_answers(
+    open_page, own_home
+):
+    page = open_page("--provider", "human")
+    here, there = Window(page), Window(page, "work")
+    page.say("hi")
+    asked = here.wait("ask")
+    assert there.wait("ask")["id"] == asked["id"] and asked["session"] == "page"
+    assert page.answer(asked, "Hello.") == 204 and page.answer(asked, "Too late.") == 400
+    there.wait("asked", id=asked["id"])  # it is taken away
+    here.wait("say", content="Hello.")
+
+    page.say("/new", number="2")  # what is said before goes into the memory
+    asked = there.wait("ask")
+    assert [tool["function"]["name"] for tool in asked["tools"]] == ["save_memory"]
+    assert "Hello." in asked["messages"][-1]["content"] and asked["session"] == ""
+    saved = {"history_entry": "The user said hi.", "memory_update": "- says hi"}
+    assert page.answer(asked, f"save_memory {json.dumps(saved)}") == 204
+    there.wait("memory")
+    memory = own_home / ".nanobot" / "workspace" / "memory"
+    assert "says hi" in (memory / "MEMORY.md").read_text()
+
+    page.say("remind me to stretch", number="3")
+    at = (datetime.now() + timedelta(seconds=3)).isoformat(timespec="seconds")
+    job = json.dumps({"action": "add", "message": "stretch", "at": at})
+    page.answer(there.wait("ask", session="page"), f"cron {job}")
+    page.answer(there.wait("ask", session="page"), "I will.")
+    asked = there.wait("ask")
+    assert asked["session"].startswith("cron-") and "stretch" in str(asked["messages"][-1])
+    page.answer(asked, "Stretch!")
+    here.wait("say", content="Stretch!")
+
+
+def first_mark(mark: str, workspace: Path, chat: str = "page") -> dict:
+    """The first line with this mark in the journal of a session; waits for it."""
+    file = workspace / "sessions" / f"web%3A{chat}.jsonl"
+    ends = time.monotonic() + 30
+    while True:
+        text = file.read_text() if file.exists() else ""
+        lines = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+        found = [line for line in lines if line.get("mark") == mark]
+        if found:
+            return found[0]
+        assert time.monotonic() < ends, text
+        time.sleep(0.05)
+
+
+@pytest.mark.long
+def test_a_question_is_answered_with_no_if_no_window_is_open(open_page, folder, own_home):
+    def script(body):
+        last = body["messages"][-1]
+        is_result = last["role"] == "tool"
+        return f"Told: {last['content']}" if is_result else call("exec", command="touch made")
+
+    home = own_home / ".nanobot" / "workspace"
+    with FakeLLM(script) as server:
+        human = open_page("--provider", "human", "--workspace", str(folder / "other"))
+        human.say("anyone?")
+        page = open_page("--approve", "--base-url", server.base_url, "--model", "m")
+        window = Window(page)
+        page.say("make it")
+        window.wait("ask")
+        window.close()  # a question that waits ends, too
+        page.request("POST", "/step", '{"chat": "steps", "on": true}')
+        page.say("make it", chat="steps", number="2")
+        assert "open a window" in first_mark("ended", folder / "other")["why"]
+        assert first_mark("ended", home, "steps") and first_mark("delivered", home)
+        assert "nobody can be asked here" in page.events("say")[-1]["content"]
+        assert len(server.bodies) == 2 and not list(folder.rglob("made"))
+        window = Window(page)
+        page.say("make it", number="3")
+        asked = window.wait("ask")
+        window.close()
+        window = Window(page)  # a reload: the question is still there
+        assert window.wait("ask")["id"] == asked["id"] and page.answer(asked, "y") == 204
+        assert "Told" in window.wait("say")["content"]
+        assert list(folder.rglob("made"))
 
 
 def test_no_name_leads_out_of_the_sessions_and_a_window_that_breaks_off_is_no_traceback(
@@ -140,10 +325,8 @@ def test_no_name_leads_out_of_the_sessions_and_a_window_that_breaks_off_is_no_tr
     assert page.events("say", "..-my-session-x")[0]["chats"] == ["..-my-session-x"]
     with socket.create_connection(("127.0.0.1", page.port)) as window:
         window.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        cookie = f"Cookie: nanobot_{page.port}={page.token}"
-        window.sendall(
-            f"GET /events HTTP/1.1\r\nHost: 127.0.0.1:{page.port}\r\n{cookie}\r\n\r\n".encode()
-        )
+        head = f"GET /events HTTP/1.1\r\nHost: 127.0.0.1:{page.port}\r\nCookie: {page.cookie}"
+        window.sendall(f"{head}\r\n\r\n".encode())
         window.recv(100)
     assert page.say("hi", number="2")[0] == 204 and page.events("say")
     assert "Traceback" not in (folder / "stderr").read_text()
@@ -277,14 +460,14 @@ def test_a_question_is_asked_and_answered_in_the_page_and_nothing_in_it_is_marku
     browser, open_page
 ):
     page = open_page()
-    tab = opened(browser, page.address)
+    tab = opened(browser, page.address())
     assert "token" not in tab.run("location.href")
     tab.say("read a.txt")
     tab.wait("document.querySelectorAll('.said.agent').length === 1")
     assert tab.run("document.title") == "nanobot behind glass"
     assert "hello <script>" in tab.run("byId('requests').textContent")
     assert tab.run("document.querySelectorAll('article').length") == 2
-    second = opened(browser, page.address)  # another window, and a reload
+    second = opened(browser, f"http://127.0.0.1:{page.port}/")  # another window, and a reload
     second.wait("document.querySelectorAll('.said.agent').length === 1")
     second.say("what time is it?")
     tab.wait("document.querySelectorAll('.said.agent').length === 2")
@@ -298,7 +481,7 @@ def test_a_question_is_asked_and_answered_in_the_page_and_nothing_in_it_is_marku
 
 @pytest.mark.slow
 def test_calls_are_approved_changed_skipped_and_stopped_in_the_page(browser, open_page, folder):
-    tab = opened(browser, open_page("--offline", "--approve").address)
+    tab = opened(browser, open_page("--offline", "--approve").address())
     tab.say("run echo one > one.txt")
     tab.click("Refuse")
     tab.wait("document.querySelectorAll('.said.agent').length === 1")
@@ -337,7 +520,7 @@ def test_calls_are_approved_changed_skipped_and_stopped_in_the_page(browser, ope
 
 @pytest.mark.slow
 def test_a_person_is_the_model_in_the_page(browser, open_page):
-    tab = opened(browser, open_page("--provider", "human").address)
+    tab = opened(browser, open_page("--provider", "human").address())
     tab.say("What is in a.txt?")
     tab.wait("Boolean(document.querySelector('.question select'))")
     tab.run("""(chooser => {
@@ -356,9 +539,47 @@ def test_a_person_is_the_model_in_the_page(browser, open_page):
 
 
 @pytest.mark.slow
+def test_a_window_shows_and_answers_what_other_sessions_and_the_memory_ask(
+    browser, open_page, own_home
+):
+    page = open_page("--provider", "human", BROWSER="true")
+    file = own_home / "nanobot-page.html"
+    while not file.exists() or "url=" not in file.read_text():
+        time.sleep(0.02)
+    tab = opened(browser, file.as_uri())  # as the program opens it
+    assert tab.run("location.href") == f"http://127.0.0.1:{page.port}/"
+    page.address()  # the browser has used this one
+    tab.run("byId('text').value = 'half a line'; byId('text').focus()")
+    page.say("What is in a.txt?", chat="work")
+    question = "(document.querySelector('.question')?.textContent ?? '')"
+    tab.wait(f"{question}.includes('Session work')")
+    assert "read this request" in tab.run(question)
+    tab.wait(f"{question}.includes('What is in a.txt?')")
+    assert tab.run("document.activeElement.id") == "text"
+    tab.run("document.querySelector('.question textarea').value = 'It says hello.'")
+    tab.click("Answer")
+    tab.wait("!document.querySelector('.question')")
+    tab.run("byId('text').value = ''")
+    tab.say("hello")
+    tab.wait(f"{question}.includes('request 1 is on the right')")
+    tab.run("document.querySelector('.question textarea').value = 'Hello.'")
+    tab.click("Answer")
+    tab.wait("byId('chat').textContent.includes('Hello.')")
+    tab.say("/new")
+    tab.wait(f"{question}.includes('The memory')")
+    tab.run("""(chooser => {
+        chooser.value = 'save_memory';
+        chooser.dispatchEvent(new Event('change'));
+        for (const field of document.querySelectorAll('.question label textarea')) field.value = 'They said hello.';
+    })(document.querySelector('.question select'))""")
+    tab.click("Call the tool")
+    tab.wait("byId('facts').textContent.includes('They said hello.')")
+
+
+@pytest.mark.slow
 def test_a_long_session_stays_responsive_and_a_reminder_appears(browser, open_page):
     page = open_page()
-    tab = opened(browser, page.address)
+    tab = opened(browser, page.address())
     tab.say("remind me in 1 second to drink water")
     for number in range(200):
         assert page.say("hello", number=f"n{number}")[0] == 204
@@ -378,7 +599,7 @@ def test_no_width_scrolls_sideways_and_a_long_header_leaves_the_message_box_in_v
     browser, open_page, folder, width
 ):
     (folder / "long.txt").write_text("x" * 3_000)
-    tab = opened(browser, open_page().address, width=width, scheme="dark")
+    tab = opened(browser, open_page().address(), width=width, scheme="dark")
     tab.say("read long.txt")
     tab.wait("document.querySelectorAll('.said.agent').length === 1")
     tab.run(

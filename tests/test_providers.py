@@ -2131,7 +2131,7 @@ def in_person(*lines, **more):
     """A person who says these lines as the model, and the questions that were asked."""
     rest, questions = iter(lines), []
 
-    async def ask_person(question):
+    async def ask_person(question, what, **details):
         questions.append(question)
         return next(rest)
 

@@ -28,7 +28,7 @@ def play(folder, answers):
     )
     rest = iter(answers)
 
-    async def ask(question):
+    async def ask(question, what, **details):
         return next(rest, "(no further answer)")
 
     model = HumanProvider(ask)
