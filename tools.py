@@ -1415,19 +1415,31 @@ class Exec(Tool):
         return [*arguments, "--share-net"] if self.network else arguments
 
 
+# After `kill -9`, this program cannot do anything. So each command gets a watchdog: a shell that
+# reads a pipe from this program, and kills the command's group if the pipe ends before line 2.
+WATCHDOG = 'exec >/dev/null 2>&1; read -r group; read -r line || kill -s KILL -- "-$group"'
+
+
 class Job:
     """A command and all processes that it starts: one process group."""
 
+    watchdog = None  # stays None on Windows, which has no process groups
+
     def __init__(self, argv: list[str], folder: Path, environment: dict[str, str]):
+        options = {"cwd": folder, "env": environment, "start_new_session": True}
+        if hasattr(os, "killpg"):
+            self.watchdog = subprocess.Popen(
+                WATCHDOG, shell=True, stdin=subprocess.PIPE, bufsize=0, **options
+            )
         self.process = subprocess.Popen(
             argv,
-            cwd=folder,
-            env=environment,
-            start_new_session=True,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
+            **options,
         )
+        if self.watchdog:
+            self.watchdog.stdin.write(f"{self.process.pid}\n".encode())
         atexit.register(self.kill)  # kill the command when this program exits
         self.stdout, self.stderr = Capture(self.process.stdout), Capture(self.process.stderr)
 
@@ -1438,14 +1450,22 @@ class Job:
         except TimeoutError:
             late = f"\nTimed out after {seconds} s: its process group was killed."
         finally:  # a cancelled turn also waits until the process group is killed
-            if self.process.returncode is None:
-                await in_thread(self.kill)
+            await in_thread(self.finish)
         output, code = await in_thread(self.output), self.process.returncode
         return ToolResult(f"{output}{late}\nExit code: {code}".strip("\n"), code != 0)
 
+    def finish(self) -> None:
+        """Kill a command that still runs. End the watchdog, if no background process is left."""
+        if self.process.returncode is None:
+            self.kill()
+        elif self.signal_group(0):
+            return
+        atexit.unregister(self.kill)
+        if self.watchdog:
+            self.watchdog.communicate(b"\n")
+
     def kill(self) -> None:
         """Send SIGKILL (9) to the process group until it is empty, for at most 0.5 s. Blocks."""
-        atexit.unregister(self.kill)
         deadline = time.monotonic() + 0.5  # a zombie process stays until its parent waits for it
         while self.signal_group(9) and time.monotonic() < deadline:
             time.sleep(0.005)
@@ -1454,7 +1474,7 @@ class Job:
 
     def signal_group(self, number: int) -> bool:
         """Signal the process group (signal 0: only a test); returns False if the group is empty."""
-        if not hasattr(os, "killpg"):  # Windows has no process groups
+        if not self.watchdog:
             self.process.kill()
             return False
         try:
@@ -1465,8 +1485,6 @@ class Job:
 
     def output(self) -> str:
         """stdout and stderr of a process that has ended. Blocks."""
-        if not self.signal_group(0):  # no background process is left to kill
-            atexit.unregister(self.kill)
         text, errors = self.stdout.text(), self.stderr.text()
         text += f"\nSTDERR:\n{errors}" if errors else ""
         return shorten(text, MAX_OUTPUT_CHARS, self.stdout.missing + self.stderr.missing)

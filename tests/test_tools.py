@@ -3222,10 +3222,13 @@ def test_a_cancelled_turn_kills_the_command_and_its_grandchildren(turn):
     assert not any(map(is_running, written_pids(turn)))  # at once: the session is let go now
 
 
-@pytest.mark.parametrize("last_words", ["", "sys.exit(3)", "raise ValueError('ours')"])
+LAST_WORDS = ["", "sys.exit(3)", "raise ValueError('ours')", "os.kill(os.getpid(), 9)"]
+
+
+@pytest.mark.parametrize("last_words", LAST_WORDS)
 def test_a_program_that_ends_takes_its_commands_with_it(turn, last_words):
     program = f"""
-import asyncio, pathlib, sys, threading, time
+import asyncio, os, pathlib, sys, threading, time
 sys.path.insert(0, {str(Path(tools.__file__).parent)!r})
 from tools import Exec, ToolRegistry, Turn
 call = ToolRegistry([Exec()]).execute("exec", {{"command": {TWO_GENERATIONS!r}}}, Turn())
@@ -3239,6 +3242,40 @@ while not pathlib.Path("pids").exists() or len(pathlib.Path("pids").read_text().
     )
     assert len(written_pids(turn)) == 3
     assert until(lambda: not any(map(is_running, written_pids(turn))))
+
+
+@pytest.mark.parametrize("last_words", ["", "os.kill(os.getpid(), 9)"])
+def test_only_what_left_the_process_group_outlives_the_program(turn, last_words):
+    """Background processes run on during later calls; `setsid` is how one outlives even `kill -9`."""
+    program = f"""
+import asyncio, os, sys, time
+sys.path.insert(0, {str(Path(tools.__file__).parent)!r})
+from tools import Exec, ToolRegistry, Turn
+registry = ToolRegistry([Exec()])
+for command in ("sleep 60 & echo $! >> pids", "setsid sleep 60 & echo $! >> pids", "true"):
+    print(asyncio.run(registry.execute("exec", {{"command": command}}, Turn())).text)
+{last_words}
+"""
+    process = subprocess.run(
+        [sys.executable, "-c", program], cwd=turn.cwd, timeout=20, stdout=subprocess.PIPE
+    )
+    ends, stays = written_pids(turn)
+    assert last_words or process.stdout == b"Exit code: 0\n" * 3
+    try:
+        assert until(lambda: not is_running(ends)) and is_running(stays)
+    finally:
+        os.kill(stays, 9)
+
+
+@pytest.mark.parametrize("command", ["true", "sleep 60", "(sleep 60)", "kill -9 $$"])
+def test_a_command_that_ended_leaves_no_process(turn, command):
+    def children() -> set[int]:
+        found = subprocess.run(["pgrep", "-P", str(os.getpid())], capture_output=True, text=True)
+        return {pid for pid in map(int, found.stdout.split()) if is_running(pid)}
+
+    before = children()
+    call(turn, "exec", command=command, timeout=1)
+    assert children() == before
 
 
 # ---- The sandbox ----
