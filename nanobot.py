@@ -280,7 +280,7 @@ class AgentRunner:
     async def _act(self, state: RunState, response: LLMResponse) -> None:
         """Journal the answer, then run its calls. The order of the messages: the answer, one result
         per call in the order of the calls, new messages of the user. If a kill interrupts a call,
-        the call is not repeated; its result becomes `[interrupted before it finished]`."""
+        the call is not repeated; its result becomes `[interrupted: its outcome is unknown. …]`."""
         response.content = state.draft.joined(response.content) or None  # prepend the cut parts
         state.add(response.to_message())
         state.draft = Draft()

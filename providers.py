@@ -208,7 +208,7 @@ def legal(messages: list[dict], reply: bool = True) -> list[dict]:
 
     user "List the files"                  user "List the files"
     assistant: calls 1 and 2        →      assistant: calls 1 and 2
-    tool 2 "a.txt"                         tool 1 "[interrupted before it finished]"
+    tool 2 "a.txt"                         tool 1 "[interrupted: its outcome is unknown. …]"
     user "Well?"                           tool 2 "a.txt"
     user "Go on"                           user "Well?\\n\\nGo on"
     assistant "I will"
@@ -391,7 +391,7 @@ class OfflineProvider(LLMProvider):
 
 REASONING = ("reasoning_content", "reasoning", "reasoning_details")  # copied into later requests
 KNOWN_KEYS = {"role", "content", "tool_calls", "tool_call_id", *REASONING}
-NO_RESULT = "[interrupted before it finished]"
+NO_RESULT = "[interrupted: its outcome is unknown. Check before you repeat it]"
 
 
 def clean_message(message: dict) -> dict | None:

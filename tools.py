@@ -40,7 +40,6 @@ import logging
 import math
 import os
 import re
-import shlex
 import shutil
 import signal
 import socket
@@ -313,7 +312,8 @@ class Turn:
         if holds_keys:
             raise ToolError(f"{real} holds keys: the agent may not open it. Ask the user to look.")
         home, here = self.workspace, self.cwd
-        if write and any(real.is_relative_to(home.resolve() / name) for name in AGENT_FILES):
+        real_home = home.resolve()
+        if write and any(real.is_relative_to(real_home / name) for name in AGENT_FILES):
             raise ToolError(f"{real} is the agent's own record: tools may not write to it.")
         roots = [home, here, *(() if write else self.readable)]
         if self.restrict and not any(real.is_relative_to(root.resolve()) for root in roots):
@@ -1218,120 +1218,145 @@ FILE_TOOLS = [read_file, write_file, edit_file, notebook_edit, list_dir, glob, g
 # passes the checks. The security boundary is the sandbox, further down.
 
 # :(){ :|:& };:
-FORK_BOMB = r"([\w:.]{1,80})\s{0,9}\(\)\s{0,9}\{[^}]{0,200}\1\s{0,9}\|\s{0,9}\1\s{0,9}&"
-# mkfs.ext4 /dev/sda1; sudo reboot; systemctl poweroff
-FATAL = r"(mkfs\S*|mke2fs|wipefs|shutdown|reboot|halt|poweroff|systemctl (reboot|halt|poweroff)) "
-# `find . -name x -delete` may run, but `find . -delete` is refused
-NARROWED = r"(-i?(name|path|regex)|-empty|-size|-[acm](time|min)|-newer).*"
-BORDER = r"[;&|()`]+|-exec(dir)?"  # separates two programs: make && ls
-REDIRECTION = r"[;&|()<>`]*>[&|]?"  # make &> log
+FORK_BOMB = r"(?<![\w:.])([\w:.]{1,80})\s{0,9}\(\)\s{0,9}\{[^}]{0,200}\1\s{0,9}\|\s{0,9}\1\s{0,9}&"
+# mkfs.ext4 /dev/sda1; sudo reboot; systemctl poweroff; dd if=x of=/dev/sda
+FATAL = (
+    r"(mkfs\S*|mke2fs|wipefs|shutdown|reboot|halt|poweroff|systemctl (reboot|halt|poweroff)"
+    r"|dd .*of=/dev/(?!null|std|shm|tty).*) "
+)
+# `rm -fr` and `find -delete` remove whole folders; `find -name x -delete` does not
+REMOVES = (
+    r"rm (.* )?-(\w*[rR]|-r)"
+    r"|find ((?!-i?(name|path|regex)|-empty|-size|-[acm](time|min)|-newer)\S* )*-delete"
+)
+WRITERS = {"tee", "mv", "rm", "truncate", "touch", "mkdir"}
+WRITES_LAST = r"(cp|ln|install)( |$)|sed .*-i"  # cp a b writes to b
+QUOTED = r"""\\(.)|'([^']*)'|"((?:[^"\\]|\\[\s\S])*)\""""
+WORD = r"""(?:[^\s;&|()<>`'"\\]|\\.|'[^']*'|"(?:[^"\\]|\\[\s\S])*")+"""
+# a comment; 2>>'log a' (group 1: the file); a word or operators (group 2). A lone quote is skipped.
+TOKEN = rf"#.*|[\d&]?>>?[&|]?[ \t]*({WORD})|({WORD}|[<;&|()`\r\n]+)"
+BORDER = r"<*[;&|()`\r\n]+<*|-exec(dir)?"  # separates two programs: make && ls
 PREFIX = (
     r"(?s)sudo|env|nohup|time|timeout|command|exec|nice|xargs|if|then|do|else|[!{]?"
     r"|[-\d].*|[^=]*=.*"
 )  # in A=1 sudo nice -n 5 rm, the program is rm
 SHELLS = {"sh", "bash", "dash", "zsh", "eval", "su"}  # a shell runs an argument: bash -c 'rm x'
-WRITERS = {"tee", "mv", "rm", "truncate", "touch", "mkdir"}
-HERE_DOCUMENT = r"(?<!<)<<-?\s*[\"'\\]?([A-Za-z_]\w*)"  # cat > a.txt <<'END'
+# cat > a.txt <<'END', but not $((1 << n))
+HERE_DOCUMENT = r"(?<!<)<<-?\s*[\"'\\]?([A-Za-z_]\w*)\b(?!\s*\))"
 READ_BY_A_SHELL = r"(^|[\s;&|(/])((ba|da|z|s)?sh|su|eval|source)([\s<]|$)"  # bash <<END
-# These paths need no check, as in `make 2> /dev/null` and `/usr/bin/env python`
-HARMLESS = r"/dev/(null|std(in|out|err)|tty|shm/[\w.-]+|tcp/[\w.-]+/\w+)|(/usr)?/bin/\w[^/]*"
+URL = r"\b(?!file:)\w{1,20}://\S*"
+# These paths need no check, as in `cut -d /`, `make 2> /dev/null` and `/usr/bin/env python`
+HARMLESS = r"/?|/dev/(null|std(in|out|err)|tty|shm/[\w.-]+|tcp/[\w.-]+/\w+)|(/usr)?/bin/\w[^/]*"
+UNKNOWN = r"[$`{?\[]|\*.*/|(^|/)\.\.(/|$)"  # the target of $X/../*/a is unknown
+TOO_LONG = "The command is too long to check. Write a script file and run it."
 
 
-def check_command(command: str, turn: Turn) -> None:
+def check_command(command: str, turn: Turn, *, confined: bool = False) -> None:
     """Raise ToolError for a FATAL program, a fork bomb, a file with API keys, or a write to a
-    device or to the agent's records. A recursive delete may only name plain paths below the
-    working folder. If the fence is on, existing paths outside the allowed folders are refused."""
-    command = without_here_document(command)
-    if len(command) > 20_000:  # the checks of a long command are slow
-        raise ToolError("The command is too long. Write a script file and run it.")
+    device or to the agent's records. If the fence is on, existing paths outside the allowed folders
+    are refused. A recursive delete may only name plain paths below the working folder, unless the
+    command is `confined` to a sandbox. The limits keep the time of a check below 0.1 s."""
+    programs, named, written, deleted = programs_of(command), set(), set(), set()
+    for words in programs:
+        if len(programs) > 1_000:
+            raise ToolError(TOO_LONG)
+        rest = itertools.dropwhile(lambda word: re.fullmatch(PREFIX, word), words)
+        program, *arguments = list(rest) or [""]
+        program = os.path.basename(program).lower()
+        names = [word for word in arguments if not word.startswith("-")]
+        options = " ".join([program, *(word for word in arguments if word.startswith("-"))])
+        if re.match(FATAL, " ".join([program, *names, ""])):
+            raise ToolError(f"Refused: {program} is too dangerous. Ask the user to run it.")
+        if program in SHELLS:
+            for name in names:
+                programs += programs_of(name) if " " in name else []  # the loop reaches these, too
+        if re.match(REMOVES, options):
+            deleted.update(names or ["."])  # `find -delete` means `.`, `xargs rm -r` anything
+        if program in WRITERS:
+            written.update(names)
+        if re.match(WRITES_LAST, options):
+            written.update(names[-1:])
+        named.update(words)
+        if "/" in names and program not in ("awk", "cut", "sed", "tr"):
+            named.add("/.")
+    if not named.isdisjoint(("cd", "pushd", "popd")) and deleted:
+        deleted.add("$PWD")  # after a cd, the target of a relative path is unknown
+    check_paths(written, turn, writes=True)
+    check_paths(named - written, turn, writes=False)
+    if not confined:
+        check_deleted(deleted, turn)
+
+
+def programs_of(command: str) -> list[list[str]]:
+    """Split a command into its programs. A redirection becomes a program that writes, `tee`:
+    sudo ls -a >b && c "d e" # f  →  [[tee, b], [sudo, ls, -a], [c, d e]]"""
+    command = without_here_documents(command)
+    if len(command) > 20_000:
+        raise ToolError(TOO_LONG)
     if re.search(FORK_BOMB, command):
         raise ToolError("Refused: this is a fork bomb.")
-    words, part = shell_words(command), []
-    pairs = itertools.pairwise(words)
-    written = {word for before, word in pairs if re.fullmatch(REDIRECTION, before)}
-    for word in set(words):
-        check_word(word, turn, writes=word in written)
-    moves = not {"cd", "pushd", "popd"}.isdisjoint(words)
-    for word in [*words, ";"]:
-        if re.fullmatch(BORDER, word):
-            check_program(part, turn, moves=moves)
-            part = []
-        elif word not in written:
-            part.append(word)
+    programs, program = [], []
+    for tokens in [*re.findall(TOKEN, command.replace("\\\n", "")), ("", ";")]:
+        file, word = [re.sub(QUOTED, r"\1\2\3", token) for token in tokens]
+        if file:
+            programs.append(["tee", file])
+        elif re.fullmatch(BORDER, word):
+            programs.append(program)
+            program = []
+        elif word:
+            program.append(word)
+    return programs
 
 
-def check_program(words: list[str], turn: Turn, *, moves: bool) -> None:
-    """Check one program with its arguments, [rm, -r, a]; `moves` is true if the command uses cd."""
-    program = next((word for word in words if not re.fullmatch(PREFIX, word)), "")
-    arguments = words[words.index(program) + 1 :] if program else []
-    names = list(dict.fromkeys(word for word in arguments if not word.startswith("-")))
-    options = " ".join(word for word in arguments if word.startswith("-"))
-    program = os.path.basename(program).lower()
-    if re.match(FATAL, f"{program} {' '.join(names)} "):
-        raise ToolError(f"Refused: {program} is too dangerous. Ask the user to run it.")
-    removes = program == "rm" and re.search(r"(^| )-(\w*[rR]|-r)", options)
-    if program == "find":
-        removes = "-delete" in re.sub(NARROWED, "", options)
-    is_known = 0 < len(names) <= 100 and not moves
-    if removes and not (is_known and all(is_deletable(name, turn) for name in names)):
-        raise ToolError(f"Refused: {program} may only delete below {turn.cwd}: no cd, $ or links.")
-    if program in SHELLS:
-        for name in names:
-            check_command(name if " " in name else "", turn)
-    if "/" in names and program not in ("awk", "cut", "sed", "tr"):  # `/` is no path in cut -d /
-        turn.path("/")
-    written = names if program in WRITERS else [word for word in names if word.startswith("of=")]
-    if program in ("cp", "ln", "install") or (program == "sed" and "-i" in options):
-        written = names[-1:]
-    for word in written:
-        check_word(word, turn, writes=True)
-
-
-def shell_words(command: str) -> list[str]:
-    """Split into words and operators: ls "a b">c # d → ls, a b, >, c, #, d; a line break → ;"""
-    text = re.sub(r"[\r\n]+", " ; ", command.replace("\\\n", ""))
-    lexer = shlex.shlex(text, posix=True, punctuation_chars=";&|()<>`")
-    lexer.whitespace_split, lexer.commenters = True, ""
-    try:
-        return list(lexer)
-    except ValueError:  # a quote is not closed
-        return shell_words(re.sub(r"['\"\\]", " ", command))
-
-
-def without_here_document(command: str) -> str:
+def without_here_documents(command: str) -> str:
     """Drop text that no shell runs: cat > a <<'E' ⏎ rm -rf x ⏎ E ⏎ ls  →  cat > a <<'E' ⏎ ls"""
-    opening = re.search(HERE_DOCUMENT, command)
-    if not opening or re.search(READ_BY_A_SHELL, command):
+    if re.search(READ_BY_A_SHELL, command):
         return command
-    line, _, rest = command[opening.end() :].partition("\n")
-    end = re.search(rf"(?m)^[ \t]*{opening[1]}[ \t]*$", rest)
-    return f"{command[: opening.end()]}{line}\n{rest[end.end() :]}" if end else command
+    kept, ends = [], []
+    for line in command.split("\n"):
+        if not ends:
+            kept.append(line)
+            ends = re.findall(HERE_DOCUMENT, line)
+        elif line.strip() == ends[0]:
+            ends.pop(0)
+    return "\n".join(kept)
 
 
-def is_deletable(name: str, turn: Turn) -> bool:
-    """True if `name` is a plain path below the working folder, and holds no AGENT_FILES or keys."""
-    if re.search(r"[$`{?\[]|\*.*/|(^|/)\.\.(/|$)", name):  # the target of $X/../*/a is unknown
-        return False
-    target = os.path.dirname(name) if "*" in name else name  # for `sub/*`, check `sub`
-    here, real = turn.cwd.resolve(), turn.path(target, write=True)
-    is_link = os.path.normpath(here / target) != str(real)
-    kept = [here, *(turn.workspace / record for record in AGENT_FILES), *turn.secret]
-    holds_kept = any(file.resolve().is_relative_to(real) for file in kept)
-    return real.is_relative_to(here) and not (is_link or holds_kept)
+def check_deleted(names: set[str], turn: Turn) -> None:
+    """Raise ToolError if a recursive delete does not only name plain paths below turn.cwd, or if
+    these hold AGENT_FILES or keys."""
+    here = turn.cwd.resolve()
+    records = [turn.workspace / name for name in AGENT_FILES]
+    kept = [path.resolve() for path in (here, *turn.secret, *records)]
+    for name in names:
+        target = os.path.dirname(name) if "*" in name else name  # for `sub/*`, check `sub`
+        real = turn.path(target, write=True)
+        is_plain = real.is_relative_to(here) and not re.search(UNKNOWN, name)
+        if not is_plain or any(path.is_relative_to(real) for path in kept):
+            raise ToolError(f"Refused: rm may only delete below {turn.cwd}: no cd, $ or links.")
 
 
-def check_word(word: str, turn: Turn, *, writes: bool) -> None:
-    """Raise ToolError if a word has a forbidden path: -I/usr/lib, --file=~/x, host:/etc, {a,b}"""
-    word = re.sub(r"\$(HOME\b|\{HOME\})", "~", word).replace("file://", "")
-    for part in re.split(r"[=:,{}]", re.sub(r"\b\w{1,20}://\S*", "", word)):  # without URLs
-        path, *pattern = re.split(r"[*?\[$]", re.sub(r"^-\w(?=[/~])", "", part), maxsplit=1)
-        path = path[: path.rfind("/") + 1] if pattern else path  # /etc/ from /etc/pass*
-        if path in ("", "/") or re.fullmatch(HARMLESS, path):
-            continue
+def check_paths(words: set[str], turn: Turn, *, writes: bool) -> None:
+    """Raise ToolError if a path in the words may not be written, or exists and may not be read."""
+    paths = {path for word in words for path in paths_in(word)}
+    if not writes:
+        paths = {path for path in paths if path[0] == "~" or os.path.lexists(turn.cwd / path)}
+    if len(paths) > 100 or len("".join(paths)) > 8_000:  # a check takes 0.3 ms, of a deep path 2 ms
+        raise ToolError(TOO_LONG)
+    for path in paths:
         if writes and path.startswith("/dev/"):
             raise ToolError(f"Refused: {path} is a device.")
-        if writes or os.path.lexists(turn.cwd / os.path.expanduser(path)):
-            turn.path(path, write=writes)
+        turn.path(path, write=writes)
+
+
+def paths_in(word: str) -> Iterator[str]:
+    """Find the paths in a word, like -I/usr/lib, --file=~/x, host:/etc, {a,b}, /etc/pass*"""
+    word = re.sub(r"\$(HOME\b|\{HOME\})", "~", re.sub(URL, "", word))
+    for part in set(re.split(r"[=:,{}]|^-\w(?=[/~])", word)):
+        path, *pattern = re.split(r"[*?\[$]", part, maxsplit=1)
+        path = path[: path.rfind("/") + 1] if pattern else path  # /etc/ from /etc/pass*
+        if not re.fullmatch(HARMLESS, path):
+            yield path
 
 
 # ---- The shell: a command and all processes that it starts ----
@@ -1369,7 +1394,9 @@ class Exec(Tool):
         folder = fenced.path(working_dir, write=True)
         if not folder.is_dir():
             raise ToolError(f"There is no folder {folder}.")
-        check_command(command, replace(turn, cwd=folder))
+        confined = bool(self.sandbox)  # the sandbox itself hides everything outside its folders
+        inside = replace(turn, cwd=folder, restrict=turn.restrict and not confined)
+        await in_thread(check_command, command, inside, confined=confined)
         shell = shutil.which("bash") or shutil.which("sh")
         if not shell:
             raise ToolError("There is no bash. The user has to install bash (Git for Windows).")
@@ -1408,19 +1435,31 @@ class Exec(Tool):
         return [*arguments, "--share-net"] if self.network else arguments
 
 
+# After `kill -9`, this program cannot do anything. So each command gets a watchdog: a shell that
+# reads a pipe from this program, and kills the command's group if the pipe ends before line 2.
+WATCHDOG = 'exec >/dev/null 2>&1; read -r group; read -r line || kill -s KILL -- "-$group"'
+
+
 class Job:
     """A command and all processes that it starts: one process group."""
 
+    watchdog = None  # stays None on Windows, which has no process groups
+
     def __init__(self, argv: list[str], folder: Path, environment: dict[str, str]):
+        options = {"cwd": folder, "env": environment, "start_new_session": True}
+        if hasattr(os, "killpg"):
+            self.watchdog = subprocess.Popen(
+                WATCHDOG, shell=True, stdin=subprocess.PIPE, bufsize=0, **options
+            )
         self.process = subprocess.Popen(
             argv,
-            cwd=folder,
-            env=environment,
-            start_new_session=True,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
+            **options,
         )
+        if self.watchdog:
+            self.watchdog.stdin.write(f"{self.process.pid}\n".encode())
         atexit.register(self.kill)  # kill the command when this program exits
         self.stdout, self.stderr = Capture(self.process.stdout), Capture(self.process.stderr)
 
@@ -1431,14 +1470,22 @@ class Job:
         except TimeoutError:
             late = f"\nTimed out after {seconds} s: its process group was killed."
         finally:  # a cancelled turn also waits until the process group is killed
-            if self.process.returncode is None:
-                await in_thread(self.kill)
+            await in_thread(self.finish)
         output, code = await in_thread(self.output), self.process.returncode
         return ToolResult(f"{output}{late}\nExit code: {code}".strip("\n"), code != 0)
 
+    def finish(self) -> None:
+        """Kill a command that still runs. End the watchdog, if no background process is left."""
+        if self.process.returncode is None:
+            self.kill()
+        elif self.signal_group(0):
+            return
+        atexit.unregister(self.kill)
+        if self.watchdog:
+            self.watchdog.communicate(b"\n")
+
     def kill(self) -> None:
         """Send SIGKILL (9) to the process group until it is empty, for at most 0.5 s. Blocks."""
-        atexit.unregister(self.kill)
         deadline = time.monotonic() + 0.5  # a zombie process stays until its parent waits for it
         while self.signal_group(9) and time.monotonic() < deadline:
             time.sleep(0.005)
@@ -1447,7 +1494,7 @@ class Job:
 
     def signal_group(self, number: int) -> bool:
         """Signal the process group (signal 0: only a test); returns False if the group is empty."""
-        if not hasattr(os, "killpg"):  # Windows has no process groups
+        if not self.watchdog:
             self.process.kill()
             return False
         try:
@@ -1458,8 +1505,6 @@ class Job:
 
     def output(self) -> str:
         """stdout and stderr of a process that has ended. Blocks."""
-        if not self.signal_group(0):  # no background process is left to kill
-            atexit.unregister(self.kill)
         text, errors = self.stdout.text(), self.stderr.text()
         text += f"\nSTDERR:\n{errors}" if errors else ""
         return shorten(text, MAX_OUTPUT_CHARS, self.stdout.missing + self.stderr.missing)
@@ -1514,27 +1559,31 @@ SYSTEM = [
     "/lib",
     "/lib32",
     "/lib64",
-    *(
-        f"/etc/{name}"
-        for name in (
-            "alternatives",
-            "ca-certificates",
-            "group",
-            "hosts",
-            "ld.so.cache",
-            "localtime",
-            "mime.types",
-            "nsswitch.conf",
-            "passwd",
-            "pki/ca-trust",
-            "pki/tls/certs",
-            "protocols",
-            "resolv.conf",
-            "services",
-            "ssl/certs",
-            "ssl/openssl.cnf",
-        )
-    ),
+    "/etc/alternatives",
+    "/etc/ca-certificates",
+    "/etc/debian_version",
+    "/etc/fonts",
+    "/etc/group",
+    "/etc/hosts",
+    "/etc/java-17-openjdk",
+    "/etc/java-21-openjdk",
+    "/etc/java-25-openjdk",
+    "/etc/ld.so.cache",
+    "/etc/localtime",
+    "/etc/lsb-release",
+    "/etc/manpath.config",
+    "/etc/mime.types",
+    "/etc/nsswitch.conf",
+    "/etc/os-release",
+    "/etc/passwd",
+    "/etc/pki/ca-trust",
+    "/etc/pki/tls/certs",
+    "/etc/protocols",
+    "/etc/resolv.conf",
+    "/etc/services",
+    "/etc/ssl/certs",
+    "/etc/ssl/openssl.cnf",
+    "/etc/timezone",
 ]
 
 

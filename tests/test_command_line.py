@@ -336,6 +336,7 @@ def test_a_wrong_key_or_model_is_said_with_what_there_is(own_home, monkeypatch, 
 
 # ---- Interruptions ----
 
+UNKNOWN = "[interrupted: its outcome is unknown. Check before you repeat it]"
 WAITS = call("exec", command="sleep 60 & echo $! > pid; wait")
 BUSY_FOR_A_MINUTE = Failure(429, SLOW_DOWN, {"Retry-After": "60"})
 
@@ -374,9 +375,7 @@ def test_whatever_ends_a_turn_its_children_end_too_and_the_session_goes_on(
         process.send_signal(getattr(signal, name))
         _, err = process.communicate(timeout=LONG)
         child = int((tmp_path / "pid").read_text()) if (tmp_path / "pid").exists() else 0
-        if name == "SIGKILL":
-            os.kill(child, signal.SIGKILL)  # nobody else could
-        else:
+        if name != "SIGKILL":
             assert (process.returncode, "Traceback" in err, "/continue" in err) == (
                 130,
                 False,
@@ -386,6 +385,8 @@ def test_whatever_ends_a_turn_its_children_end_too_and_the_session_goes_on(
         wait_until(lambda: not child or is_gone(child))
         assert nanobot("-m", "/continue", server=server)[:2] == (0, "still here\n")
         check_grammar(server.bodies[1]["messages"])
+        if name == "SIGKILL":
+            assert server.bodies[1]["messages"][-1]["content"] == UNKNOWN
     assert [line["content"] for line in journal(own_home) if line["role"] == "user"] == ["one"]
     assert said_by_model(own_home)[-1] == "still here"
 
@@ -1095,6 +1096,29 @@ def test_a_gateway_writes_to_chats_with_a_tool_and_beats_for_what_stands_in_a_fi
         "water the plants"
     )
     assert "serving telegram, cron" in gateway.log.read_text()
+
+
+@needs_proc
+def test_a_command_of_a_killed_gateway_is_killed_and_the_model_is_told_to_check_its_outcome(
+    own_home, tmp_path
+):
+    """Before, the command paid, and paid again when the model repeated it."""
+    bill, pids = own_home / "bill", own_home / "pids"
+    pays = f"echo begun >> {bill}; (sleep 3; echo paid >> {bill}) & echo $! $$ > {pids}; wait"
+    with FakeTelegram() as telegram, FakeLLM([call("exec", command=pays), "I see."]) as server:
+        gateway = Gateway(own_home, telegram, server, hints=False)
+        telegram.say("Pay the bill")
+        wait_until(lambda: pids.exists() and pids.read_text().strip())
+        begun = time.monotonic()
+        gateway.process.kill()
+        gateway.process.wait()
+        wait_until(lambda: all(is_gone(int(pid)) for pid in pids.read_text().split()), 2.5)
+        gateway = Gateway(own_home, telegram, server, hints=False)
+        telegram.wait_until(lambda: telegram.texts() == ["I see."])
+        gateway.end()
+        time.sleep(max(0, begun + 4 - time.monotonic()))
+    assert bill.read_text() == "begun\n"
+    assert server.bodies[1]["messages"][-1]["content"] == UNKNOWN
 
 
 def test_a_gateway_says_which_settings_it_lacks(own_home):

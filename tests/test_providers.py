@@ -1857,7 +1857,7 @@ def result(id_, content="noon"):
     return {"role": "tool", "tool_call_id": id_, "content": content}
 
 
-MISSING = "[interrupted before it finished]"
+MISSING = "[interrupted: its outcome is unknown. Check before you repeat it]"
 LEFT_OUT = user("(earlier messages are left out)")
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 LEGAL = {

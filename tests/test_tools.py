@@ -14,6 +14,7 @@ import os
 import random
 import re
 import resource
+import shlex
 import shutil
 import socket
 import ssl
@@ -2882,6 +2883,12 @@ def test_a_folder_below_the_working_folder_may_be_deleted(turn, command):
         "bash <<E\nrm -rf .\nE",
         "cat <<E | sh\nrm -rf .\nE",
         "cat <<E\nx\nE\nrm -rf .",
+        "echo $((1 << n))\nrm -rf .",
+        "echo \"it's\" # it's\nrm -rf .",
+        "tee >(rm -rf .)",
+        "diff <(rm -rf .) a.txt",
+        "2>/dev/null rm -rf .",
+        "rm > log -rf .",
         "rm -rf {tmp}/ws",
         "rm -r sub; rm -r .",
     ],
@@ -2922,6 +2929,8 @@ def test_any_other_recursive_delete_is_refused(turn, command):
         "rm memory/.cursor",
         "echo x | tee -a cron/jobs.json",
         "cp a.txt sessions/a.jsonl",
+        "cp a.txt sessions/a.jsonl 2>/dev/null && ls",
+        "echo x 2>> 'sessions/a.jsonl'",
         "mv sessions/a.jsonl b",
         "mv a.txt memory/.cursor",
         "sed -i s/a/b/ memory/history.jsonl",
@@ -3053,6 +3062,87 @@ def test_the_fence_lets_work_inside_go_on(fenced, command):
     check_command(command.replace("{tmp}", str(fenced.workspace.parent)), fenced)
 
 
+def many(piece: str, start: str = "") -> str:
+    """A command of 20,000 characters: many("{}; ") → "0; 1; 2; …" """
+    numbers = range(20_000)
+    return (start + "".join(piece.format(number) for number in numbers))[:20_000]
+
+
+def nested(command: str) -> str:
+    """A shell in a shell in a shell …, as deep as 20,000 characters allow."""
+    while len(deeper := f"bash -c {shlex.quote(command)}") <= 20_000:
+        command = deeper
+    return command
+
+
+WORST_COMMANDS = {
+    "one delete": many("rm -r a;"),
+    "many deletes": many("rm -r {};"),
+    "a delete of many": many("{} ", "rm -r "),
+    "deletes of deep folders": many(f"rm -r {'d/' * 100}{{}};"),
+    "programs": many("{};"),
+    "shells": many("bash -c 'rm -r {}';"),
+    "arguments of one shell": many("'rm -r {}' ", "bash -c "),
+    "a script in a shell": many("rm {};", "bash -c '"),
+    "a shell in a shell": nested("rm a; " * 50),
+    "a long shell in a shell": nested("a " * 5_000),
+    "writes": many(">{} "),
+    "a long path": many("a/", "> "),
+    "existing files": many("f{} ", "cat "),
+    "words": many("{} ", "cat "),
+    "homes": many("~{} ", "cat "),
+    "parts": many("{}="),
+    "here-documents": many("<<A{}\n"),
+    "here-documents with an end": many("<<A\nA\n"),
+    "backslashed quotes": many("\\'\\\"", '"'),
+} | {
+    piece: piece * (20_000 // len(piece))
+    for piece in [
+        *"a'\"\\(`=,/~\n >#-é{",
+        "$(",
+        "<<A ",
+        "a(){ ",
+        "a(){a|",
+        "'\\'",
+        "'\\\"",
+        "x=",
+        "a,",
+        "find ",
+    ]
+}
+
+
+@pytest.mark.parametrize("name", WORST_COMMANDS)
+def test_no_command_takes_long_to_check(fenced, name):
+    """`exit` ends the command, so this is the time of the check: under 0.1 s on a machine without load."""
+    for number in range(4_000 if name == "existing files" else 0):
+        (fenced.cwd / f"f{number}").touch()
+
+    def seconds() -> float:
+        start = time.monotonic()
+        call(fenced, "exec", command=f"exit\n{WORST_COMMANDS[name]}"[:20_000])
+        return time.monotonic() - start
+
+    assert min(seconds() for _ in range(3)) < 0.25
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "rm -rf sub && mkdir sub",
+        "cat <<A > a.txt; cat <<B > b.txt\nit's\nA\nrm -rf /\nB\n",
+        "cat > a.txt <<A\nit's\nA\ncat > b.txt <<B\nrm -rf ~\nB\nrm -rf sub",
+        "echo done # don't\nls",
+        "git add " + " ".join(f"f{number}" for number in range(90)),
+        "python3 -c 'd = {" + ", ".join(f"{number}: [{number}]" for number in range(900)) + "}'",
+    ],
+)
+def test_work_of_many_words_or_lines_is_not_refused(fenced, command):
+    for number in range(90):
+        (fenced.cwd / f"f{number}").touch()
+    assert "Exit code" in call(fenced, "exec", command=f"exit\n{command}").text
+
+
 @pytest.mark.parametrize(
     "command, text",
     [
@@ -3163,10 +3253,13 @@ def test_a_cancelled_turn_kills_the_command_and_its_grandchildren(turn):
     assert not any(map(is_running, written_pids(turn)))  # at once: the session is let go now
 
 
-@pytest.mark.parametrize("last_words", ["", "sys.exit(3)", "raise ValueError('ours')"])
+LAST_WORDS = ["", "sys.exit(3)", "raise ValueError('ours')", "os.kill(os.getpid(), 9)"]
+
+
+@pytest.mark.parametrize("last_words", LAST_WORDS)
 def test_a_program_that_ends_takes_its_commands_with_it(turn, last_words):
     program = f"""
-import asyncio, pathlib, sys, threading, time
+import asyncio, os, pathlib, sys, threading, time
 sys.path.insert(0, {str(Path(tools.__file__).parent)!r})
 from tools import Exec, ToolRegistry, Turn
 call = ToolRegistry([Exec()]).execute("exec", {{"command": {TWO_GENERATIONS!r}}}, Turn())
@@ -3180,6 +3273,40 @@ while not pathlib.Path("pids").exists() or len(pathlib.Path("pids").read_text().
     )
     assert len(written_pids(turn)) == 3
     assert until(lambda: not any(map(is_running, written_pids(turn))))
+
+
+@pytest.mark.parametrize("last_words", ["", "os.kill(os.getpid(), 9)"])
+def test_only_what_left_the_process_group_outlives_the_program(turn, last_words):
+    """Background processes run on during later calls; `setsid` is how one outlives even `kill -9`."""
+    program = f"""
+import asyncio, os, sys, time
+sys.path.insert(0, {str(Path(tools.__file__).parent)!r})
+from tools import Exec, ToolRegistry, Turn
+registry = ToolRegistry([Exec()])
+for command in ("sleep 60 & echo $! >> pids", "setsid sleep 60 & echo $! >> pids", "true"):
+    print(asyncio.run(registry.execute("exec", {{"command": command}}, Turn())).text)
+{last_words}
+"""
+    process = subprocess.run(
+        [sys.executable, "-c", program], cwd=turn.cwd, timeout=20, stdout=subprocess.PIPE
+    )
+    ends, stays = written_pids(turn)
+    assert last_words or process.stdout == b"Exit code: 0\n" * 3
+    try:
+        assert until(lambda: not is_running(ends)) and is_running(stays)
+    finally:
+        os.kill(stays, 9)
+
+
+@pytest.mark.parametrize("command", ["true", "sleep 60", "(sleep 60)", "kill -9 $$"])
+def test_a_command_that_ended_leaves_no_process(turn, command):
+    def children() -> set[int]:
+        found = subprocess.run(["pgrep", "-P", str(os.getpid())], capture_output=True, text=True)
+        return {pid for pid in map(int, found.stdout.split()) if is_running(pid)}
+
+    before = children()
+    call(turn, "exec", command=command, timeout=1)
+    assert children() == before
 
 
 # ---- The sandbox ----
@@ -3213,6 +3340,49 @@ def test_a_confined_command_works_in_project_and_workspace(confined):
     assert run_confined(confined, "pwd; exit 7", working_dir=str(confined.workspace)).text == (
         f"{confined.workspace}\nExit code: 7"
     )
+
+
+@needs_bwrap
+@pytest.mark.parametrize(
+    "command",
+    [
+        "echo x > /tmp/b && cat /tmp/b",
+        "cat /etc/os-release",
+        ". /etc/os-release && echo $NAME",
+        "ls / /usr/bin/env",
+        "mkdir -p /tmp/a/b && cd /tmp && rm -rf a && ls",
+        "D=$(mktemp -d) && touch $D/x && rm -rf $D",
+        "cd sub && rm -rf build && mkdir build",
+        "find . -name '*.pyc' -exec rm -r {} +",
+        "ls ~ && echo x > ~/x",
+        "cat /etc/passwd /proc/cpuinfo",
+    ],
+)
+@pytest.mark.parametrize("restrict", [True, False])
+def test_daily_commands_run_in_the_sandbox(confined, command, restrict):
+    (confined.cwd / "sub").mkdir()
+    result = run_confined(replace(confined, restrict=restrict), command)
+    assert not result.is_error, result.text
+    assert "No such file" not in result.text
+
+
+@needs_bwrap
+@pytest.mark.parametrize(
+    "command",
+    [
+        "cat {home}/.nanobot/config.json",
+        "cat ~/.nanobot/config.json",
+        "cp ../.nanobot/config.json /tmp",
+        "echo x > {home}/.nanobot/workspace/sessions/a.jsonl",
+        "rm -rf {home}/.nanobot/workspace/sessions",
+        "echo x >> {home}/.nanobot/workspace/memory/history.jsonl",
+        ":(){{ :|:& }};:",
+    ],
+)
+def test_the_sandbox_refuses_keys_and_the_agents_records_before_the_command_runs(confined, command):
+    result = run_confined(confined, "touch ran; " + command.format(home=confined.cwd.parent))
+    assert result.is_error and not (confined.cwd / "ran").exists()
+    assert re.search("holds keys|the agent's own record|fork bomb", result.text)
 
 
 def in_script(turn, text: str) -> str:
