@@ -261,6 +261,7 @@ class AgentRunner:
         spec = state.spec
         await spec.hook.before_request(request.messages, state.tools)
         state.result.requests += 1
+        names = [tool["function"]["name"] for tool in state.tools]
         response = await self.provider.chat(
             request.messages,
             state.tools,
@@ -269,6 +270,7 @@ class AgentRunner:
             temperature=0.1 if spec.temperature is None else spec.temperature,
             on_delta=state.show if spec.hook.wants_streaming else None,
             on_retry=spec.hook.on_retry,
+            read_only=[name for name in names if is_read_only(name, spec.tools)],
         )
         await spec.hook.after_response(response)
         add_up(state.context.usage, response.usage)
@@ -281,7 +283,7 @@ class AgentRunner:
         """Journal the answer, then run its calls. The order of the messages: the answer, one result
         per call in the order of the calls, new messages of the user. If a kill interrupts a call,
         the call is not repeated; its result becomes `[interrupted: its outcome is unknown. …]`."""
-        response.content = state.draft.joined(response.content) or None  # prepend the cut parts
+        response.content = state.draft.joined(response.content).rstrip() or None
         state.add(response.to_message())
         state.draft = Draft()
         await state.spec.hook.on_stream_end(resuming=True)
@@ -336,7 +338,16 @@ class AgentRunner:
 
     async def _conclude(self, state: RunState, response: LLMResponse, outcome: str) -> None:
         """Handle an answer that has no calls to run. End the run, or prepare the next request."""
+        if state.draft.unclear:
+            await state.show_unclear()
         match outcome:
+            case "unclear":  # hold back what looks like a call, and ask the model
+                state.draft.parts.append(response.content[: response.unclear_at])
+                state.draft.unclear = response.content[response.unclear_at :] + "\n\n"
+                state.draft.streamed = ""
+                state.draft.has_asked = True
+                state.note = template("only_the_call")
+                await state.spec.hook.on_retry("the model may want to run a call: asking it again")
             case "cut":
                 state.draft.cuts += 1
                 state.draft.streamed = ""
@@ -402,6 +413,7 @@ def verdict(state: RunState, response: LLMResponse) -> str:
     `failed`: if the endpoint returned an error, the run ends, and the shown text is journalled.
     `cut`: if the length limit cut the answer, ask the model to go on (up to 3 times).
     `calls`: if the model calls tools, run the tools and ask the model again.
+    `unclear`: if the text ends with what may be a call or an example, ask the model (once a step).
     `answered`: if the answer has a text, the run ends with this text.
     `empty`: if a filter withheld the text, or a request without tools got no text, the run ends.
     `blank`: if text and calls are missing, ask again; after two blank answers, without tools.
@@ -417,6 +429,8 @@ def verdict(state: RunState, response: LLMResponse) -> str:
         return "cut"
     if response.has_tool_calls and not is_cut and state.has_tools:
         return "calls"
+    if response.unclear_at is not None and state.has_tools and not state.draft.has_asked:
+        return "unclear"
     if state.draft.joined(response.content).strip():
         return "answered"
     return "empty" if is_withheld or not state.has_tools else "blank"
@@ -814,8 +828,17 @@ class RunState:
         self.spec.append(*messages)
 
     async def show(self, piece: str) -> None:
+        if self.draft.unclear:
+            await self.show_unclear()
         self.draft.streamed += piece
         await self.spec.hook.on_stream(piece)
+
+    async def show_unclear(self) -> None:
+        """The model did not repeat the call, so what looked like a call is a part of its answer."""
+        text, self.draft.unclear = self.draft.unclear, ""
+        self.draft.parts.append(text)
+        if self.spec.hook.wants_streaming:
+            await self.spec.hook.on_stream(text)
 
     def count(self, call: ToolCallRequest, result: ToolResult) -> ToolResult:
         """Count the consecutive steps in which this call had this outcome. From the third step on,
@@ -840,6 +863,8 @@ class Draft:
 
     parts: list[str] = field(default_factory=list)
     streamed: str = ""  # streamed text of the current part
+    unclear: str = ""  # what looks like a call after a text: not shown and not run yet
+    has_asked: bool = False  # True: the model was asked whether it wants to run that call
     cuts: int = 0
     blanks: int = 0  # number of empty answers in a row
 
@@ -858,13 +883,13 @@ def reason_not_to_run(call: ToolCallRequest, tools: ToolRegistry) -> str:
     """Returns the reason (for the model) why a call must not run, or "" if the call may run."""
     if call.error and not call.denied:
         return f"{call.name} was not run: {call.error}. Send the complete call again."
-    if call.must_only_read and not is_read_only(call, tools):  # no user approved the call
+    if call.must_only_read and not is_read_only(call.name, tools):  # no user approved the call
         return f"{call.name} was not run: the tool has changed meanwhile. Send the call again."
     return call.denied
 
 
-def is_read_only(call: ToolCallRequest, tools: ToolRegistry) -> bool:
-    known = tools.get(call.name)
+def is_read_only(name: str, tools: ToolRegistry) -> bool:
+    known = tools.get(name)
     return known is not None and known.read_only
 
 
@@ -1090,7 +1115,7 @@ class ApprovalHook(AgentHook):
     async def before_execute_tools(self, tool_calls: list[ToolCallRequest]) -> None:
         asked = []
         for call in tool_calls:
-            call.must_only_read = is_read_only(call, self.tools)
+            call.must_only_read = is_read_only(call.name, self.tools)
             if not (call.must_only_read or call.error or call.denied):
                 call.denied = "The user did not approve this call."
                 asked.append(call)
@@ -1607,6 +1632,11 @@ class MemoryModel:
         most = self.loop.config.defaults.max_tokens
         response = await self.loop.provider.chat(messages, tools, max_tokens=most)
         add_up(self.loop.cost.total, response.usage)
+        if response.unclear_at is not None:  # a small model wrote some text before the call
+            told = {"role": "user", "content": template("only_the_call")}
+            messages = [*messages, response.to_message(), told]
+            response = await self.loop.provider.chat(messages, tools, max_tokens=most)
+            add_up(self.loop.cost.total, response.usage)
         return response
 
     async def edit(self, messages: list[dict], refuse: Callable) -> AgentRunResult:

@@ -36,7 +36,7 @@ import time
 import warnings
 import zlib
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timedelta
 from functools import cache, partial
@@ -84,6 +84,7 @@ class LLMResponse:
     error: str | None = None
     extra: dict = field(default_factory=dict)  # the reasoning fields, copied into later requests
     is_overflow: bool = False  # True: the request exceeds the model's context window
+    unclear_at: int | None = None  # where `content` has a call that may be only an example
 
     @property
     def has_tool_calls(self) -> bool:
@@ -115,6 +116,7 @@ class LLMRequest:
     options: dict
     on_delta: OnDelta | None = None
     on_retry: OnDelta | None = None
+    read_only: Collection[str] = ()  # names of the tools that change nothing
     sent: dict = field(default_factory=dict)  # the body of the current HTTP attempt
     began: float = field(default_factory=time.monotonic)  # when that attempt began
 
@@ -144,16 +146,19 @@ class LLMProvider:
         model: str | None = None,
         on_delta: OnDelta | None = None,
         on_retry: OnDelta | None = None,
+        read_only: Collection[str] = (),
         **options: Any,
     ) -> LLMResponse:
         """Ask the model. `on_delta` receives pieces of the answer; `on_retry` receives notices.
 
-        Options: max_tokens, temperature, tool_choice. If the endpoint fails, the response has
-        `finish_reason="error"`. CancelledError and exceptions of the callbacks are not caught.
+        `read_only` names the tools whose calls may run although a model wrote them as text after
+        other text. Options: max_tokens, temperature, tool_choice. If the endpoint fails, the
+        response has `finish_reason="error"`. CancelledError and errors of callbacks are not caught.
         """
         wanted = {name: value for name, value in options.items() if value is not None}
         lawful = legal(messages)
-        request = LLMRequest(lawful, tools or [], model or self.model, wanted, on_delta, on_retry)
+        name = model or self.model
+        request = LLMRequest(lawful, tools or [], name, wanted, on_delta, on_retry, read_only)
         response, outcome = None, "cancelled"
         try:
             response = await self.answer(request)
@@ -294,7 +299,7 @@ class OpenAIProvider(LLMProvider):
         is_weak = self.endpoint.spec.is_local or "tools" not in body  # calls may arrive as text
         reads_text = {"auto": is_weak, "on": True}.get(self.endpoint.text_tool_calls)
         known = parameters_by_name(request.tools)
-        reader = AnswerReader(known if reads_text else {})
+        reader = AnswerReader(known if reads_text else {}, request.read_only)
         chunks = self.connection.chunks({"model": request.model, **body})
         try:
             async with contextlib.aclosing(chunks):
@@ -305,7 +310,7 @@ class OpenAIProvider(LLMProvider):
         except Failure as failure:
             failure.cause = self.endpoint.without_secrets(failure.cause)
             failure.shown = reader.shown if request.on_delta else ""
-            _, calls = read_text_calls(failure.generation, known)  # Groq's error contains the call
+            _, calls, _ = read_text_calls(failure.generation, known)  # Groq's error has the call
             if not calls or failure.shown:
                 raise
             return LLMResponse(None, calls, "tool_calls", estimate_usage(request, LLMResponse()))
@@ -1309,11 +1314,13 @@ class AnswerReader:
     """Joins the chunks of an answer; an answer that is not streamed consists of one chunk."""
 
     tools: dict[str, dict]  # tools that may be called as text: {"read_file": {…parameters…}}
+    read_only: Collection[str] = ()  # the tools that change nothing
     shown: str = ""  # the text shown so far, without thoughts
     held: str = ""  # not shown yet, because this text may begin a thought or a call
     is_thought: bool = False
     calls: list[CallParts] = field(default_factory=list)
     text_calls: list[ToolCallRequest] = field(default_factory=list)
+    unclear_at: int | None = None  # where the text has a call that may be only an example
     extra: dict = field(default_factory=dict)
     usage: dict = field(default_factory=dict)
     is_whole: bool = False  # True: the server has signalled the end of the answer
@@ -1384,9 +1391,9 @@ class AnswerReader:
                 return ""
         start = len(self.held)
         if self.tools:
-            bare = BARE_CALL.match(self.held) if not self.shown else None
-            match = bare or CALL_START.search(self.held)
-            start = match.start() if match else start
+            before = self.shown[-1:]  # a call begins at the start of a line
+            match = CALL_START.search(before + self.held, len(before))
+            start = match.start() - len(before) if match else start
         ready, self.held = self.held[:start], self.held[start:]
         self.shown += ready
         return ready
@@ -1396,9 +1403,10 @@ class AnswerReader:
         text = self.shown if self.is_thought else self.shown + self.held
         before = len(self.shown)
         if self.tools and not self.calls:
-            text, self.text_calls = read_text_calls(text, self.tools)
+            found = read_text_calls(text, self.tools, self.read_only)
+            text, self.text_calls, self.unclear_at = found
         self.shown = text
-        return text[before:]
+        return text[before : self.unclear_at]
 
     def response(self, request: LLMRequest) -> LLMResponse:
         """Return the answer, even if it reached max_tokens. Raises Failure if it broke off."""
@@ -1417,6 +1425,7 @@ class AnswerReader:
             raise Failure("the answer broke off" if text or calls else "it sent no answer", "cut")
         thoughts = self.extra.get("reasoning_content") or self.extra.get("reasoning")
         answer = LLMResponse(text, calls, reason, {}, thoughts, extra=self.extra)
+        answer.unclear_at = self.unclear_at
         answer.usage = self.usage or estimate_usage(request, answer)
         return answer
 
@@ -1439,63 +1448,115 @@ def estimate_usage(request: LLMRequest, answer: LLMResponse) -> dict:
 
 # ---- Calls that a weak model wrote as text ----
 # In one of three answers, Qwen2.5-Coder-1.5B writes "I will use the `read_file` function." and then
-# the call as JSON in a code fence. Only calls at the end of a text are run. If the answer
-# begins with "{", the code ignores text after the calls, because weak models add invented results.
+# the call as JSON in a code fence. But an answer may also show, quote or describe a call:
+#
+# 1. The answer begins with a call, and only calls or an invented result follow: the call runs.
+# 2. It ends with a template's own tag, such as <tool_call>, after some text: the call runs if its
+#    tool only reads.
+# 3. It ends with any other call after some text: nothing runs (`LLMResponse.unclear_at`).
+# 4. A quote, an example in a sentence, a schema, a log entry, a broken call: nothing runs.
 
-TAG = r"(?:tool_calls?|tools)>"
-# a call begins with <tool_call>, <function=now>, ```json and a brace, or a part such as "<tool_c"
-CALL_START = re.compile(
-    rf"<{TAG}|<function=|^```\w{{0,20}}\s{{0,9}}(?:[{{<]|\Z)|^`{{1,2}}\Z|<\w{{0,10}}\Z",
-    re.MULTILINE,
-)
-BARE_CALL = re.compile(r"\s{0,99}\{")  # an answer that begins with JSON may be a call
-AROUND = re.compile(rf"(?:\s|```\w{{0,20}}|</?{TAG}|</function>)*")
+TAG = r"<(?:tool_calls?|tools)>|<function="
+FENCE = r"```(?:json|tool_call)?[ \t\r]*\n\s{0,99}(?=[\[{<])"
+BARE = r'[\[{]\s{0,99}{?\s{0,99}"(?:name|type|id|function|arguments|parameters)"'
+# the end of a piece of a stream: `<tool_c`, "``", `{"na`
+PARTIAL = r'`{1,3}\w{0,9}\s{0,99}\Z|<\w{0,10}\Z|[\[{]\s{0,99}{?\s{0,99}(?:"\w{0,10})?\Z'
+CALL = re.compile(f"{TAG}|{FENCE}|{BARE}")
+CALL_START = re.compile(f"^(?:{TAG}|{FENCE}|{BARE}|{PARTIAL})", re.MULTILINE)
+AROUND = re.compile(r"(?:\s|</?(?:tool_calls?|tools)>|</function>)*")
+# after a call: an end token, or a result that the model has invented
+INVENTED = re.compile(r"<\||</s>|<tool_res(?:ponse|ult)>|```(?!json|tool_call)")
+OTHER_FENCE = re.compile(r" {0,3}(`{3,}|~{3,})")
 PARAMETER = r"<parameter=(\w+)>\n?((?:(?!<parameter=).)*?)\n?</parameter>"
 NAMED = re.compile(rf"(?s)<function=([\w-]+)>((?:\s*{PARAMETER})*)\s*")
+CALL_KEYS = {"name", "arguments", "parameters", "type", "id", "function"}
 
 
 def parameters_by_name(tools: list[dict]) -> dict[str, dict]:
     return {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
 
 
-def read_text_calls(text: str, tools: dict[str, dict]) -> tuple[str, list[ToolCallRequest]]:
-    """Split an answer into text and calls. Without a valid call, the whole answer is text.
+def read_text_calls(
+    text: str, tools: dict[str, dict], read_only: Collection[str] = ()
+) -> tuple[str, list[ToolCallRequest], int | None]:
+    """Returns (text, calls that may run, start of an unclear call in the text). The first start of
+    a call decides: if no valid call is there, the whole answer is text.
 
-    'I look.\\n```json\\n{"name":"ls","arguments":{}}\\n```'  → ("I look.", [ls({})])
+    '```json\n{"name": "ls", "arguments": {}}\n```'             → ("", [ls({})], None)
+    'I look.\n```json\n{"name": "ls", "arguments": {}}\n```'   → (the whole text, [], 8)
     """
-    starts = [0] if BARE_CALL.match(text) else []
-    starts += [match.start() for match in itertools.islice(CALL_START.finditer(text), 20)]
-    for start in starts:
-        try:
-            return text[:start].rstrip(), calls_in(text, start, tools)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            continue  # the text at `start` is not a call
-    return text, []
+    start = first_start(text)
+    prose = text[:start]
+    if start < 0 or THOUGHT.search(prose):
+        return text, [], None
+    try:
+        calls = calls_in(text, start, tools)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return text, [], None  # this is not a valid call
+    is_tag = text[start] == "<"
+    only_reads = all(call.name in read_only for call in calls)
+    if prose.strip() and not (is_tag and only_reads):
+        return text, [], start
+    return prose.rstrip(), calls, None
+
+
+def first_start(text: str) -> int:
+    """The place of the first line that begins like a call and is in no other code fence, or -1."""
+    place = len(text) - len(text.lstrip())
+    fence = ""  # the marks of the code fence that is open here, such as "```"
+    for line in text.lstrip().split("\n"):
+        if not fence and CALL.match(text, place):
+            return place
+        marks = OTHER_FENCE.match(line)
+        if marks and not fence:
+            fence = marks[1]
+        elif marks and marks[1].startswith(fence) and not line.strip().strip(fence[0]):
+            fence = ""
+        place += len(line) + 1
+    return -1
 
 
 def calls_in(text: str, place: int, tools: dict[str, dict]) -> list[ToolCallRequest]:
     """Read the calls from `place` to the end of the text, or raise an exception. A JSON
     parser reads JSON calls, so a code fence or a tag inside a string stays in the string."""
-    calls = []
+    calls, is_fenced = [], False
     while (place := AROUND.match(text, place).end()) < len(text):
-        if calls and text[place] not in "{<" and BARE_CALL.match(text):
-            break  # '{"name": "ls", "arguments": {}}\n```\na.txt\n```'
+        opening = re.compile(FENCE).match(text, place)
         named = NAMED.match(text, place)
-        place = named.end() if named else place
-        if named and not text.startswith("{", place):
-            name, written = named[1], dict(re.findall(f"(?s){PARAMETER}", named[2]))
+        if opening:
+            is_fenced, place = True, opening.end()
+        elif is_fenced and text.startswith("```", place):
+            is_fenced, place = False, place + 3
+        elif calls and INVENTED.match(text, place):
+            break  # '{"name": "ls", "arguments": {}}\n```\na.txt\n```\nThe folder has a.txt.'
+        elif named and not text.startswith("{", named.end()):
+            place = named.end()
+            written = dict(re.findall(f"(?s){PARAMETER}", named[2]))
+            calls.append(text_call(named[1], written, tools))
         else:
-            found, place = JSON.raw_decode(text, place)
-            call = {"name": named[1], "arguments": found} if named else found
-            name, written = call["name"], call.get("arguments", call.get("parameters"))
-        calls.append(text_call(name, written, tools[name]))
+            found, place = JSON.raw_decode(text, named.end() if named else place)
+            if named:
+                found = {"name": named[1], "arguments": found}
+            for each in found if isinstance(found, list) else [found]:
+                calls.append(text_call(*name_and_arguments(each), tools))
     if not calls:
         raise ValueError("no call, only tags")
     return calls
 
 
-def text_call(name: str, written: Any, schema: dict) -> ToolCallRequest:
-    """Drop unknown arguments. Raises ValueError if a required argument is missing."""
+def name_and_arguments(found: dict) -> tuple[str, Any]:
+    """Raises an exception if the JSON is no call, but a log entry or the description of a tool."""
+    found = found.get("function") or found  # {"type": "function", "function": {"name": …}}
+    parameters = found.get("parameters") or {}
+    is_schema = "properties" in parameters or "type" in parameters
+    if is_schema or found.keys() - CALL_KEYS:
+        raise ValueError("not a call")
+    return found["name"], found.get("arguments", found.get("parameters"))
+
+
+def text_call(name: str, written: Any, tools: dict[str, dict]) -> ToolCallRequest:
+    """Drop unknown arguments. Raises an exception if tool or a required argument is missing."""
+    schema = tools[name]
     arguments, error = parse_arguments(written, repair=False)
     properties = schema.get("properties")
     if properties and not schema.get("additionalProperties"):

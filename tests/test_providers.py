@@ -1711,26 +1711,6 @@ STRICT_LOOK = {
         },
     },
 }
-PROSE = {
-    "a fence": ("I will use the `look` function.\n\n```json\n%s\n```", 1),
-    "a fence without a word": ("I look:\n```\n%s\n```\n", 1),
-    "a tag": ("First I look. <tool_call>%s</tool_call>", 1),
-    "an example before it": ("Like this:\n```python\nlook()\n```\nSo:\n```json\n%s\n```", 1),
-    "two fences": ("I look twice:\n```json\n%s\n```\n\n```json\n%s\n```", 2),
-}
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("name", PROSE)
-def test_prose_may_stand_before_a_call_of_a_local_model(name, stream):
-    pattern, count = PROSE[name]
-    text = pattern.replace("%s", '{"name": "look", "arguments": {"path": "a.txt"}}')
-    answer, shown = reply_to(text, stream, "local", tools=[STRICT_LOOK])
-    assert [(each.name, each.arguments) for each in answer.tool_calls] == LOOK * count
-    prose = re.split("```json|```\n{|<tool_call>", text)[0].rstrip()
-    assert answer.content == prose and "".join(shown).rstrip() == (prose if stream else "")
-
-
 WRITE = {
     "type": "function",
     "function": {
@@ -1754,7 +1734,7 @@ SHAPES = [
     "<tools>%s</tools>",
     "```json\n%s\n```",
     "%s",
-    "I write.\n<tool_call>\n%s",
+    "\n<tool_call>\n%s",
 ]
 
 
