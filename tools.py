@@ -1052,9 +1052,6 @@ OF_OTHER_PROGRAMS = {  # syntax that `re` reads as plain characters
     r"\[[^]]{0,99}\[:\^?\w{1,9}:\]": r"re has no [[:space:]]: use \s, \d, \w, [A-Za-z].",
     r"\\[<>]": r"In Python's `re`, `\<` matches a plain `<`; a word boundary is `\b`.",
 }
-# Every match of `needle\d` contains `needle`, so grep can quickly skip files without that word.
-NO_WORD = r"(?s)\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|[^\0-\x7f]"  # matches `\w`, `\.`, `[a-z]` and `ä`
-QUANTIFIED = r"(?s).?[*+?{][*+?\d,}]*|[.^$]"  # matches `s?` in `words?`, `a{2,5}` in `ba{2,5}`
 
 
 @tool(read_only=True)
@@ -1124,12 +1121,10 @@ def child_program() -> str:
         plain_text,
         is_binary,
         search_child,
-        needed_words,
-        may_match,
         searched_bytes,
         shown_lines,
     )
-    names = ("READING", "UTF8_MARK", "UTF16_MARKS", "NO_WORD", "QUANTIFIED", "SEARCH_SECONDS")
+    names = ("READING", "UTF8_MARK", "UTF16_MARKS", "SEARCH_SECONDS")
     lines += [f"{name} = {globals()[name]!r}" for name in names]
     lines += [*map(inspect.getsource, functions), "search_child()"]
     return "\n".join(lines).encode("ascii", "backslashreplace").decode()  # ASCII fits any locale
@@ -1146,42 +1141,15 @@ def search_child() -> None:
     except (re.error, OverflowError, RecursionError) as problem:
         print(json.dumps({"problem": str(problem)}))
         return
-    ignore_case = bool(pattern.flags & re.IGNORECASE)
-    options = needed_words(source, ignore_case=ignore_case)
     for name, path in request["files"]:
         data = searched_bytes(path)
-        text = plain_text(data or b"")
-        skipped += 1 if data is None else 0
-        if data and may_match(text, options, ignore_case=ignore_case):
-            shown += shown_lines(name, text, pattern.search, request)
+        if data is None:
+            skipped += 1
+        elif data:
+            shown += shown_lines(name, plain_text(data), pattern.search, request)
         if len(shown) >= request["most"]:
             break
     print(json.dumps({"lines": shown, "skipped": skipped}))
-
-
-def needed_words(source: str, *, ignore_case: bool) -> list[list[str]]:
-    r"""Return lists of words. A line can match only if it has all words of one of the lists.
-
-    r"\bneedle\b|def\s+(get|set)_x" → [["needle"], ["get_x", "def"], ["set_x", "def"]]
-    """
-    plain = re.sub(NO_WORD, "\0", source.removeprefix("(?i)")).replace("(?:", "(")
-    plain = re.sub(r"\((?!\?)[^()]*\)(?=[*+?{])", "\0", plain)  # (a|b)?
-    if re.search(r"\\[\dxuUN]", source) or re.search(r"\(\?|\)[*+?{]", plain):
-        return [[]]  # no word is certain: `\x41` means A, and `(?x)` ignores spaces
-    options = [plain.lower() if ignore_case else plain]
-    while "(" in options[0] and len(options) <= 20:  # a(b|c) → ab, ac
-        parts = [re.split(r"\(([^()]*)\)", option, maxsplit=1) for option in options]
-        options = [a + each + z for a, group, z in parts for each in group.split("|")]
-    options = [re.sub(QUANTIFIED, "\0", option) for option in "|".join(options).split("|")]
-    lists = [sorted(set(option.split("\0")) - {""}, key=len)[::-1] for option in set(options)]
-    return lists if len(lists) <= 20 else [[]]
-
-
-def may_match(text: str, options: list[list[str]], *, ignore_case: bool) -> bool:
-    """`options` are from `needed_words`. True if the text has all words of one of the lists."""
-    is_odd = ignore_case and any(letter in text for letter in "İıſ")  # `re` lets `i` match `İ`, `ı`
-    text = text.lower() if ignore_case else text
-    return is_odd or any(all(word in text for word in words) for words in options)
 
 
 def searched_bytes(path: str) -> bytes | None:

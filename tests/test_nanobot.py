@@ -115,6 +115,137 @@ def image(letter: str) -> dict:
     return {"type": "image_url", "image_url": {"url": f"data:{letter}"}}
 
 
+# ---- Calls written as text ----
+
+TEXT_CALLS = [
+    json.loads(line)
+    for line in (Path(__file__).parent / "data" / "text_calls.jsonl").read_text("utf-8").split("\n")
+    if line
+]
+
+
+def recording_tools(ran: list) -> list:
+    """The tools that the answers in text_calls.jsonl call; each notes its calls and does nothing."""
+
+    def note(name: str, **arguments) -> str:
+        given = {key: value for key, value in arguments.items() if value}
+        ran.append({"name": name, "arguments": given})
+        return "done"
+
+    @tool(read_only=True, exclusive=True)
+    def read_file(path: str, offset: int = 0, limit: int = 0) -> str:
+        """Read."""
+        return note("read_file", path=path, offset=offset, limit=limit)
+
+    @tool(read_only=True, exclusive=True)
+    def list_dir(path: str = "") -> str:
+        """List."""
+        return note("list_dir", path=path)
+
+    @tool(read_only=True, exclusive=True)
+    def now() -> str:
+        """The time."""
+        return note("now")
+
+    @tool
+    def write_file(path: str, content: str) -> str:
+        """Write."""
+        return note("write_file", path=path, content=content)
+
+    @tool
+    def edit_file(path: str, old_text: str, new_text: str, replace_all: bool = False) -> str:
+        """Edit."""
+        texts = {"old_text": old_text, "new_text": new_text, "replace_all": replace_all}
+        return note("edit_file", path=path, **texts)
+
+    @tool
+    def exec(command: str, timeout: int = 0) -> str:
+        """Execute."""
+        return note("exec", command=command, timeout=timeout)
+
+    @tool
+    def send_report(to: str, text: str) -> str:
+        """Send."""
+        return note("send_report", to=to, text=text)
+
+    return [read_file, list_dir, now, write_file, edit_file, exec, send_report]
+
+
+def in_random_pieces(text: str, chance: random.Random) -> Raw:
+    """A stream that cuts the text anywhere."""
+    chunks, rest = [], text
+    while rest:
+        size = chance.choice([1, 2, 3, 7, 40])
+        piece, rest = rest[:size], rest[size:]
+        chunks.append({"choices": [{"index": 0, "delta": {"content": piece}}]})
+    chunks.append({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
+    return Raw(chunks=[f"data: {json.dumps(chunk)}\n\n".encode() for chunk in chunks])
+
+
+class Watching(AgentHook):
+    wants_streaming = True
+
+    def __init__(self):
+        self.shown = ""
+
+    async def on_stream(self, delta):
+        self.shown += delta
+
+
+@pytest.mark.parametrize("group", sorted({row["group"] for row in TEXT_CALLS}))
+def test_of_the_calls_that_a_local_model_writes_only_those_run_that_it_means(group):
+    chance = random.Random(group)
+    for row in TEXT_CALLS:
+        if row["group"] != group or row["expect"] == "later":
+            continue
+        ran, hook = [], Watching()
+        with FakeLLM([in_random_pieces(row["text"], chance), "done", "done"]) as server:
+            provider = OpenAIProvider(Endpoint(ROWS["local"], api_base=server.base_url, model="m"))
+            tools = ToolRegistry(recording_tools(ran))
+            spec = AgentRunSpec([question()], tools, hook=hook)
+            result = asyncio.run(AgentRunner(provider).run(spec))
+        last = str(server.bodies[-1]["messages"][-1]["content"])
+        was_asked = "write only the call, with nothing before it" in last
+        if row["expect"] == "run":
+            assert ran == row["calls"] and not was_asked, row["text"]
+        if row["expect"] == "ask":
+            assert ran == [] and was_asked, row["text"]
+        if row["expect"] in ("never", "never or ask"):
+            assert ran == [], row["text"]
+        if not ran:  # the user sees all of it, whether the model was asked or not
+            assert not_thought(row["text"]) in result.final_content, row["text"]
+            assert result.final_content.startswith(hook.shown.rstrip()), row["text"]
+
+
+def not_thought(text: str) -> str:
+    """Without thoughts at the start and blanks at the end."""
+    while match := re.match(r"(?s)\s*<think>.*?(</think>|\Z)", text):
+        text = text[match.end() :]
+    return text.strip()
+
+
+def test_a_call_after_some_text_is_asked_for_once_and_the_text_stays():
+    ran, hook = [], Watching()
+    written = '{"name": "write_file", "arguments": {"path": "a", "content": "b"}}'
+    fence = f"```json\n{written}\n```"
+    with FakeLLM([f"I write it.\n\n{fence}", fence, "It is written."]) as server:
+        provider = OpenAIProvider(Endpoint(ROWS["local"], api_base=server.base_url, model="m"))
+        spec = AgentRunSpec([question()], ToolRegistry(recording_tools(ran)), hook=hook)
+        result = asyncio.run(AgentRunner(provider).run(spec))
+    assert [each["name"] for each in ran] == ["write_file"]
+    assert result.messages[1]["content"] == "I write it." and result.requests == 3
+    assert result.final_content == "It is written." and "json" not in hook.shown
+    assert server.bodies[1]["messages"][-2]["content"].strip() == "I write it."
+
+    ran.clear()
+    with FakeLLM([f"I write it.\n\n{fence}", f"Again:\n{fence}"]) as server:
+        provider = OpenAIProvider(Endpoint(ROWS["local"], api_base=server.base_url, model="m"))
+        spec = AgentRunSpec([question()], ToolRegistry(recording_tools(ran)), hook=hook)
+        result = asyncio.run(AgentRunner(provider).run(spec))
+    assert ran == [] and len(server.bodies) == 2
+    assert result.final_content == f"I write it.\n\n{fence}\n\nAgain:\n{fence}"
+
+
 # ---- The runner: calls ----
 
 
