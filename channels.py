@@ -289,6 +289,8 @@ def end_on_signals(handler: Callable[..., None] = terminate) -> None:
 def prepare_streams() -> None:
     """Open each closed standard stream as the null device, because Python sets a closed stream to
     None, which has no method `isatty`. Replace characters that cannot be encoded."""
+    if os.name == "nt":
+        os.system("")  # from now on, cmd.exe understands escape codes and does not show `←[2m`
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
@@ -571,7 +573,9 @@ class CLI(Channel):
 
     def read_line(self, prompt: str, history: Path) -> str:
         """Read a line, with line editing and history. Raises EOFError on Ctrl-D."""
-        with contextlib.suppress(ImportError, OSError):  # there is no readline on Windows
+        # there is no readline on Windows; other systems have one without some of the functions
+        missing = (ImportError, OSError, AttributeError)
+        with contextlib.suppress(*missing):
             import readline
 
             readline.parse_and_bind("set enable-bracketed-paste on")  # pasted lines are one message
@@ -585,7 +589,7 @@ class CLI(Channel):
         finally:
             self._prompt = ""
         if line and self.live:
-            with contextlib.suppress(ImportError, OSError):
+            with contextlib.suppress(*missing):
                 import readline
 
                 readline.append_history_file(1, history)

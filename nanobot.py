@@ -27,6 +27,7 @@ import argparse
 import asyncio
 import contextlib
 import difflib
+import hashlib
 import inspect
 import itertools
 import json
@@ -34,12 +35,14 @@ import logging
 import os
 import re
 import runpy
+import shlex
 import string
 import subprocess
 import sys
 import threading
 import time
 import uuid
+import warnings
 import weakref
 import webbrowser
 from collections import Counter, defaultdict
@@ -152,7 +155,7 @@ class AgentRunSpec:
     model: str | None = None
     max_iterations: int = 40  # maximum number of steps; then one last request asks for a summary
     max_tokens: int = 8_192  # limit of one answer, in tokens
-    temperature: float | None = None  # None means 0.1
+    temperature: float | None = None  # None: the endpoint's default
     context_window: int = 65_536  # tokens
     hook: AgentHook = field(default_factory=lambda: AgentHook())
     turn: Turn = field(default_factory=Turn)  # tools with a parameter `turn` get this object
@@ -225,7 +228,13 @@ class AgentRunner:
         may_call = state.has_tools and not state.is_over_limit
         state.tools = spec.tools.get_definitions() if may_call else []
         tools = spec.counter.count(lines_of_json(state.tools)) if state.tools else 0
-        budget = min(spec.context_window - spec.max_tokens - 1_024, state.room)
+        budget = spec.context_window - spec.max_tokens - 1_024
+        if budget <= 0:
+            sizes = f"context_window is {spec.context_window}, max_tokens is {spec.max_tokens}"
+            raise ValueError(
+                f"No room for a request: {sizes}, and 1,024 are spare: lower max_tokens."
+            )
+        budget = min(budget, state.room)
         users = [message for message in spec.messages if message["role"] == "user"]
         task = users[-1] if users else None  # the user's last message is never left out
         request = Governed(state.context.messages, budget, spec.counter, task, tools)
@@ -267,7 +276,7 @@ class AgentRunner:
             state.tools,
             model=spec.model,
             max_tokens=spec.max_tokens,
-            temperature=0.1 if spec.temperature is None else spec.temperature,
+            temperature=spec.temperature,
             on_delta=state.show if spec.hook.wants_streaming else None,
             on_retry=spec.hook.on_retry,
             read_only=[name for name in names if is_read_only(name, spec.tools)],
@@ -469,7 +478,7 @@ class ContextBuilder:
     def request(self, turn: Turn, history: list[dict], images: list[dict]) -> list[dict]:
         """The messages of a request. The images are in the last message, but not in the journal.
 
-        {"model": "…", "max_tokens": 8192, "temperature": 0.1, "tools": [{"type": "function", …}],
+        {"model": "…", "max_tokens": 8192, "tools": [{"type": "function", …}],
          "messages": [{"role": "system", "content": "You are nanobot …"}, …, {"role": "user",
                        "content": "[Runtime Context …]\\n\\nWhat is in a.txt?"}]}
         """
@@ -542,6 +551,9 @@ class AgentLoop:
         self.skills = SkillsLoader(self.workspace / "skills", DATA / "skills", read=read)
         self.context = ContextBuilder(config, self.memory, self.skills)
         self.runner = AgentRunner(self.provider)
+        self.temperature = config.defaults.temperature
+        if self.temperature == LOCAL_ONLY:
+            self.temperature = 0.1 if self.provider.is_local else None
         self.counter = TokenCounter()
         memory_model = MemoryModel(self)
         self.consolidator = memory_model.consolidator
@@ -640,7 +652,7 @@ class AgentLoop:
             self.tools,
             max_iterations=limits.max_tool_iterations,
             max_tokens=limits.max_tokens,
-            temperature=limits.temperature,
+            temperature=self.temperature,
             context_window=limits.context_window_tokens,
             hook=CompositeHook([events, *hooks, *self.hooks_of(events.turn)]),
             turn=events.turn,
@@ -729,6 +741,8 @@ class AgentLoop:
 def run(text: str, session_key: str = "cli:direct", config: Config | None = None) -> str:
     """Answer `text`. Tools use the current folder. Raises RuntimeError if there is no answer."""
     loop = AgentLoop(config or load_config())
+    if lacks_model(loop):
+        warnings.warn(template("no_model"), stacklevel=2)
     with BackgroundLoop(loop.close) as background:
         result = background.complete(loop.process_direct(text, session_key))
         background.complete(loop.background.settled())
@@ -916,17 +930,31 @@ def prepare_workspace(workspace: Path) -> Path:
     """Create the workspace and its first files; existing files are never changed."""
     try:
         workspace.mkdir(parents=True, exist_ok=True, mode=0o700)
-        for source in (DATA / "templates").glob("[A-Z]*.md"):  # other files are prompts
-            folder = workspace / "memory" if source.name == "MEMORY.md" else workspace
+        remove_copied_prompts(workspace)
+        for name in ("AGENTS.md", "SOUL.md", "USER.md", "TOOLS.md", "MEMORY.md"):
+            folder = workspace / "memory" if name == "MEMORY.md" else workspace
             folder.mkdir(exist_ok=True)
-            if not (folder / source.name).exists():
-                (folder / source.name).write_bytes(source.read_bytes())
+            if not (folder / name).exists():
+                (folder / name).write_bytes((DATA / "templates" / name).read_bytes())
     except OSError as problem:
         raise ConfigError(
             f"Cannot write the workspace {workspace}: {problem.strerror}. "
             "Choose another folder with --workspace."
         ) from None
     return workspace
+
+
+def remove_copied_prompts(workspace: Path) -> None:
+    """On Windows, earlier versions copied all prompts into the workspace: `identity.md` was taken
+    for the user's IDENTITY.md. Remove these copies, except those that somebody has changed."""
+    listed = (DATA / "templates" / "copied_prompts.txt").read_text(encoding="utf-8")
+    for row in listed.splitlines():
+        name, digest = row.split()
+        path = workspace / name
+        if path.is_file():
+            data = path.read_bytes().replace(b"\r\n", b"\n")
+            if hashlib.sha256(data).hexdigest().startswith(digest):
+                path.unlink()
 
 
 def identity(turn: Turn, who: str) -> str:
@@ -1012,6 +1040,7 @@ class AgentHook:
     before_execute_tools, after_tool, after_iteration. finalize_content may change the answer."""
 
     wants_streaming = False
+    only_watches = False  # True: the calls of a step run even if this hook fails
 
     async def before_iteration(self, context: AgentHookContext) -> None: ...
     async def before_request(self, messages: list[dict], tools: list[dict]) -> None: ...
@@ -1039,7 +1068,8 @@ class AgentHook:
 
 
 class CompositeHook(AgentHook):
-    """Calls several hooks in order. An error in one hook is logged; the other hooks still run."""
+    """Calls several hooks in order. An error in one hook is logged; the other hooks still run. But
+    if a hook fails that may deny calls, the calls of this step are denied."""
 
     def __init__(self, hooks: Iterable[AgentHook]):
         self.hooks = list(hooks)
@@ -1051,6 +1081,14 @@ class CompositeHook(AgentHook):
         except Exception as problem:
             name = f"{type(hook).__name__}.{event}"
             log.warning("%s failed: %s", name, problem, exc_info=log.isEnabledFor(logging.INFO))
+            calls = []
+            if event == "after_response":
+                calls = details[0].tool_calls
+            if event == "before_execute_tools":
+                calls = details[0]
+            for call in calls:
+                if not hook.only_watches:
+                    call.denied = f"{call.name} was not run: {name} failed ({problem})."
             return None
 
     async def _tell_all(self, event: str, *details: Any, **named: Any) -> None:
@@ -1070,6 +1108,8 @@ for _event in vars(AgentHook):
 
 
 class LoggingHook(AgentHook):
+    only_watches = True
+
     async def after_tool(self, call: ToolCallRequest, result: ToolResult, seconds: float) -> None:
         outcome = "failed" if result.is_error else f"{len(result.text):,} characters"
         log.info("%s: %s in %.3f s", tool_hint(call), outcome, seconds)
@@ -1143,6 +1183,7 @@ class EventHook(AgentHook):
     turn: Turn
     wants_streaming: bool
     shows_deltas: bool = True  # True: the channel shows deltas
+    only_watches = True
 
     async def send(self, kind: str, content: str) -> None:
         if self.emit:
@@ -1166,6 +1207,7 @@ class WaitingHook(AgentHook):
     """Shows in the terminal what the turn waits for: the model or a tool."""
 
     waiting: Waiting
+    only_watches = True
 
     async def before_iteration(self, context: AgentHookContext) -> None:
         self.waiting.begin("the model")
@@ -1722,7 +1764,7 @@ class SubagentManager:
             AgentRunSpec(
                 messages,
                 max_tokens=limits.max_tokens,
-                temperature=limits.temperature,
+                temperature=self.loop.temperature,
                 context_window=limits.context_window_tokens,
                 counter=self.loop.counter,
                 **own,
@@ -1853,6 +1895,9 @@ class ConfigError(Exception):
 
 
 USUAL_SETTINGS = "~/.nanobot/config.json"
+LOCAL_ONLY = (
+    -1.0
+)  # a temperature: 0.1 for local servers; elsewhere, models may refuse the parameter
 
 
 @dataclass
@@ -1869,7 +1914,7 @@ class AgentDefaults:
     provider: str = "auto"
     max_tokens: int = 8_192
     context_window_tokens: int = 65_536
-    temperature: float | None = None
+    temperature: float | None = LOCAL_ONLY
     max_tool_iterations: int = 40
     max_tool_result_chars: int = 16_000
     timezone: str = ""  # if empty, the time zone of the machine
@@ -2019,8 +2064,8 @@ class Config:
     def check(self) -> None:
         """Raises ConfigError if maxTokens is too large; warns of settings that have no effect."""
         answer, window = self.defaults.max_tokens, self.defaults.context_window_tokens
-        if answer * 2 >= window:
-            limit = f"must be under half of contextWindowTokens ({window})"
+        if answer * 2 >= window or self.defaults.budget <= 0:
+            limit = f"must be under half of contextWindowTokens ({window}), which is over 2,048"
             raise ConfigError(f"agents.defaults.maxTokens ({answer}) {limit}.")
         shell, search = self.tools.exec, self.tools.web.search
         if shell.sandbox_network and not shell.sandbox:
@@ -2063,7 +2108,8 @@ def read_json(file: Path, environ: Mapping[str, str]) -> Any:
     except KeyError as name:
         fault = f"{file} needs the environment variable {name.args[0]}, which is not set."
     except OSError as problem:
-        fault = f"Cannot read {file}: {problem.strerror}. Try `nanobot onboard`."
+        fix = f"`nanobot onboard --config {file}` creates it."
+        fault = f"Cannot read {file}: {problem.strerror}. {fix}"
     except ValueError as problem:
         fault = f"{file} is not JSON: {problem}. Settings must be JSON. Correct the file."
     raise ConfigError(fault)
@@ -2129,6 +2175,12 @@ def make_provider(config: Config, human: HumanProvider | None = None) -> LLMProv
         f"There is no key and no base URL for the model {defaults.model}. "
         "Set OPENAI_API_KEY or OPENAI_BASE_URL, or use --offline."
     )
+
+
+def lacks_model(loop: AgentLoop) -> bool:
+    """True if the offline model answers although nobody has asked for the offline model."""
+    is_wanted = loop.config.defaults.provider == "offline"
+    return isinstance(loop.provider, OfflineProvider) and not is_wanted
 
 
 def make_tools(config: Config) -> ToolRegistry:
@@ -2279,6 +2331,15 @@ def settings_of(arguments: argparse.Namespace) -> Config:
     return config
 
 
+def command_with_flags(arguments: argparse.Namespace, *words: str) -> str:
+    """A command for the user: `nanobot -s work -m /continue --workspace /tmp/ws`"""
+    flags = {"--config": arguments.config, "--workspace": arguments.workspace}
+    flags |= {"--model": arguments.model, "--base-url": arguments.base_url}
+    flags |= {"--provider": arguments.provider}
+    given = [(flag, str(value)) for flag, value in flags.items() if value]
+    return shlex.join(["nanobot", *words, *itertools.chain(*given)])
+
+
 def kinds_to_show(settings: ChannelSettings) -> tuple[str, ...]:
     """The events that a user sees in addition to the answer: ("retry", "progress", "tool_hint")."""
     wanted = {"progress": settings.send_progress, "tool_hint": settings.send_tool_hints}
@@ -2294,6 +2355,7 @@ class Talk:
         words = arguments.text + arguments.message
         self.message = " ".join(words) if words else None
         self.key = arguments.session
+        self.resume = command_with_flags(arguments, "-s", self.key, "-m", "/continue")
         self.background = background
         self.terminal = CLI(kinds=kinds_to_show(config.channels))
         self.has_keyboard = sys.stdin.isatty()
@@ -2315,7 +2377,7 @@ class Talk:
     def run(self) -> int:
         """Answer one message, or hold a conversation. Returns the exit status."""
         loop, config = self.loop, self.loop.config
-        if isinstance(loop.provider, OfflineProvider) and config.defaults.provider != "offline":
+        if lacks_model(loop):
             self.terminal.note(template("no_model"))
         if loop.turn(self.key).cwd != config.cwd:
             closed = f"The settings do not allow access to {config.cwd}"
@@ -2341,7 +2403,7 @@ class Talk:
         try:
             return self.answer(text)
         except KeyboardInterrupt:
-            self.terminal.note("stopped; `nanobot -m /continue` resumes this turn")
+            self.terminal.note(f"stopped; `{self.resume}` resumes this turn")
             raise
 
     def converse(self) -> int:
@@ -2434,7 +2496,10 @@ def status_rows(config: Config) -> Iterator[tuple[str, str, str | None]]:
     """Yields (part, state, problem). Problem: a text, "" (ok) or None (missing, but not needed)."""
     loop = AgentLoop(config)
     usual = "the defaults; `nanobot onboard` creates a settings file"
-    yield "settings", str(config.path) if config.path.exists() else usual, ""
+    problem = ""
+    if os.name == "posix" and config.path.exists() and config.path.stat().st_mode & 0o077:
+        problem = f"others can read the keys in it: chmod 600 {shlex.quote(str(config.path))}"
+    yield "settings", str(config.path) if config.path.exists() else usual, problem
     yield "workspace", str(loop.workspace), ""
     yield "model", *asyncio.run(model_and_problem(loop.provider))
     sandbox = config.tools.exec.sandbox
@@ -2498,7 +2563,8 @@ def sessions_command(arguments: argparse.Namespace) -> None:
     lines = [f"{key}  {counted(len(sessions.transcript(key)), 'message')}" for key in keys]
     if arguments.show:
         if arguments.show not in keys:
-            raise ConfigError(f"There is no session {arguments.show!r}: see `nanobot sessions`.")
+            listing = command_with_flags(arguments, "sessions")
+            raise ConfigError(f"There is no session {arguments.show!r}: see `{listing}`.")
         lines = sessions.transcript(arguments.show)
     print(printable("\n".join(lines)))
 
@@ -2508,7 +2574,13 @@ def gateway_command(arguments: argparse.Namespace) -> None:
     GATEWAY_LOG.setLevel(logging.INFO)
     config = settings_of(arguments)
     config.cwd = config.workspace
-    Gateway(AgentLoop(config, hooks=[LoggingHook()])).run()
+    loop = AgentLoop(config, hooks=[LoggingHook()])
+    if lacks_model(loop):
+        raise ConfigError(
+            "The gateway has no model: set a key, like OPENAI_API_KEY, or set OPENAI_BASE_URL. "
+            "To answer with the rules of the offline model, add --offline."
+        )
+    Gateway(loop).run()
 
 
 def cron_command(arguments: argparse.Namespace) -> None:
@@ -2686,8 +2758,9 @@ def main(argv: list[str] | None = None) -> int:
     first = argv[0] if argv else ""
     known = [*COMMAND_LINE, "-h", "--help", "--version"]
     if first not in known:
-        meant = difflib.get_close_matches(first, known, n=1) if first.isalpha() else []
-        if meant:  # `sesions` for `sessions`, `help` for `--help`
+        is_alone = first.isalpha() and all(word.startswith("-") for word in argv[1:2])
+        meant = difflib.get_close_matches(first, known, n=1)
+        if is_alone and meant:  # `sesions` for `sessions`, `help` for `--help`; not `read a.txt`
             fix = f"did you mean `nanobot {meant[0]}`? Pass a message of one word with -m"
             complain(f"unknown command {first!r}: {fix}")
             return 2

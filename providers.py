@@ -136,6 +136,7 @@ class LLMProvider:
     """A model. Callers use `chat`; a subclass implements `answer`."""
 
     model = ""
+    is_local = False  # True: a server on the user's own machine
     trace: Callable[[LLMRequest, LLMResponse | None, str], None] | None = None  # called per attempt
 
     async def chat(
@@ -251,6 +252,7 @@ class OpenAIProvider(LLMProvider):
         address = endpoint.api_base or endpoint.spec.default_api_base
         self.endpoint = replace(endpoint, api_key=key, api_base=address)
         self.model, self.pace = endpoint.model, pace
+        self.is_local = endpoint.spec.is_local
         self.connection = Connection(self.endpoint, request_timeout, idle_timeout)
         self.learnt: dict[str, list[Healed]] = {}  # model name → remedies that the model needs
         self.is_warned = False  # True: the user was warned that the server cuts requests
@@ -466,6 +468,7 @@ def with_results(messages: list[dict]) -> list[dict]:
             old_id = call.get("id") or None
             call["id"] = unused_id(old_id, used_ids)
             result = {"role": "tool", "tool_call_id": call["id"], "content": NO_RESULT}
+            result["name"] = call["function"]["name"]  # Gemini requires the name
             waiting.setdefault(old_id, []).append(result)
             paired.append(result)
     return paired
@@ -965,6 +968,10 @@ def with_signature(message: dict) -> dict:
     return {**message, "tool_calls": [{"extra_content": foreign, **first}, *rest]}
 
 
+def without_name(message: dict) -> dict:
+    return {key: value for key, value in message.items() if key != "name"}
+
+
 def with_short_ids(message: dict) -> dict:
     """call_8bXe0aTzQmW2 → 588788278, in the call and in its result."""
     if message["role"] == "tool":
@@ -1087,6 +1094,12 @@ HEALING = [
         "a-z, A-Z, 0-9, with a length of 9",
         "ids of calls are shortened",
         partial(each_message, change=with_short_ids),
+    ),
+    # "messages.2.tool.name: Extra inputs are not permitted", "property 'name' is unsupported"
+    Remedy(
+        r"messages.{0,80}\bname\b.{0,80}(unsupported|not (permitted|supported)|unknown|unexpected)",
+        "results are sent without the names of their tools",
+        partial(each_message, change=without_name),
     ),
     # Gemini "Function call is missing a thought_signature in functionCall parts."
     Remedy(

@@ -928,10 +928,11 @@ def find_files(turn: Turn, root: Path, *globs: str) -> list[tuple[str, str]]:
     for entry in walk(str(root)):
         if time.monotonic() > deadline:
             raise ToolError(f"{root} has too many files: search in one of its folders.")
-        if all(pattern.match(entry.path[start:]) for pattern in patterns):
+        name = entry.path[start:].replace(os.sep, "/")  # on Windows: src\a.py → src/a.py
+        if all(pattern.match(name) for pattern in patterns):
             is_suspect = entry.name.startswith(suspects) or entry.inode() in inodes
             if not (is_suspect and turn.is_secret(Path(entry.path))):
-                files.append((entry.path[start:], entry.path))
+                files.append((name, entry.path))
     return files
 
 

@@ -28,6 +28,7 @@ def own_home(tmp_path, monkeypatch):
         ):
             monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("USERPROFILE", str(home))  # HOME on Windows
     return home
 
 

@@ -300,7 +300,11 @@ def test_a_one_shot_waits_for_its_helpers_and_tells_what_they_found(own_home):
         (["cron", "add"], 2, ["'add'", "list", "remove"]),
         (["replay"], 2, ["FILE"]),
         (["sessions", "show", "x"], 1, ["cli:x", "`nanobot sessions`"]),
-        (["status", "--config", "gone.json"], 1, ["gone.json: No such file", "`nanobot onboard`"]),
+        (
+            ["status", "--config", "gone.json"],
+            1,
+            ["gone.json: No such file", "`nanobot onboard --config "],
+        ),
         (["status", "--config", "~no-such-user/x"], 1, ["no-such-user"]),
         (["status", "--workspace", "/dev/null/x"], 1, ["--workspace"]),
         (["--provider", "human", "-m", "x"], 1, ["terminal"]),

@@ -775,6 +775,7 @@ class Recorder(AgentHook):
 
 
 class Faulty(AgentHook):
+
     async def before_iteration(self, context):
         raise RuntimeError("a guest misbehaves")
 
@@ -859,7 +860,9 @@ def test_a_user_is_asked_before_a_tool_that_writes(answers, ran, asked):
     assert did == ran
     assert len(questions) == asked
     denied = [
-        text for text in told if text.startswith(("The user did not", "Not approved: nobody"))
+        text
+        for text in told
+        if re.match("The user did not|Not approved: nobody|act was not run: ApprovalHook", text)
     ]
     assert told[0] == "saw 0" and len(denied) == 2 - len(ran)
     assert all(("nobody" in text) == (not answers) for text in denied)
@@ -1567,6 +1570,18 @@ def test_of_many_facts_and_notes_the_newest_are_in_the_prompt(tmp_path):
     assert "fact 19999:" in prompt and "fact 9999:" not in prompt and len(prompt) < 20_000
 
 
+def test_prompts_that_were_copied_into_a_workspace_are_removed_if_nobody_has_changed_them(tmp_path):
+    """On Windows, `[A-Z]*.md` matched all prompts: identity.md was taken for IDENTITY.md."""
+    home = make_loop(tmp_path).workspace
+    copied = (nanobot.DATA / "templates" / "cut_calls.md").read_bytes()
+    (home / "cut_calls.md").write_bytes(copied.replace(b"\n", b"\r\n"))
+    (home / "heartbeat.md").write_text("- [ ] water the plants")  # the user's own
+    (home / "SOUL.md").write_bytes(copied)
+    make_loop(tmp_path)
+    names = sorted(path.name for path in home.glob("*.md"))
+    assert names == ["AGENTS.md", "SOUL.md", "TOOLS.md", "USER.md", "heartbeat.md"]
+
+
 def test_a_workspace_is_private_filled_once_and_never_overwritten(tmp_path):
     home = make_loop(tmp_path, workspace=str(tmp_path / "a" / "b")).workspace
     files = sorted(str(path.relative_to(home)) for path in home.rglob("*.md"))
@@ -1601,7 +1616,7 @@ def write_config(home: Path, settings: dict | str) -> Path:
 NOT_SET = """{
   "agents": {"defaults": {
     "workspace": "~/.nanobot/workspace", "model": "", "provider": "auto", "max_tokens": 8192,
-    "context_window_tokens": 65536, "temperature": null, "max_tool_iterations": 40,
+    "context_window_tokens": 65536, "temperature": -1.0, "max_tool_iterations": 40,
     "max_tool_result_chars": 16000, "timezone": "", "memory_window": 100, "max_concurrent": 8,
     "dream": {"interval_h": 2, "max_batch_size": 20, "max_iterations": 10}}},
   "providers": {"vllm": {"api_key": "", "api_base": "", "extra_headers": {}, "extra_body": {},
@@ -2552,11 +2567,62 @@ def test_texts_of_the_kit_are_in_the_prompt_and_placeholders_are_not_until_they_
         assert loop.context.parts(loop.turn("cli:direct"))[part].endswith("\n\nAda bakes.")
 
 
-@pytest.mark.parametrize(("setting", "sent"), [(None, 0.1), (0, 0), (0.7, 0.7)])
-def test_the_temperature_that_is_set_is_sent_and_a_low_one_if_none_is_set(tmp_path, setting, sent):
-    loop = make_loop(tmp_path, ["ok"], temperature=setting)
-    ask(loop, "hello")
-    assert loop.provider.requests[0].options["temperature"] == sent
+@pytest.mark.parametrize(
+    ("row", "settings", "sent"),
+    [
+        ("local", {}, 0.1),
+        ("custom", {}, None),  # models such as gpt-5 refuse a temperature
+        ("local", {"temperature": None}, None),
+        ("custom", {"temperature": 0}, 0),
+        ("local", {"temperature": 0.7}, 0.7),
+    ],
+)
+def test_a_temperature_is_sent_if_it_is_set_and_a_low_one_to_local_servers(
+    tmp_path, row, settings, sent
+):
+    with FakeLLM(["ok"]) as server:
+        provider = OpenAIProvider(Endpoint(ROWS[row], api_base=server.base_url, model="m"))
+        loop = AgentLoop(settings_for(tmp_path, **settings), provider)
+        asyncio.run(loop.process_direct("hello"))
+    assert server.bodies[0].get("temperature") == sent and len(server.bodies) == 1
+
+
+def test_a_window_without_room_for_a_request_is_an_error_that_names_both_numbers():
+    with pytest.raises(ValueError, match="context_window is 8192, max_tokens is 8192"):
+        run(["ok"], context_window=8_192)
+
+
+class Policy(AgentHook):
+    """A hook that may deny calls, and has a bug."""
+
+    def __init__(self, event: str):
+        setattr(self, event, self.fail)
+
+    async def fail(self, *details):
+        raise KeyError("rules")
+
+
+class Watcher(Policy):
+    only_watches = True
+
+
+@pytest.mark.parametrize("event", ["before_execute_tools", "after_response"])
+def test_a_hook_that_fails_before_a_call_stops_the_call_unless_it_only_watches(caplog, event):
+    ran = []
+
+    @tool
+    def act() -> str:
+        """Act."""
+        ran.append(1)
+        return "acted"
+
+    hooks = CompositeHook([Policy(event), Recorder()])
+    _, provider = run([[call("act")], "done"], [act], hook=hooks)
+    assert ran == [] and f"Policy.{event} failed: 'rules'" in caplog.text
+    [told] = results(provider.requests[-1].messages)
+    assert told == f"act was not run: Policy.{event} failed ('rules')."
+    run([[call("act")], "done"], [act], hook=CompositeHook([Watcher(event)]))
+    assert ran == [1]
 
 
 def test_a_reminder_that_cannot_be_journalled_is_told_in_its_chat_all_the_same(tmp_path):
