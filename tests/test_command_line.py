@@ -8,6 +8,7 @@ import os
 import random
 import re
 import select
+import shlex
 import signal
 import subprocess
 import sys
@@ -282,6 +283,57 @@ def test_a_one_shot_waits_for_its_helpers_and_tells_what_they_found(own_home):
         assert nanobot("-m", "dig", server=server)[:2] == (0, "A helper digs.\nIt found gold.\n")
 
 
+@pytest.mark.parametrize(
+    "words", ["read a.txt", "explain LICENSE", "count the lines", "replace a with b in c", "walks"]
+)
+def test_several_words_are_a_message_unless_the_first_is_a_command(words):
+    with FakeLLM(["Done."]) as server:
+        status, out, err = nanobot(*words.split(), server=server)
+        if " " in words:
+            assert (status, out) == (0, "Done.\n"), err
+            assert words in server.bodies[0]["messages"][-1]["content"]
+        else:  # a single word that is close to a command is rather a mistake
+            assert status == 2 and "did you mean `nanobot walk`?" in err
+            assert nanobot(words, "--offline")[0] == 2
+
+
+def test_the_hint_after_a_stop_resumes_the_turn_that_was_stopped(own_home, tmp_path):
+    flags = ["-s", "term", "--workspace", str(tmp_path / "my ws")]
+    with FakeLLM([Hang(60), "I go on."]) as server:
+        process = start(*flags, "-m", "begin", server=server)
+        wait_until(lambda: server.bodies)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=LONG)
+        hint = re.search("`nanobot (.+)` resumes this turn", err)[1]
+        assert nanobot(*shlex.split(hint), server=server)[:2] == (0, "I go on.\n")
+
+
+def test_a_gateway_without_a_model_does_not_start_and_a_program_is_warned(own_home, tmp_path):
+    status, _, err = nanobot("gateway")
+    assert status == 1 and "has no model" in err and "--offline" in err
+    code = "import nanobot\nfor _ in range(2): print(nanobot.run('hi'))"
+    options = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(ROOT)}}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, **options)
+    assert done.stdout.count("Hello!") == 2 and done.stderr.count("OPENAI_API_KEY") == 1
+    settings(own_home, agents={"defaults": {"provider": "offline"}})
+    code = code.replace("'hi'", "'hi', config=nanobot.load_config(nanobot.Path('settings.json'))")
+    options["cwd"] = own_home
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, **options)
+    assert done.stdout.count("Hello!") == 2 and done.stderr == ""  # it was asked for
+
+
+@pytest.mark.skipif(os.name != "posix", reason="Windows has other permissions")
+def test_status_tells_of_settings_that_others_can_read_and_how_to_mend_it(own_home):
+    flags = settings(own_home, providers={})
+    file = Path(flags[1])
+    file.chmod(0o644)
+    status, out, _ = nanobot("status", "--offline", *flags)
+    assert status == 1 and (fix := re.search(r"others can read the keys in it: (chmod .+)", out))
+    subprocess.run(shlex.split(fix[1]), check=True)
+    status, out, _ = nanobot("status", "--offline", *flags)
+    assert status == 0 and "chmod" not in out
+
+
 # ---- When something is wrong ----
 
 
@@ -480,6 +532,17 @@ class Terminal:
 needs_terminal = pytest.mark.skipif(
     not hasattr(os, "openpty"), reason="pseudo-terminals are a POSIX thing"
 )
+
+
+@needs_terminal
+def test_a_readline_that_lacks_functions_does_not_end_the_conversation(tmp_path, monkeypatch):
+    (tmp_path / "readline.py").write_text("def parse_and_bind(text): ...\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with FakeLLM(["Hello, human.", "Good-bye."]) as server:
+        terminal = Terminal(server=server)
+        terminal.say("hi", "Hello, human.", "> ")
+        terminal.say("bye", "Good-bye.", "> ")
+        assert terminal.close() == 0
 
 
 @needs_terminal

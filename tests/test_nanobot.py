@@ -775,7 +775,6 @@ class Recorder(AgentHook):
 
 
 class Faulty(AgentHook):
-
     async def before_iteration(self, context):
         raise RuntimeError("a guest misbehaves")
 
