@@ -73,7 +73,7 @@ class MessageBus:
         self.channels: dict[str, Channel] = {}
         self._inbound: asyncio.Queue[InboundMessage] = asyncio.Queue()
         self._listening: list[asyncio.Task] = []
-        self._outboxes: dict[tuple[str, str], Outbox] = {}
+        self._outboxes: dict[tuple[str, str, bool], Outbox] = {}
         self._sleep = sleep
 
     def open(self, channel: "Channel") -> None:
@@ -96,13 +96,14 @@ class MessageBus:
         return await self._inbound.get()
 
     def send(self, message: "OutboundMessage") -> None:
-        """Queue a message for its chat. A slow chat does not delay the agent or other chats."""
-        chat = (message.channel, message.chat_id)
+        """Queue a message for its chat. A slow chat does not delay the agent or other chats, and a
+        slow upload does not delay the texts of its chat."""
+        key = (message.channel, message.chat_id, message.kind == "file")
         if message.channel in self.channels:
-            if chat not in self._outboxes:
+            if key not in self._outboxes:
                 channel = self.channels[message.channel]
-                self._outboxes[chat] = Outbox(channel, message.chat_id, self._sleep)
-            self._outboxes[chat].put(message)
+                self._outboxes[key] = Outbox(channel, message.chat_id, self._sleep)
+            self._outboxes[key].put(message)
         elif message.kind == "final":
             log.warning("There is no channel %r: the answer is dropped", message.channel)
 
@@ -119,10 +120,12 @@ class OutboundMessage:
     channel: str
     chat_id: str
     content: str  # an empty final message only reports that the turn has ended
-    kind: str = "final"  # also "delta" (a piece of an answer), "progress", "tool_hint" and "retry"
+    # also "delta" (a piece of an answer), "progress", "tool_hint", "retry" and "file" (only media)
+    kind: str = "final"
     media: Sequence[Path] = ()
     reply_to: str = ""  # the message_id of the InboundMessage that is answered
     parts_sent: int = 0  # the number of parts already sent; a retry skips these parts
+    failures: int = 0  # the number of failed attempts to send the message
     on_delivered: Callable[[], None] | None = field(default=None, repr=False, compare=False)
 
 
@@ -160,15 +163,13 @@ class Channel:
 
 # ---- An outbox per chat ----
 # Each chat has its own queue. If Telegram answers "429 Too Many Requests: retry after 30" in one
-# chat, the other chats do not wait.
+# chat, the other chats do not wait. The files of a chat have a queue of their own.
 
 log = logging.getLogger("nanobot.channels")
 
 
 class Outbox:
-    """Sends the messages for one chat in order."""
-
-    first_pause, longest_pause = 1.0, 60.0  # seconds between two attempts to send an answer
+    """Sends the texts, or the files, for one chat in order."""
 
     def __init__(self, channel: Channel, chat_id: str, sleep: Callable[[float], Awaitable]):
         self.channel, self.sleep = channel, sleep
@@ -182,16 +183,17 @@ class Outbox:
             self.task = asyncio.create_task(self._deliver())
 
     async def _deliver(self) -> None:
-        """Send each event once. Retry each answer until it arrives or is refused."""
+        """Send each event once. Retry each answer or file until it arrives or is refused, with
+        pauses of 1, 2, 4, … up to 60 s."""
         while self.waiting:
-            message, pause = self.waiting.popleft(), self.first_pause
+            message = self.waiting.popleft()
             while problem := await self._try(message):
-                if pause == self.first_pause:  # log the first failure only
+                if not message.failures:  # log the first failure only
                     log.warning("%s cannot be reached yet: %s", self.name, problem)
-                if message.kind != "final":
+                if message.kind not in ("final", "file"):
                     break
-                await self.sleep(getattr(problem, "retry_after", 0) or pause)
-                pause = min(2 * pause, self.longest_pause)
+                await self.sleep(getattr(problem, "retry_after", 0) or min(2**message.failures, 60))
+                message.failures += 1
 
     async def _try(self, message: OutboundMessage) -> Exception | None:
         """Returns the error if a retry may help, else None."""
@@ -637,6 +639,9 @@ def text_of_pipe(stream: BinaryIO, folder: Path) -> str:
 # ---- The Bot API of Telegram ----
 # Every URL contains the token, so the code removes the token from each error text.
 
+MOST_UPLOADED = 50_000_000  # bytes of a file that Telegram accepts from a bot
+PIECE = 100_000  # bytes of a file that an upload keeps in memory
+
 
 async def in_thread(function: Callable, /, *args: Any) -> Any:
     """Run a blocking function on a daemon thread, because asyncio's own threads delay the exit."""
@@ -674,11 +679,37 @@ class BotAPI:
         self.token, self.base = token.strip(), base.rstrip("/")
 
     async def call(self, method: str, seconds: float = 60, **fields: Any) -> Any:
-        """The method's result. A field that is a Path is uploaded. Raises Refused if a retry cannot
-        help (400, 403 "bot was blocked", 413), TelegramError if a retry may help, NoSuchBot if
-        the token is wrong, and OSError if a file cannot be read."""
-        body, kind = await in_thread(as_body, fields)
-        status, data = await self._exchange(f"bot{self.token}/{method}", body, kind, seconds)
+        """The method's result. Raises Refused if a retry cannot help (400, 403 "bot was blocked",
+        413), TelegramError if a retry may help, and NoSuchBot if the token is wrong."""
+        body = json.dumps(fields).encode()
+        return await self._ask(method, body, {"Content-Type": "application/json"}, seconds)
+
+    async def upload(self, method: str, chat_id: str, path: Path) -> Any:
+        """Send a file, which is read piece by piece. Raises the errors of `call`, also Refused if
+        the file is too large, and OSError if it cannot be opened."""
+        size = path.stat().st_size
+        if size > MOST_UPLOADED:
+            raise Refused(f"it has {size:,} bytes, and Telegram accepts at most {MOST_UPLOADED:,}")
+        border = secrets.token_hex(16)
+        field_name = method.removeprefix("send").lower()  # sendPhoto → photo
+        file_name = re.sub(r"[^\w.-]", "_", path.name)  # a"b.txt, for example
+        head = (
+            f"--{border}\r\n"
+            f"Content-Disposition: form-data; name=chat_id\r\n\r\n{chat_id}\r\n"
+            f"--{border}\r\n"
+            f"Content-Disposition: form-data; name={field_name}; filename={file_name}\r\n\r\n"
+        ).encode()
+        tail = f"\r\n--{border}--\r\n".encode()
+        headers = {
+            "Content-Type": f"multipart/form-data; boundary={border}",
+            "Content-Length": str(len(head) + size + len(tail)),
+        }
+        with path.open("rb") as file:  # a log file may grow meanwhile: read only `size` bytes
+            pieces = (file.read(min(PIECE, size - start)) for start in range(0, size, PIECE))
+            return await self._ask(method, itertools.chain([head], pieces, [tail]), headers, 300)
+
+    async def _ask(self, method: str, body: Any, headers: dict, seconds: float) -> Any:
+        status, data = await self._exchange(f"bot{self.token}/{method}", body, headers, seconds)
         answer = {"error_code": status, "description": "not the Bot API"}  # if a proxy answers
         with contextlib.suppress(ValueError, TypeError):
             answer |= json.loads(data)
@@ -687,23 +718,24 @@ class BotAPI:
         problem = self._scrub(f"{method}: {answer['error_code']} {answer['description']}")
         if "ok" in answer and status in (401, 404):
             raise NoSuchBot(BAD_TOKEN)
-        if "ok" in answer and 400 <= status < 500 and status not in self.may_pass:
+        is_final = "ok" in answer and 400 <= status < 500 and status not in self.may_pass
+        if is_final or status == 413:  # 413 is also final if a proxy answers with HTML
             raise Refused(problem)
         raise TelegramError(problem, (answer.get("parameters") or {}).get("retry_after", 0))
 
     async def download(self, path: str) -> bytes:
         """Download a file by the `file_path` from getFile; the server sends at most 20 MB."""
         address = f"file/bot{self.token}/{urllib.parse.quote(path)}"
-        status, data = await self._exchange(address, None, "", seconds=60)
+        status, data = await self._exchange(address, None, {}, seconds=60)
         if status != 200:
             raise TelegramError(f"the file cannot be fetched: HTTP {status}")
         return data
 
-    async def _exchange(self, address: str, body: bytes | None, kind: str, seconds: float) -> tuple:
-        """Returns the status and the body of the response."""
+    async def _exchange(self, address: str, body: Any, headers: dict, seconds: float) -> tuple:
+        """Returns the status and the body of the response. `body`: bytes, or an iterator."""
         try:
             async with asyncio.timeout(seconds):  # a DNS lookup has no time limit of its own
-                return await in_thread(fetch, f"{self.base}/{address}", body, kind, seconds)
+                return await in_thread(fetch, f"{self.base}/{address}", body, headers, seconds)
         except TimeoutError:
             problem = f"no answer in {seconds:g} s"
         except Exception as failure:  # the text of any error may contain the token
@@ -714,32 +746,16 @@ class BotAPI:
         return text.replace(self.token, "<token>") if self.token else text
 
 
-def fetch(url: str, body: bytes | None, kind: str, seconds: float) -> tuple[int, bytes]:
+def fetch(url: str, body: Any, headers: dict, seconds: float) -> tuple[int, bytes]:
     import urllib.request
 
-    request = urllib.request.Request(url, body, {"Content-Type": kind})
+    request = urllib.request.Request(url, body, headers)
     try:
         with urllib.request.urlopen(request, timeout=seconds) as response:
             return response.status, response.read()
     except urllib.error.HTTPError as refusal:  # an HTTPError has a body, too
         with refusal:
             return refusal.code, refusal.read()
-
-
-def as_body(fields: dict[str, Any]) -> tuple[bytes, str]:
-    """Returns the body and its content type: a form if a field is a file, otherwise JSON."""
-    if not any(isinstance(value, Path) for value in fields.values()):
-        return json.dumps(fields).encode(), "application/json"
-    border, body = os.urandom(16).hex(), b""
-    for name, value in fields.items():
-        head = f"Content-Disposition: form-data; name={name}"
-        if isinstance(value, Path):
-            head += "; filename=" + re.sub(r"[^\w.-]", "_", value.name)  # a"b.txt, for example
-            data = value.read_bytes()
-        else:
-            data = (value if isinstance(value, str) else json.dumps(value)).encode()
-        body += f"--{border}\r\n{head}\r\n\r\n".encode() + data + b"\r\n"
-    return body + f"--{border}--\r\n".encode(), f"multipart/form-data; boundary={border}"
 
 
 # ---- Telegram as a channel ----
@@ -903,7 +919,7 @@ class Telegram(Channel):
             if isinstance(part, str):
                 await self._send_text(part, target)
             else:
-                await self._send_file(part, target)
+                await self._send_file(part, message, target)
             message.parts_sent += 1
 
     async def _send_text(self, text: str, target: dict) -> None:
@@ -913,16 +929,24 @@ class Telegram(Channel):
         except Refused:  # 400 can't parse entities
             await self.api.call("sendMessage", text=plain_text(text), **target)
 
-    async def _send_file(self, path: Path, target: dict) -> None:
+    async def _send_file(self, path: Path, message: OutboundMessage, target: dict) -> None:
         """If a file cannot be sent, send the reason, so that nobody waits for the file."""
-        methods = {"sendDocument": "document"}
+        # The chat shows "sending a file". In an outage this request fails, not an upload, so that
+        # the file is retried, as a text is, until Telegram can be reached again.
+        await self.api.call("sendChatAction", action="upload_document", **target)
+        methods = ["sendDocument"]
         if path.suffix.lower() in (".jpg", ".jpeg", ".png", ".webp"):
-            methods = {"sendPhoto": "photo", **methods}
-        for method, field_name in methods.items():
+            methods = ["sendPhoto", "sendDocument"]
+        for method in methods:
             try:
-                return await self.api.call(method, 300, **{field_name: path}, **target)
+                return await self.api.upload(method, message.chat_id, path)
             except (Refused, OSError) as failure:
                 problem = failure  # after 400 PHOTO_INVALID_DIMENSIONS, try sendDocument
+            except TelegramError as failure:
+                if message.failures < 4:
+                    raise
+                problem = f"five attempts have failed, the last with {failure}"
+                break
         await self._send_text(as_html(f"[{path.name} cannot be sent: {problem}]"), target)
 
 

@@ -1285,8 +1285,11 @@ class BusService:
         if key != turn.session_key and content:  # the other chat's journal must get the text too
             self.work.start(self.bus.publish(InboundMessage("system", "job", key, content)))
             content = ""
-        if content or files:
-            self.bus.send(OutboundMessage(*key.split(":", 1), content, media=files))
+        chat = key.split(":", 1)
+        if content:
+            self.bus.send(OutboundMessage(*chat, content))
+        for file in files:
+            self.bus.send(OutboundMessage(*chat, "", "file", [file]))
         return f"Sent to {key}."
 
     async def go_on_after_restart(self) -> None:

@@ -84,7 +84,7 @@ class Chats:
         finals = [
             event for event in self.desk.sent if event.kind == "final" and event.chat_id == chat
         ]
-        return [event.content for event in finals if event.content or event.media]
+        return [event.content for event in finals if event.content]
 
     async def until(self, condition) -> None:
         patience = time.monotonic() + 20

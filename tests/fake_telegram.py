@@ -19,6 +19,7 @@ from fake_llm import QuietHandler, Server
 
 Json = dict[str, Any]
 
+LARGE = 5_000_000  # bytes: of a larger upload only the size is kept
 PATIENCE = 30.0  # seconds until a test that waits for something gives up
 TAGS = {"b", "strong", "i", "em", "u", "s", "code", "pre", "a", "blockquote", "tg-spoiler"}
 CONFLICT = "Conflict: terminated by other getUpdates request; make sure that only one bot instance is running"
@@ -32,6 +33,7 @@ class Request:
     method: str
     fields: Json
     files: dict[str, tuple[str, bytes]] = field(default_factory=dict)
+    size: int = 0  # of the whole body
 
 
 @dataclass
@@ -91,6 +93,7 @@ class FakeTelegram(Server):
         self.requests: list[Request] = []
         self.files: dict[str, tuple[str, bytes]] = {}  # file_id → path and content
         self.webhook = ""
+        self.cuts_uploads_after: int | None = None  # so many bytes
         self.refusals: dict[str, list[Refusal]] = {}
         self.chats: dict[str, Refusal] = {}  # by chat: whatever goes there fails so
         self.changed = threading.Condition()
@@ -210,15 +213,29 @@ class Handler(QuietHandler):
     server: FakeTelegram
 
     def do_POST(self) -> None:
-        raw = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        size = int(self.headers.get("Content-Length", 0))
+        raw = self._read(size)
         token, _, method = self.path.removeprefix("/bot").partition("/")
         if token != self.server.token:
             status, text = (401, "Unauthorized") if ":" in token else (404, "Not Found")
             return self._send(status, {"ok": False, "error_code": status, "description": text})
+        request = self._request(method, raw)
+        request.size = size
+        if size > LARGE and self.server.cuts_uploads_after is not None:
+            self.server.refuse(method, Refusal(0))
         try:
-            self._send(200, {"ok": True, "result": self.server.answer(self._request(method, raw))})
+            self._send(200, {"ok": True, "result": self.server.answer(request)})
         except Refusal as refusal:
             self._refuse(refusal)
+
+    def _read(self, size: int) -> bytes:
+        if size <= LARGE:
+            return self.rfile.read(size)
+        if self.server.cuts_uploads_after is not None:
+            size = self.server.cuts_uploads_after
+        while size and (piece := self.rfile.read(min(size, 100_000))):
+            size -= len(piece)
+        return b""
 
     def do_GET(self) -> None:
         """A file: /file/bot<token>/<path>"""

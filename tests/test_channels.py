@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 import traceback
+import tracemalloc
 import zoneinfo
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
@@ -1075,18 +1076,18 @@ async def test_a_second_try_goes_on_where_the_first_broke_off(server, desk, capl
 async def test_photos_and_files_go_out_and_one_that_cannot_is_told_of(server, desk, caplog):
     async def sent(*media: Path) -> list[str]:
         server.requests.clear()
-        await desk.send("", media=media, reply_to="5/99")
-        return [request.method for request in server.requests if request.method.startswith("send")]
+        await desk.send("", media=media)
+        methods = [request.method for request in server.requests]
+        return [method for method in methods if method in ("sendPhoto", "sendDocument")]
 
     photo, file = desk.folder / "a.PNG", desk.folder / 'odd"näme.txt'
     photo.write_bytes(b"\x89PNG\r\n--\r\n")
-    file.write_bytes(b"hello\r\n")
+    file.write_bytes(b"hello\r\n" * 100_000)
     assert await sent(photo, file) == ["sendPhoto", "sendDocument"]
     first, second = [request for request in server.requests if request.files]
     assert first.files == {"photo": ("a.PNG", b"\x89PNG\r\n--\r\n")}
     assert first.fields["chat_id"] == "7"
-    assert json.loads(first.fields["reply_parameters"])["message_id"] == 5
-    assert second.files["document"][1] == b"hello\r\n"
+    assert second.files["document"][1] == b"hello\r\n" * 100_000
     server.refuse("sendPhoto", Refusal(400, "Bad Request: PHOTO_INVALID_DIMENSIONS"))
     assert await sent(photo) == ["sendPhoto", "sendDocument"]
     server.refuse("sendPhoto", Refusal(500, "Internal Server Error"))
@@ -1103,6 +1104,70 @@ async def test_photos_and_files_go_out_and_one_that_cannot_is_told_of(server, de
         )
     )
     assert second.startswith("[gone cannot be sent: [Errno 2] No such file or directory")
+
+
+def sparse(path: Path, size: int) -> Path:
+    path.touch()
+    os.truncate(path, size)
+    return path
+
+
+def file_for(chat: str, path: Path) -> OutboundMessage:
+    return OutboundMessage("telegram", chat, "", "file", [path])
+
+
+TOO_LARGE = Refusal(413, body=b"<html><h1>413 Request Entity Too Large</h1></html>")
+
+
+@telegram()
+async def test_a_file_that_is_too_large_is_not_uploaded_again_and_the_chat_is_told(
+    server, desk, caplog
+):
+    server.refuse("sendDocument", TOO_LARGE)  # of a proxy
+    desk.bus.send(file_for("7", sparse(desk.folder / "small.zip", 1_000)))
+    desk.bus.send(file_for("7", sparse(desk.folder / "large.zip", 80_000_000)))
+    await desk.until(lambda: len(server.texts("7")) == 2)
+    assert server.texts("7") == [
+        "[small.zip cannot be sent: sendDocument: 413 not the Bot API]",
+        "[large.zip cannot be sent: "
+        "it has 80,000,000 bytes, and Telegram accepts at most 50,000,000]",
+    ]
+    assert len(server.calls("sendDocument")) == 1 and desk.naps == []
+
+
+@telegram()
+async def test_a_file_that_never_arrives_is_given_up_after_five_uploads_and_the_next_one_is_sent(
+    server, desk, caplog
+):
+    server.cuts_uploads_after = 1_000_000
+    desk.bus.send(file_for("7", sparse(desk.folder / "a.png", 20_000_000)))
+    desk.bus.send(file_for("7", sparse(desk.folder / "b.zip", 1_000)))
+    await desk.until(lambda: server.calls("sendDocument"))
+    assert len(server.calls("sendPhoto")) == 5 and desk.naps == [1, 2, 4, 8]
+    (told,) = server.texts("7")
+    assert told.startswith("[a.png cannot be sent: five attempts have failed, the last with ")
+
+
+@telegram()
+async def test_a_file_outlasts_an_outage_and_delays_no_text(server, desk, caplog):
+    server.refuse("sendChatAction", *[Refusal(502, body=b"<html>bad gateway</html>")] * 9)
+    server.refuse("sendDocument", Refusal(0, stalls=True))
+    desk.bus.send(file_for("7", sparse(desk.folder / "a.zip", 1_000)))
+    await desk.until(lambda: server.calls("sendDocument"))  # it hangs
+    await desk.deliver("the answer")
+    assert server.texts("7") == ["the answer"] and len(desk.naps) == 9
+
+
+@telegram()
+async def test_an_upload_needs_little_memory(server, desk, caplog):
+    file = sparse(desk.folder / "a.zip", 40_000_000)
+    tracemalloc.start()
+    await desk.send("", media=[file])
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    sizes = [request.size for request in server.requests if request.method == "sendDocument"]
+    assert len(sizes) == 1 and sizes[0] > 40_000_000
+    assert peak < 10_000_000
 
 
 @pytest.mark.parametrize("base", ["http://127.0.0.1:1/ x", "gopher://x", "{}"])
