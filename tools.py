@@ -704,9 +704,7 @@ def list_dir(path: str = ".", *, turn: Turn) -> str:
     return "\n".join(lines)
 
 
-# ---- Edits: which passage is replaced, and how its lines are indented ----
-# If a model miscounts spaces, the result can be valid Python with another meaning: a line moves
-# from a method to its class. So an edit is refused if the indentation is not certain.
+# ---- Edits: one passage is replaced, and the diff shows the change ----
 
 
 @tool
@@ -748,95 +746,27 @@ def diff(before: str, after: str, name: str) -> str:
 
 
 def replace_passage(text: str, old: str, new: str, replace_all: bool = False) -> str:
-    """Replace `old` with `new`; raises ToolError if `old` is missing or occurs more than once, or
-    if the indentation of the new lines is not certain."""
-    is_block, first = "\n" in new.strip("\n"), text.find(old)
-    if replace_all and first >= 0:
-        matches = re.finditer(re.escape(old), text) if is_block else []
-        if any(indentation_before(text, match.start()) for match in matches):
-            raise ToolError("The indentation of new_text is not clear: edit one place at a time.")
+    """Replace `old` with `new`; raises ToolError if `old` is missing or occurs more than once. If
+    `new` is empty, the line breaks of deleted lines are deleted, too."""
+    if replace_all and old in text:
         return text.replace(old, new)
-    places = [first, text.find(old, first + 1)]
-    passages = [(start, start + len(old)) for start in places if start >= 0]
-    is_within = old[0] in " \t" and indentation_before(text, max(first, 0))
-    if not passages or (is_within and len(passages) == 1):  # `old` lacks some indentation
-        passages = passages_by_lines(text, old)
-    if not passages:
+    places, start = [], text.find(old)
+    while start >= 0 and len(places) < 20:
+        places.append(start)
+        start = text.find(old, start + 1)
+    if not places:
         raise ToolError(f"old_text is not in the file.{nearest(text, old)}")
-    if len(passages) > 1:
-        lines = ", ".join(str(text.count("\n", 0, start) + 1) for start, _ in passages[:20])
+    if len(places) > 1:
+        lines = ", ".join(str(text.count("\n", 0, place) + 1) for place in places)
         raise ToolError(
             f"old_text occurs at lines {lines}. Add the lines before and after the right place, or "
-            "copy old_text exactly and set replace_all."
+            "set replace_all."
         )
-    return replaced(text, *passages[0], old, new)
-
-
-def passages_by_lines(text: str, old: str) -> list[tuple[int, int]]:
-    """Find `old`, ignoring spaces around each line; returns [(start, end), …] of all matches."""
-    lines = [re.escape(line.strip(" \t\r")) for line in old.strip("\n").split("\n")]
-    if len(lines) > 100 or not old.strip():  # the search is slow if `old` has over 100 lines
-        return []
-    spaced = [rf"[ \t]*{line}[ \t\r]*" if line else r"[ \t\r]*" for line in lines]
-    pattern = r"(?m)^(?=(" + r"\n".join(spaced) + "$))"
-    return [match.span(1) for match in re.finditer(pattern, text)]
-
-
-def replaced(text: str, start: int, end: int, old: str, new: str) -> str:
-    """Replace one passage of `text` with `new`; the new lines get the passage's indentation."""
-    is_exact = text[start:end] == old
-    before = indentation_before(text, start)  # `old` lacks this indentation
-    is_block = before and old.strip() and "\n" in new.strip("\n")
-    if not is_exact or is_block:
-        given, wanted = (old, new) if is_exact else (old.strip("\n"), new.strip("\n"))
-        start -= len(before)
-        new = reindented(before + given, before + wanted, text[start:end])
-        if new is None:
-            raise ToolError(
-                "old_text is in the file, but the indentation of new_text is not clear. "
-                "Copy whole lines with all of their indentation."
-            )
+    start, end = places[0], places[0] + len(old)
     is_whole = text[max(start - 1, 0) : start] in ("", "\n") and text.startswith("\n", end)
-    if not new and is_whole and text[end - 1] != "\n":
-        end += 1  # also delete the line break after the deleted lines
+    if not new and is_whole and not old.endswith("\n"):
+        end += 1
     return text[:start] + new + text[end:]
-
-
-def indentation_before(text: str, start: int) -> str:
-    """Return the spaces before `start` in its line, or "" if the line has text before `start`."""
-    before = text[max(start - 200, 0) : start].rpartition("\n")[2]
-    return before if before.isspace() and not text.startswith("\n", start) else ""
-
-
-def reindented(old: str, new: str, passage: str) -> str | None:
-    r"""Give `new` the indentation of the passage; returns None if the indentation is not certain.
-
-    old "a()\n  b()"   passage "    a()\n      b()"   new "a()\n  c()"   →   "    a()\n      c()"
-
-    An indentation that is only in `new` is usually refused, because the model may have miscounted.
-    """
-    old_lines, new_lines, lines = (part.split("\n") for part in (old, new, passage))
-    old_depths, new_depths, real_depths = map(indentations, (old_lines, new_lines, lines))
-    depths, first = dict(zip(old_depths, real_depths, strict=True)), old_depths[0]
-    shifts = {len(real) - len(depth) for depth, real in zip(old_depths, real_depths, strict=True)}
-    is_moved = old_depths != real_depths
-    all_stripped = is_moved and not any(depths) and len(old_lines) != len(new_lines)
-    is_deeper = first in new_depths[1:] and all(depth.startswith(first) for depth in new_depths)
-    is_known = set(new_depths) <= set(depths) or (is_deeper and not is_moved)
-    if len(shifts) > 1 or all_stripped or not is_known or new_depths[:1] not in ([first], []):
-        return None
-    kept = dict(zip(old_lines, lines, strict=True))  # an unchanged line keeps its trailing spaces
-
-    def moved(line: str) -> str:
-        depth = line[: len(line) - len(line.lstrip(" \t"))]
-        return depths.get(depth, depth) + line.removeprefix(depth) if line.strip() else line
-
-    return "\n".join(kept.get(line, moved(line)) for line in new_lines)
-
-
-def indentations(lines: list[str]) -> list[str]:
-    """The indentations of all lines except blank lines."""
-    return [line[: len(line) - len(line.lstrip(" \t"))] for line in lines if line.strip()]
 
 
 def nearest(text: str, old: str) -> str:

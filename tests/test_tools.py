@@ -1,6 +1,5 @@
 """tools.py: schemas, registry, fence, files, search, web, shell, MCP: real files, sockets and processes."""
 
-import ast
 import asyncio
 import base64
 import contextlib
@@ -21,7 +20,6 @@ import ssl
 import stat
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 import warnings
@@ -1159,157 +1157,6 @@ def test_a_file_in_utf_16_is_read_but_not_edited_as_something_else(turn):
     assert result.is_error and "UTF-16" in result.text and (turn.cwd / "x").read_bytes() == data
 
 
-METHOD = "class A:\n    def f(self):\n        if a:\n            b()\n        return 1\n"
-TABS = METHOD.replace("    ", "\t")
-TWO_LINES = METHOD.replace("        return 1", "        c = 1\n        return c")
-
-
-@pytest.mark.parametrize(
-    "before, old, new, after",
-    [
-        (
-            TABS,
-            "if a:\n\tb()",
-            "if a:\n\tb()\nif c:\n\te()",
-            TABS.replace("\t\treturn", "\t\tif c:\n\t\t\te()\n\t\treturn"),
-        ),
-        (
-            METHOD,
-            "    return 1",
-            "    c = 1\n    return c",
-            TWO_LINES,
-        ),  # in a line, and yet not the line
-        (METHOD, "return 1", "c = 1\n        return c", TWO_LINES),
-        (METHOD, "b()\n        return 1", "c()\n        return 1", METHOD.replace("b()", "c()")),
-        ("x\n    a\n b\n", "   a\nb", "   a\nc", "x\n    a\n c\n"),
-        (
-            METHOD,
-            "return 1",
-            "if c:\n            d()\n        return 1",
-            METHOD.replace("return 1", "if c:\n            d()\n        return 1"),
-        ),
-    ],
-)
-def test_a_passage_that_is_indented_otherwise_is_changed_by_one_move(turn, before, old, new, after):
-    (turn.cwd / "x.py").write_text(before)
-    assert not change(turn, "edit_file", path="x.py", old_text=old, new_text=new).is_error
-    assert (turn.cwd / "x.py").read_text() == after
-
-
-@pytest.mark.parametrize(
-    "before, old, new",
-    [
-        (METHOD, "if a:\n  b()", "if a:\n  c()\n  b()"),  # two spaces for four
-        (METHOD, "if a:\nb()", "if a:\nc()\nb()"),  # all indentation dropped
-        (TABS, "        if a:\n            b()", "        if a:\n            b()\n            c()"),
-        (METHOD, "    return 1", "    if c:\n        d()\n    return 1"),  # how deep is d?
-        (METHOD, "    return 1", "    return 1\ne = 2"),  # in the method, the class, or behind it?
-        (METHOD, "return 1", "c()\nreturn 1"),  # the line that stays would leave the method
-        (METHOD, "return 1", "return 1\n            d()"),
-        (METHOD, "    return 1", "return 1\n    c()"),
-        (
-            METHOD,
-            "    if a:\n        b()\n    return 1",
-            "    if a:\n        b()\n    return 1\n\ndef g():\n    d()",
-        ),
-        ("a:\n  - x\n    - x\n", "a:\n- x\n- x", "a:\n- y\n- x"),  # equal lines at unequal depths
-    ],
-)
-def test_an_edit_whose_nesting_is_not_certain_is_refused(turn, before, old, new):
-    (turn.cwd / "x.py").write_text(before)
-    assert change(turn, "edit_file", path="x.py", old_text=old, new_text=new).is_error
-    assert (turn.cwd / "x.py").read_text() == before
-
-
-def lead(line: str) -> str:
-    return line[: len(line) - len(line.lstrip(" \t"))]
-
-
-def by_line(change):
-    return lambda text: "\n".join(
-        change(line) if line.strip() else line for line in text.split("\n")
-    )
-
-
-def in_units(old: str, new: str):
-    def change(line: str) -> str:
-        depth = len(lead(line)) // len(old)
-        return new * depth + line[depth * len(old) :]
-
-    return by_line(change)
-
-
-MISTAKES = {  # how models write an indentation that is not the file's
-    "tabs for four spaces": in_units("    ", "\t"),
-    "two for four": in_units("    ", "  "),
-    "eight for four": in_units("    ", " " * 8),
-    "the least is dropped": textwrap.dedent,
-    "all is dropped": by_line(str.lstrip),
-    "a level too deep": by_line(lambda line: "    " + line),
-    "a level too shallow": by_line(lambda line: line.removeprefix("    ")),
-    "two spaces too deep": by_line(lambda line: "  " + line),
-    "one too few": by_line(lambda line: line[1:]),
-    "the first line's is dropped": str.lstrip,
-}
-INSERTED = ["log(1)", "if ready:\n    log(2)", "for x in y:\n    if x:\n        log(x)\n    log(3)"]
-
-
-def same_program(text: str, wanted: str) -> bool:
-    try:
-        return ast.dump(ast.parse(text)) == ast.dump(ast.parse(wanted))
-    except SyntaxError:
-        return False
-
-
-@pytest.fixture(scope="module")
-def programs() -> list[str]:
-    """The kit's own classes and functions, each a text of its own."""
-    texts = []
-    for path in sorted(Path(tools.__file__).parent.glob("*.py")):
-        source = path.read_text()
-        nodes = [node for node in ast.parse(source).body if 10 < node.end_lineno - node.lineno < 90]
-        texts += [
-            "\n".join(source.split("\n")[node.lineno - 1 : node.end_lineno]) for node in nodes
-        ]
-    return [text for text in texts if text.startswith(("def", "class", "async def"))]
-
-
-def random_insertion(chance: random.Random, text: str) -> tuple[str, str]:
-    """A passage of a program, and the same with a statement more behind its last one."""
-    nodes = [
-        node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.stmt) and node.col_offset
-    ]
-    node = chance.choice([node for node in nodes if node.end_lineno - node.lineno < 8])
-    lines = text.split("\n")
-    old = lines[max(node.lineno - 1 - chance.choice([0, 0, 1, 3]), 0) : node.end_lineno]
-    statement = [
-        lead(lines[node.lineno - 1]) + line for line in chance.choice(INSERTED).split("\n")
-    ]
-    return "\n".join(old), "\n".join(old + statement)
-
-
-@pytest.mark.parametrize("mistake", MISTAKES)
-@pytest.mark.parametrize("indented_by", ["    ", "\t", "  "])
-def test_after_an_edit_a_program_means_what_was_wanted_or_it_was_refused(
-    programs, mistake, indented_by
-):
-    chance, in_file, edited = random.Random(20_260_404), in_units("    ", indented_by), 0
-    for _ in range(300 if os.environ.get("NANOBOT_TEST_FULL") else 15):
-        text = chance.choice(programs)
-        old, new = random_insertion(chance, text)
-        wanted, text = in_file(text.replace(old, new)), in_file(text)
-        old, new = MISTAKES[mistake](old), MISTAKES[mistake](new)
-        stands_elsewhere = f"\n{old}\n" in f"\n{text}\n"  # by chance, just so
-        if text.count(in_file(old)) > 1 or stands_elsewhere or not same_program(wanted, wanted):
-            continue
-        with contextlib.suppress(ToolError):
-            result = tools.replace_passage(text, old, new)
-            edited += 1
-            assert same_program(result, wanted), (old, new)
-    is_a_move = indented_by == "    " and mistake not in ("all is dropped", *list(MISTAKES)[:3])
-    assert edited or not is_a_move
-
-
 def test_edits_of_what_stands_there_exactly_are_those_of_str_replace():
     chance = random.Random(20_260_405)
     for _ in range(2_000):
@@ -1403,12 +1250,13 @@ def test_a_registry_without_a_turn_remembers_what_was_read(tmp_path, monkeypatch
     assert [result.is_error for result in asyncio.run(work())] == [False] * 3
 
 
-@pytest.mark.parametrize("old", [" ", "    ", "\t", "\n"])
-@pytest.mark.parametrize("new", ["", "a\nb", "\n\n"])
-def test_blanks_can_be_replaced_like_any_text(turn, old, new):
+@pytest.mark.parametrize("old", [" ", "\t", "\n", "\f", "\u3000"])
+def test_blanks_can_be_replaced_like_any_text(turn, old):
     (turn.cwd / "x").write_text(f"def f():\n  {old}return\n")
-    result = call(turn, "edit_file", path="x", old_text=old, new_text=new)
-    assert "Error" not in result.text, result.text  # it was changed, or refused with a reason
+    result = call(turn, "edit_file", path="x", old_text=f"{old}return", new_text="a\nb")
+    assert not result.is_error and (turn.cwd / "x").read_text() == "def f():\n  a\nb\n"
+    refused = call(turn, "edit_file", path="x", old_text=old, new_text="a\nb")
+    assert "old_text" in refused.text or not refused.is_error  # several places, or one
 
 
 def test_a_read_only_file_is_not_changed(turn):
@@ -1440,19 +1288,7 @@ def test_a_read_only_file_is_not_changed(turn):
         (b"a\n# x = 1\n", "# ", "", b"a\nx = 1\n"),
         (b"async def f\n", "async ", "", b"def f\n"),  # and whole
         (b"  a: 1\n", "a: 1", "a: 1\n  b:", b"  a: 1\n  b:\n"),
-        (b"a\n  b\n  c\nd\n", "\nb\nc\n", "\nB\nC\n", b"a\n  B\n  C\nd\n"),
-        (
-            b"if 1:\n    if 2:\n        go()\n",
-            "if 2:\n    go()",
-            "if 3:\n    stop()\n\n    go()",
-            b"if 1:\n    if 3:\n        stop()\n\n        go()\n",
-        ),
-        (
-            b"  one  \n  two\n",
-            "one\ntwo",
-            "one\n2",
-            b"  one  \n  2\n",
-        ),  # a line that stays, stays as it is
+        (b"if 1:\n    go()\n", "go()", "stop()\ngo()", b"if 1:\n    stop()\ngo()\n"),  # as written
     ],
 )
 def test_edit_file_changes_the_passage_and_nothing_else(turn, before, old, new, after):
@@ -1474,7 +1310,7 @@ def test_edit_file_changes_the_passage_and_nothing_else(turn, before, old, new, 
         (
             "\ngo\ngo\n",
             "go",
-            "^old_text occurs at lines 2, 3. Add the lines before and after the right place, or copy old_text exactly and set replace_all",
+            "^old_text occurs at lines 2, 3. Add the lines before and after the right place, or set replace_all",
         ),
         (
             "if a:\n    count = 0  # local\ncount = 0\n",
@@ -1483,30 +1319,15 @@ def test_edit_file_changes_the_passage_and_nothing_else(turn, before, old, new, 
         ),
         ("aba-aba-aba", "aba-aba", "^old_text occurs at lines 1, 1"),
         (
-            "if a:\n    count = 0\n",
-            "count = 0",
-            "^old_text is in the file, but the indentation of new_text is not clear",
+            "if a:\n    go()\n",
+            "if a:\n  go()",
+            "(?s)The closest passage, at line 1.*-  go.*\\+    go",
         ),
-        ("if a:\n    go()\n", "if a:\n  go()", "^old_text is in the file, but the indentation"),
     ],
 )
 def test_missing_repeated_and_unclear_passages_have_answers_of_their_own(before, old, told):
     with pytest.raises(ToolError, match=told):
         replace_passage(before, old, "count = 1\nother = 2")
-
-
-@pytest.mark.parametrize(
-    "old, new, told",
-    [
-        ("go", "a()\n  b()", "The indentation of new_text is not clear"),
-        ("  go\n a", "a", "occurs at lines 1, 4"),
-    ],
-)
-def test_replace_all_takes_what_stands_there_exactly_and_never_guesses(old, new, told):
-    text = " go\n a\n--\n\tgo\n\ta\n"
-    assert replace_passage(text, "go", "went", replace_all=True) == text.replace("go", "went")
-    with pytest.raises(ToolError, match=told):
-        replace_passage(text, old, new, replace_all=True)
 
 
 # ---- Notebooks ----
@@ -2632,9 +2453,6 @@ def readers(turn: Turn) -> dict:
         "cast": lambda text: cast(text, {"type": "array"}),
         "edit": lambda text: replace_passage(text, f"no{text[:50_000]}", "x"),
         "edit all": lambda text: replace_passage(text, text[:1], "y\nz", replace_all=True),
-        "edit lines": lambda text: replace_passage(
-            text, " " + "\n".join([*text.split("\n")[:98], "b"]), "y"
-        ),
     }
 
 
