@@ -62,10 +62,10 @@ class InboundMessage:
     def session_key(self) -> str:
         return f"{self.channel}:{self.chat_id}"
 
-    def confirm(self, problem: Exception | None = None) -> None:
-        """Let `publish` return, or let it raise `problem` if the message could not be written."""
+    def confirm(self) -> None:
+        """Let `publish` return."""
         if self.journalled and not self.journalled.done():  # false if no `publish` is waiting
-            self.journalled.set_result(problem)
+            self.journalled.set_result(None)
 
 
 class MessageBus:
@@ -85,11 +85,10 @@ class MessageBus:
         return channel in self.channels and self.channels[channel].shows_deltas
 
     async def publish(self, message: InboundMessage) -> None:
-        """Returns after `confirm()`; raises an exception if the message could not be written."""
+        """Returns after `confirm()`, which may take long: the agent retries a failed write."""
         message.journalled = asyncio.get_running_loop().create_future()
         self._inbound.put_nowait(message)
-        if problem := await message.journalled:
-            raise problem
+        await message.journalled
 
     async def next(self) -> InboundMessage:
         """Wait for a message. The caller writes the message to disk, then calls `confirm()`."""
@@ -775,25 +774,31 @@ class Telegram(Channel):
         self.group_policy, self.media_folder, self.sleep = group_policy, media_folder, sleep
         self.bot: dict = {}  # the bot's id and username, from getMe
         self._offset = 0  # the id of the first update that is not on disk yet
+        self._storing: dict[int, asyncio.Task] = {}  # id of an update from `_offset` on → its task
+        self._order: dict[Any, asyncio.Lock] = defaultdict(asyncio.Lock)  # chat id → lock
         self._typing: dict[str, asyncio.Task] = {}
 
     async def start(self, bus: MessageBus) -> None:
         """Listen until cancelled. Raises NoSuchBot."""
         told = ""
-        while True:
-            try:
-                await self._poll(bus)
-                told = ""
-            except NoSuchBot:
-                raise
-            except Exception as failure:  # any error: polling must continue
-                if str(failure) != told:  # log each new problem once
-                    is_rival = "terminated by other getUpdates" in str(failure)
-                    hint = RIVAL if is_rival else "The request is retried."
-                    log.warning("Telegram: %s. %s", failure, hint)
-                told = str(failure)
-                self.bot = {}  # `_introduce` runs again and deletes a webhook
-                await self.sleep(max(10.0, getattr(failure, "retry_after", 0)))
+        try:
+            while True:
+                try:
+                    if told or not self.bot:  # after a failure, a webhook may have to be deleted
+                        await self._introduce()
+                    await self._poll(bus)
+                    told = ""
+                except NoSuchBot:
+                    raise
+                except Exception as failure:  # any error: polling must continue
+                    if str(failure) != told:  # log each new problem once
+                        is_rival = "terminated by other getUpdates" in str(failure)
+                        hint = RIVAL if is_rival else "The request is retried."
+                        log.warning("Telegram: %s. %s", failure, hint)
+                    told = str(failure)
+                    await self.sleep(max(10.0, getattr(failure, "retry_after", 0)))
+        finally:
+            await end_all(self._storing.values())
 
     async def _introduce(self) -> None:
         """Get the bot's username for groups. Delete the webhook, because it blocks getUpdates."""
@@ -803,42 +808,50 @@ class Telegram(Channel):
         await self.api.call("deleteWebhook")
 
     async def _poll(self, bus: MessageBus) -> None:
-        """Publish the new messages. Increase the offset only after a message is on disk."""
-        if not self.bot:
-            await self._introduce()
+        """Store each new message in a task of its own. Set the offset to the first update that is
+        not on disk; the server repeats this update and all later ones, which `_storing` knows."""
         updates = await self._get_updates(self.poll_seconds)
-        if any(map(album_of, filter(self._is_from_people, updates))):
+        if any(map(album_of, filter(self._is_new, updates))):
             await self.sleep(self.album_seconds)
             updates = await self._get_updates(0)  # the same updates, now with the whole album
-        wanted = filter(self._is_from_people, updates)
-        for _, group in itertools.groupby(wanted, lambda each: album_of(each) or each["update_id"]):
+        new = filter(self._is_new, updates)
+        for _, group in itertools.groupby(new, lambda each: album_of(each) or each["update_id"]):
             arrival = list(group)
-            await self._take([update["message"] for update in arrival], bus)
-            self._offset = arrival[-1]["update_id"] + 1
-        if updates:
-            self._offset = updates[-1]["update_id"] + 1
+            task = asyncio.create_task(self._take([update["message"] for update in arrival], bus))
+            self._storing |= {update["update_id"]: task for update in arrival}
+        if self._storing:  # wait for slow chats, because the server repeats their updates at once
+            await asyncio.wait(self._storing.values(), timeout=1.0)
+        for update in updates:
+            number = update["update_id"]
+            if number in self._storing and not self._storing[number].done():
+                break
+            self._storing.pop(number, None)
+            self._offset = number + 1
 
     async def _get_updates(self, seconds: float) -> list[dict]:
         """`allowed_updates` excludes edits and clicks; but the server still sends queued ones."""
         fields = {"offset": self._offset, "timeout": seconds, "allowed_updates": ["message"]}
         return await self.api.call("getUpdates", seconds + self.slack_seconds, **fields)
 
-    def _is_from_people(self, update: dict) -> bool:
+    def _is_new(self, update: dict) -> bool:
         """Strangers do not even get a refusal, because a refusal shows that the bot runs."""
         sender = (update.get("message") or {}).get("from") or {}
-        return not sender.get("is_bot", True) and self.is_allowed(sender.get("id", ""))
+        if update["update_id"] in self._storing or sender.get("is_bot", True):
+            return False
+        return self.is_allowed(sender.get("id", ""))
 
     async def _take(self, messages: list[dict], bus: MessageBus) -> None:
-        """Publish a message, or an album, which consists of several messages."""
-        try:
-            inbound = await self._inbound(messages)
-        except Exception:  # otherwise Telegram would send this message again and again
-            log.warning("Telegram: an unreadable message is skipped", exc_info=True)
-            return
-        if inbound:
-            await bus.publish(inbound)
-            self._stop_typing(inbound.chat_id)
-            self._typing[inbound.chat_id] = asyncio.create_task(self._type(inbound.chat_id))
+        """Publish a message, or an album, after the earlier messages of the same chat."""
+        async with self._order[messages[0].get("chat", {}).get("id")]:
+            try:
+                inbound = await self._inbound(messages)
+            except Exception:  # otherwise Telegram would send this message again and again
+                log.warning("Telegram: an unreadable message is skipped", exc_info=True)
+                return
+            if inbound:
+                await bus.publish(inbound)
+                self._stop_typing(inbound.chat_id)
+                self._typing[inbound.chat_id] = asyncio.create_task(self._type(inbound.chat_id))
 
     async def _inbound(self, messages: list[dict]) -> InboundMessage | None:
         """Combine messages into one. Returns None if the messages are empty or not for the bot."""
@@ -1729,5 +1742,5 @@ class PageRequest:
             taking = self.page.take(self.path, json.loads(self.rfile.read(size)))
             asyncio.run_coroutine_threadsafe(taking, self.page.loop).result(10)
             self._reply(204, "")
-        except Exception as problem:  # for example, invalid JSON or a full disk
+        except Exception as problem:  # for example, invalid JSON, or no `confirm` within 10 s
             self._reply(400, f"The message was not accepted: {problem}")

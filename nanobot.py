@@ -1274,7 +1274,8 @@ class Conversation:
         self.reply_to = ""  # id of the newest message in this turn
 
     async def take_in(self, message: InboundMessage, kind: str) -> None:
-        """Append a message to the inbox file, then acknowledge the message to its channel."""
+        """Append a message to the inbox file, then acknowledge the message to its channel. Until
+        the file can be written, retry, and tell the chat once; other chats do not wait."""
         said = f"{message.speaker}: " if message.speaker and kind == "user" else ""
         line = {
             "id": message.message_id or uuid.uuid4().hex,
@@ -1283,13 +1284,17 @@ class Conversation:
             "content": said + message.content,
             "media": [str(path) for path in message.media],
         }
+        told = ""
         async with self.order:
             while True:
                 try:
                     await asyncio.to_thread(self.inbox.append, line)
                     break
                 except OSError as problem:  # retry, because the message is not yet acknowledged
-                    GATEWAY_LOG.warning("%s: %s", self.key, problem)
+                    if not told:
+                        told = f"A message cannot be stored yet, and is retried: {problem}"
+                        GATEWAY_LOG.warning("%s: %s", self.key, told)
+                        self.service.bus.send(OutboundMessage(*self.key.split(":", 1), told))
                     await asyncio.sleep(1.0)
         message.confirm()
         GATEWAY_LOG.info("%s: received %d characters", self.key, len(message.content))
