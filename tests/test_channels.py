@@ -776,9 +776,8 @@ def test_an_update_is_confirmed_only_when_it_is_in_the_journal_and_comes_again_u
             again = await desk.next()
             assert (again.content, again.message_id) == ("two", message.message_id)
             server.say("elsewhere", sender=8)
-            assert (await desk.take()).content == "elsewhere", "only the chat waits"
+            assert [(await desk.take()).content for _ in range(2)] == ["three", "elsewhere"]
             again.confirm()
-            assert (await desk.take()).content == "three"
             await desk.until_confirmed()
             server.say("four")
             assert (await desk.take()).content == "four"

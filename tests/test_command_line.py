@@ -837,7 +837,7 @@ def test_status_has_a_row_for_each_part_and_says_what_is_missing_or_broken(own_h
     assert rows["sandbox"].startswith("ok off")
     bot = {"token": "1:secret", "allowFrom": [7, "8"]}
     rows = status_rows(*settings(own_home, channels={"telegram": bot}))
-    assert rows["telegram"] == "ok a token is set, allowed: 7, 8"
+    assert rows["telegram"] == "ok a token is set, allowed: 7, 8, last strangers: none"
     (workspace_of(own_home) / "skills" / "odd" / "SKILL.md").mkdir(parents=True)
     monkeypatch.setenv("PATH", str(own_home))
     rows = status_rows(
@@ -1167,6 +1167,29 @@ def test_a_chat_whose_file_cannot_be_written_waits_alone_is_told_once_and_answer
     log = gateway.log.read_text()
     assert log.count(told) == 3, "once in each life"
     assert "ERROR" not in log and "Traceback" not in log
+
+
+def test_a_stranger_gets_no_answer_and_the_log_and_status_name_the_id(own_home):
+    people = [(number, f"P{number}") for number in range(1_000, 1_120)]
+    with FakeTelegram() as telegram:
+        gateway = Gateway(own_home, telegram, None, "--offline")
+        for number, name in [(8, "Ada\x1b[2J\nL"), *people, (8, "Ada\x1b[2J\nL")]:
+            sender = {"id": number, "is_bot": False, "first_name": name}
+            telegram.say("hello", sender=number, **{"from": sender})
+        telegram.say("hello")
+        telegram.wait_until(lambda: not telegram.updates and telegram.texts())
+        gateway.end()
+        assert {call["chat_id"] for call in telegram.calls("sendMessage")} == {"7"}
+    lines = [line for line in gateway.log.read_text().splitlines() if "no answer to" in line]
+    assert len(lines) == 100 and "not in channels.telegram.allowFrom" in lines[0]
+    assert [r"WARNING" in line and r" 8 (Ada\x1b[2J L)" in line for line in lines] == [
+        True,
+        *[False] * 99,
+    ]
+    bot = {"token": "1:a", "allowFrom": [7]}
+    out = nanobot("status", "--offline", *settings(own_home, channels={"telegram": bot}))[1]
+    last = ", ".join(f"{number} (P{number})" for number in range(1_094, 1_099))
+    assert f"allowed: 7, last strangers: {last}\n" in out
 
 
 def test_a_gateway_says_which_settings_it_lacks(own_home):
