@@ -5,8 +5,8 @@ A channel turns a person's text into an InboundMessage, and shows the person an 
     InboundMessage("telegram", "7", "42", "What is in a.txt?")  → bus →  the agent
     OutboundMessage("telegram", "42", "It says hello.")         ← bus ←  the agent
 
-The one rule: a sender keeps its message until the receiver acknowledges it. `publish` returns when
-the agent has stored the message; `on_delivered` is called when an answer has arrived.
+The one rule: a sender keeps its message until the receiver acknowledges it. `await bus.publish(…)`
+ends when the agent has stored the message; `on_delivered` is called when an answer has arrived.
 Read this file last. Not covered: turns, sessions, options. The file works alone:
 
     import asyncio
@@ -62,10 +62,10 @@ class InboundMessage:
     def session_key(self) -> str:
         return f"{self.channel}:{self.chat_id}"
 
-    def confirm(self, problem: Exception | None = None) -> None:
-        """Let `publish` return, or let it raise `problem` if the message could not be written."""
-        if self.journalled and not self.journalled.done():  # false if no `publish` is waiting
-            self.journalled.set_result(problem)
+    def confirm(self) -> None:
+        """Tell the sender that the message is on disk."""
+        if self.journalled and not self.journalled.done():  # false if nobody is waiting
+            self.journalled.set_result(None)
 
 
 class MessageBus:
@@ -84,12 +84,11 @@ class MessageBus:
     def shows_deltas(self, channel: str) -> bool:
         return channel in self.channels and self.channels[channel].shows_deltas
 
-    async def publish(self, message: InboundMessage) -> None:
-        """Returns after `confirm()`; raises an exception if the message could not be written."""
-        message.journalled = asyncio.get_running_loop().create_future()
+    def publish(self, message: InboundMessage) -> asyncio.Future:
+        """Queue a message. The future is done after `confirm()`, when the message is on disk."""
+        message.journalled = asyncio.Future()
         self._inbound.put_nowait(message)
-        if problem := await message.journalled:
-            raise problem
+        return message.journalled
 
     async def next(self) -> InboundMessage:
         """Wait for a message. The caller writes the message to disk, then calls `confirm()`."""
@@ -771,7 +770,8 @@ BAD_TOKEN = (
 
 
 class Telegram(Channel):
-    """The user's own Telegram bot. Files that people send are saved in `media_folder`."""
+    """The user's own Telegram bot. Files that people send are saved in `media_folder`.
+    `keep_strangers(text)` gets the ids and names of the last five strangers."""
 
     name = "telegram"
     poll_seconds = 50  # if no message arrives within this time, the server returns []
@@ -788,13 +788,16 @@ class Telegram(Channel):
         api_base: str = "https://api.telegram.org",
         group_policy: str = "mention",  # "open": the bot reads all group messages
         media_folder: Path = Path("media"),
+        keep_strangers: Callable = log.debug,
         sleep: Callable[[float], Awaitable] = asyncio.sleep,
     ):
         super().__init__(allow_from)
         self.api = BotAPI(token, api_base)
         self.group_policy, self.media_folder, self.sleep = group_policy, media_folder, sleep
+        self.keep_strangers, self._strangers = keep_strangers, []  # 8 (Ann), 9 (Bob): at most 100
         self.bot: dict = {}  # the bot's id and username, from getMe
-        self._offset = 0  # the id of the first update that is not on disk yet
+        self._offset = 0  # all updates with a lower id are on disk
+        self._storing: dict[int, asyncio.Future] = {}  # update id → future of `publish`
         self._typing: dict[str, asyncio.Task] = {}
 
     async def start(self, bus: MessageBus) -> None:
@@ -808,8 +811,7 @@ class Telegram(Channel):
                 raise
             except Exception as failure:  # any error: polling must continue
                 if str(failure) != told:  # log each new problem once
-                    is_rival = "terminated by other getUpdates" in str(failure)
-                    hint = RIVAL if is_rival else "The request is retried."
+                    hint = RIVAL if "terminated by" in str(failure) else "The request is retried."
                     log.warning("Telegram: %s. %s", failure, hint)
                 told = str(failure)
                 self.bot = {}  # `_introduce` runs again and deletes a webhook
@@ -823,40 +825,59 @@ class Telegram(Channel):
         await self.api.call("deleteWebhook")
 
     async def _poll(self, bus: MessageBus) -> None:
-        """Publish the new messages. Increase the offset only after a message is on disk."""
+        """Publish the new messages. Set the offset to the first update that is not on disk yet.
+        The server repeats all updates from the offset on; `_storing` has the known ones."""
         if not self.bot:
             await self._introduce()
         updates = await self._get_updates(self.poll_seconds)
-        if any(map(album_of, filter(self._is_from_people, updates))):
+        if any(map(album_of, filter(self._is_new, updates))):
             await self.sleep(self.album_seconds)
             updates = await self._get_updates(0)  # the same updates, now with the whole album
-        wanted = filter(self._is_from_people, updates)
-        for _, group in itertools.groupby(wanted, lambda each: album_of(each) or each["update_id"]):
-            arrival = list(group)
-            await self._take([update["message"] for update in arrival], bus)
-            self._offset = arrival[-1]["update_id"] + 1
-        if updates:
-            self._offset = updates[-1]["update_id"] + 1
+        new = filter(self._is_new, updates)
+        for _, group in itertools.groupby(new, lambda each: album_of(each) or each["update_id"]):
+            await self._take(list(group), bus)
+        if self._storing:  # at most 1 s, because other chats do not wait for one that is slow
+            await asyncio.wait(self._storing.values(), timeout=1.0)
+        for update in updates:
+            number = update["update_id"]
+            if number in self._storing and not self._storing[number].done():
+                break
+            self._storing.pop(number, None)
+            self._offset = number + 1
 
     async def _get_updates(self, seconds: float) -> list[dict]:
         """`allowed_updates` excludes edits and clicks; but the server still sends queued ones."""
-        fields = {"offset": self._offset, "timeout": seconds, "allowed_updates": ["message"]}
-        return await self.api.call("getUpdates", seconds + self.slack_seconds, **fields)
+        return await self.api.call(
+            "getUpdates",
+            seconds + self.slack_seconds,
+            offset=self._offset,
+            timeout=seconds,
+            allowed_updates=["message"],
+        )
 
-    def _is_from_people(self, update: dict) -> bool:
+    def _is_new(self, update: dict) -> bool:
         """Strangers do not even get a refusal, because a refusal shows that the bot runs."""
-        sender = (update.get("message") or {}).get("from") or {}
-        return not sender.get("is_bot", True) and self.is_allowed(sender.get("id", ""))
+        sender = update.get("message", {}).get("from", {})
+        if update["update_id"] in self._storing or sender.get("is_bot", True):
+            return False
+        is_allowed = self.is_allowed(sender.get("id"))
+        stranger = f"{sender.get('id')} ({name_of(sender)})"
+        if not is_allowed and stranger not in self._strangers and len(self._strangers) < 100:
+            self._strangers.append(stranger)
+            log.warning("Telegram: no answer to %s: not in channels.telegram.allowFrom", stranger)
+            self.keep_strangers(", ".join(self._strangers[-5:]))
+        return is_allowed
 
-    async def _take(self, messages: list[dict], bus: MessageBus) -> None:
+    async def _take(self, updates: list[dict], bus: MessageBus) -> None:
         """Publish a message, or an album, which consists of several messages."""
         try:
-            inbound = await self._inbound(messages)
+            inbound = await self._inbound([update["message"] for update in updates])
         except Exception:  # otherwise Telegram would send this message again and again
             log.warning("Telegram: an unreadable message is skipped", exc_info=True)
             return
         if inbound:
-            await bus.publish(inbound)
+            stored = bus.publish(inbound)
+            self._storing |= {update["update_id"]: stored for update in updates}
             self._stop_typing(inbound.chat_id)
             self._typing[inbound.chat_id] = asyncio.create_task(self._type(inbound.chat_id))
 
@@ -1757,5 +1778,5 @@ class PageRequest:
             taking = self.page.take(self.path, json.loads(self.rfile.read(size)))
             asyncio.run_coroutine_threadsafe(taking, self.page.loop).result(10)
             self._reply(204, "")
-        except Exception as problem:  # for example, invalid JSON or a full disk
+        except Exception as problem:  # for example, invalid JSON, or no `confirm` within 10 s
             self._reply(400, f"The message was not accepted: {problem}")

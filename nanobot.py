@@ -93,6 +93,7 @@ from memory import (
     counted,
     fitted,
     locked,
+    write_atomically,
 )
 from providers import (
     ROWS,
@@ -1312,6 +1313,7 @@ class Conversation:
         self.service = service
         self.loop = service.loop
         self.key = key
+        self.chat = key.split(":", 1)  # channel and chat id
         self.inbox = service.loop.sessions.inbox(key)
         self.order = asyncio.Lock()  # saves messages in the order of their arrival
         self.answering = asyncio.Lock()
@@ -1319,7 +1321,8 @@ class Conversation:
         self.reply_to = ""  # id of the newest message in this turn
 
     async def take_in(self, message: InboundMessage, kind: str) -> None:
-        """Append a message to the inbox file, then acknowledge the message to its channel."""
+        """Append a message to the inbox file, then acknowledge the message to its channel. Until
+        the file can be written, retry, and tell the chat once; other chats do not wait."""
         said = f"{message.speaker}: " if message.speaker and kind == "user" else ""
         line = {
             "id": message.message_id or uuid.uuid4().hex,
@@ -1328,13 +1331,17 @@ class Conversation:
             "content": said + message.content,
             "media": [str(path) for path in message.media],
         }
+        told = ""
         async with self.order:
             while True:
                 try:
                     await asyncio.to_thread(self.inbox.append, line)
                     break
                 except OSError as problem:  # retry, because the message is not yet acknowledged
-                    GATEWAY_LOG.warning("%s: %s", self.key, problem)
+                    if not told:
+                        told = f"A message cannot be stored yet, and is retried: {problem}"
+                        GATEWAY_LOG.warning("%s: %s", self.key, told)
+                        self.service.bus.send(OutboundMessage(*self.chat, told))
                     await asyncio.sleep(1.0)
         message.confirm()
         GATEWAY_LOG.info("%s: received %d characters", self.key, len(message.content))
@@ -1346,7 +1353,7 @@ class Conversation:
             await self.loop.process_direct(command, self.key, self.emit)
         except Exception as problem:
             text = f"Sorry, {command.split()[0]} failed: {problem}"
-            self.service.bus.send(OutboundMessage(*self.key.split(":", 1), text))
+            self.service.bus.send(OutboundMessage(*self.chat, text))
             raise
 
     async def go_on_after_restart(self) -> None:
@@ -1359,7 +1366,7 @@ class Conversation:
 
     async def _answer_what_waits(self) -> None:
         """Answer until the inbox is empty. Skip a terminal's inbox: `Talk` shows its reports."""
-        if self.key.partition(":")[0] not in self.service.bus.channels:
+        if self.chat[0] not in self.service.bus.channels:
             return
         async with self.answering:
             while self.is_due or self.inbox.path.exists():
@@ -1452,7 +1459,7 @@ class Conversation:
 
     def _send(self, session: Session, text: str, n: int) -> None:
         """Send message `n` of the journal. After a restart, undelivered messages are sent again."""
-        answer = OutboundMessage(*self.key.split(":", 1), text, reply_to=self.reply_to)
+        answer = OutboundMessage(*self.chat, text, reply_to=self.reply_to)
         answer.on_delivered = partial(session.mark, "delivered", upto=n)
         self.service.bus.send(answer)
 
@@ -1477,6 +1484,7 @@ def text_for_chat(result: AgentRunResult, key: str = "") -> str:
 # A lock prevents a second gateway, because two gateways could answer the same message twice.
 
 GATEWAY_LOG = logging.getLogger("nanobot.gateway")  # the gateway logs one line per event
+STRANGERS = ".nanobot/strangers.txt"
 SERVED = "A gateway or a page already serves {}. Stop that program, or use another --workspace."
 
 
@@ -1534,6 +1542,7 @@ class Gateway:
                     api_base=telegram.api_base,
                     group_policy=telegram.group_policy,
                     media_folder=self.loop.workspace / ".nanobot" / "media",
+                    keep_strangers=partial(write_atomically, self.loop.workspace / STRANGERS),
                 )
             )
         if not (self.page or telegram.token and telegram.allow_from):
@@ -2065,11 +2074,17 @@ class Config:
         return path_of(self.defaults.workspace.strip() or AgentDefaults.workspace)
 
     def check(self) -> None:
-        """Raises ConfigError if maxTokens is too large; warns of settings that have no effect."""
+        """Raises ConfigError if a value cannot work; warns of settings that have no effect."""
         answer, window = self.defaults.max_tokens, self.defaults.context_window_tokens
         if answer * 2 >= window or self.defaults.budget <= 0:
             limit = f"must be under half of contextWindowTokens ({window}), which is over 2,048"
             raise ConfigError(f"agents.defaults.maxTokens ({answer}) {limit}.")
+        for user in self.channels.telegram.allow_from:
+            if not re.fullmatch(r"\d+|\*", str(user)):
+                raise ConfigError(
+                    f"channels.telegram.allowFrom: {user!r} matches nobody. Put in the user's id, "
+                    "such as 7654321. If this user writes to the bot, the gateway prints the id."
+                )
         shell, search = self.tools.exec, self.tools.web.search
         if shell.sandbox_network and not shell.sandbox:
             log.warning("tools.exec.sandboxNetwork has no effect without a sandbox")
@@ -2512,7 +2527,12 @@ def status_rows(config: Config) -> Iterator[tuple[str, str, str | None]]:
     allowed = ", ".join(map(str, telegram.allow_from))
     problem = "" if allowed else "put user ids into channels.telegram.allowFrom"
     if telegram.token:
-        yield "telegram", f"a token is set, allowed: {allowed or 'nobody'}", problem
+        strangers = loop.memory.text_of(loop.workspace / STRANGERS) or "none"
+        yield (
+            "telegram",
+            f"a token is set, allowed: {allowed or 'nobody'}, last strangers: {strangers}",
+            problem,
+        )
     else:
         yield "telegram", "off: put a token into channels.telegram.token", None
     for name, problem in asyncio.run(loop.mcp.check()).items():

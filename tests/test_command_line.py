@@ -904,7 +904,7 @@ def test_status_has_a_row_for_each_part_and_says_what_is_missing_or_broken(own_h
     assert rows["sandbox"].startswith("ok off")
     bot = {"token": "1:secret", "allowFrom": [7, "8"]}
     rows = status_rows(*settings(own_home, channels={"telegram": bot}))
-    assert rows["telegram"] == "ok a token is set, allowed: 7, 8"
+    assert rows["telegram"] == "ok a token is set, allowed: 7, 8, last strangers: none"
     (workspace_of(own_home) / "skills" / "odd" / "SKILL.md").mkdir(parents=True)
     monkeypatch.setenv("PATH", str(own_home))
     rows = status_rows(
@@ -1186,6 +1186,77 @@ def test_a_command_of_a_killed_gateway_is_killed_and_the_model_is_told_to_check_
         time.sleep(max(0, begun + 4 - time.monotonic()))
     assert bill.read_text() == "begun\n"
     assert server.bodies[1]["messages"][-1]["content"] == UNKNOWN
+
+
+def test_a_chat_whose_file_cannot_be_written_waits_alone_is_told_once_and_answered_once(own_home):
+    lock = workspace_of(own_home) / "sessions" / "telegram%3A7.inbox.lock"
+    lock.mkdir(parents=True)  # fails for root, too
+    told = "A message cannot be stored yet, and is retried: "
+
+    def script(body):
+        return f"to {body['messages'][-1]['content'].split()[-1]}"
+
+    def answers(chat: int) -> list[str]:
+        return [text for text in telegram.texts(chat) if not text.startswith(told)]
+
+    with FakeTelegram() as telegram, FakeLLM(script) as server:
+        gateway = Gateway(own_home, telegram, server)
+        held = telegram.say("one")
+        for count, text in enumerate(["hello", "more"], 1):
+            telegram.say("two" if text == "hello" else "three")
+            telegram.say(text, sender=100)
+            telegram.wait_until(lambda count=count: len(answers(100)) == count)
+        telegram.wait_until(lambda: telegram.texts(7))
+        lines = lock.with_name("telegram%3A100.jsonl")
+        wait_until(lambda: lines.read_text().count('"mark": "delivered"') == 2)
+        gateway.process.kill()
+        gateway.process.wait()
+        gateway = Gateway(own_home, telegram, server)
+        telegram.say("again", sender=100)
+        wait_until(lambda: lines.read_text().count('"mark": "delivered"') == 3)
+        polls = len(telegram.calls("getUpdates"))
+        time.sleep(2.5)
+        assert len(telegram.calls("getUpdates")) - polls < 5, "it asks about once a second"
+        assert telegram.updates[0]["update_id"] == held and len(telegram.updates) == 6
+        gateway.end()
+        gateway = Gateway(own_home, telegram, server)
+        telegram.wait_until(lambda: len(telegram.texts(7)) == 3)
+        lock.rmdir()
+        telegram.wait_until(lambda: not telegram.updates and "to three" in telegram.texts(7))
+        telegram.say("bye", sender=100)
+        telegram.wait_until(lambda: len(answers(100)) == 4)
+        gateway.end()
+    assert [text for text in telegram.texts() if text.startswith(told)] == telegram.texts(7)[:3]
+    assert answers(100) == ["to hello", "to more", "to again", "to bye"]
+    for chat, expected in ((7, ["one", "two", "three"]), (100, ["hello", "more", "again", "bye"])):
+        lines = journal(own_home, f"telegram%3A{chat}")
+        assert [line["content"] for line in lines if line["role"] == "user"] == expected
+    log = gateway.log.read_text()
+    assert log.count(told) == 3, "once in each life"
+    assert "ERROR" not in log and "Traceback" not in log
+
+
+def test_a_stranger_gets_no_answer_and_the_log_and_status_name_the_id(own_home):
+    people = [(number, f"P{number}") for number in range(1_000, 1_120)]
+    with FakeTelegram() as telegram:
+        gateway = Gateway(own_home, telegram, None, "--offline")
+        for number, name in [(8, "Ada\x1b[2J\nL"), *people, (8, "Ada\x1b[2J\nL")]:
+            sender = {"id": number, "is_bot": False, "first_name": name}
+            telegram.say("hello", sender=number, **{"from": sender})
+        telegram.say("hello")
+        telegram.wait_until(lambda: not telegram.updates and telegram.texts())
+        gateway.end()
+        assert {call["chat_id"] for call in telegram.calls("sendMessage")} == {"7"}
+    lines = [line for line in gateway.log.read_text().splitlines() if "no answer to" in line]
+    assert len(lines) == 100 and "not in channels.telegram.allowFrom" in lines[0]
+    assert [r"WARNING" in line and r" 8 (Ada\x1b[2J L)" in line for line in lines] == [
+        True,
+        *[False] * 99,
+    ]
+    bot = {"token": "1:a", "allowFrom": [7]}
+    out = nanobot("status", "--offline", *settings(own_home, channels={"telegram": bot}))[1]
+    last = ", ".join(f"{number} (P{number})" for number in range(1_094, 1_099))
+    assert f"allowed: 7, last strangers: {last}\n" in out
 
 
 def test_a_gateway_says_which_settings_it_lacks(own_home):
