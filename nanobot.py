@@ -350,6 +350,9 @@ class AgentRunner:
         """Handle an answer that has no calls to run. End the run, or prepare the next request."""
         if state.draft.unclear:
             await state.show_unclear()
+        is_held_back = response.unclear_at is not None and state.spec.hook.wants_streaming
+        if outcome != "unclear" and is_held_back:
+            await state.show(response.content[response.unclear_at :])
         match outcome:
             case "unclear":  # hold back what looks like a call, and ask the model
                 state.draft.parts.append(response.content[: response.unclear_at])
@@ -357,7 +360,6 @@ class AgentRunner:
                 state.draft.streamed = ""
                 state.draft.has_asked = True
                 state.note = template("only_the_call")
-                await state.spec.hook.on_retry("the model may want to run a call: asking it again")
             case "cut":
                 state.draft.cuts += 1
                 state.draft.streamed = ""

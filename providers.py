@@ -1470,19 +1470,24 @@ def estimate_usage(request: LLMRequest, answer: LLMResponse) -> dict:
 # 4. A quote, an example in a sentence, a schema, a log entry, a broken call: nothing runs.
 
 TAG = r"<(?:tool_calls?|tools)>|<function="
-FENCE = r"```(?:json|tool_call)?[ \t\r]*\n\s{0,99}(?=[\[{<])"
 BARE = r'[\[{]\s{0,99}{?\s{0,99}"(?:name|type|id|function|arguments|parameters)"'
-# the end of a piece of a stream: `<tool_c`, "``", `{"na`
-PARTIAL = r'`{1,3}\w{0,9}\s{0,99}\Z|<\w{0,10}\Z|[\[{]\s{0,99}{?\s{0,99}(?:"\w{0,10})?\Z'
+FENCE = rf"```(?:json|tool_call)?[ \t\r]{{0,9}}\n\s{{0,80}}(?={TAG}|{BARE})"
+# the end of a piece of a stream: `<tool_c`, `{"na`, "```js"
+PARTIAL = r'(?:<\w{0,10}|[\[{]\s{0,99}{?\s{0,99}(?:"\w{0,10})?)\Z'
+PARTIAL_FENCE = rf"`{{1,3}}\w{{0,9}}\s{{0,99}}(?:\Z|{PARTIAL})"
 CALL = re.compile(f"{TAG}|{FENCE}|{BARE}")
-CALL_START = re.compile(f"^(?:{TAG}|{FENCE}|{BARE}|{PARTIAL})", re.MULTILINE)
+CALL_START = re.compile(
+    rf"(?:\A\s*|^)(?:{TAG}|{FENCE}|{BARE}|{PARTIAL}|{PARTIAL_FENCE})", re.MULTILINE
+)
 AROUND = re.compile(r"(?:\s|</?(?:tool_calls?|tools)>|</function>)*")
+END_TOKENS = re.compile(r"(?:\s|<\|\w{1,30}\|>|</s>|<end_of_turn>)*\Z")
 # after a call: an end token, or a result that the model has invented
-INVENTED = re.compile(r"<\||</s>|<tool_res(?:ponse|ult)>|```(?!json|tool_call)")
+INVENTED = re.compile(r"<\||</s>|<end_of_turn>|<tool_res(?:ponse|ult)>|```(?!json|tool_call)")
+THOUGHT_TAG = re.compile(r"</?(?:think|thinking|thought)>")
 OTHER_FENCE = re.compile(r" {0,3}(`{3,}|~{3,})")
 PARAMETER = r"<parameter=(\w+)>\n?((?:(?!<parameter=).)*?)\n?</parameter>"
 NAMED = re.compile(rf"(?s)<function=([\w-]+)>((?:\s*{PARAMETER})*)\s*")
-CALL_KEYS = {"name", "arguments", "parameters", "type", "id", "function"}
+CALL_KEYS = {"name", "arguments", "parameters", "type", "id"}
 
 
 def parameters_by_name(tools: list[dict]) -> dict[str, dict]:
@@ -1499,18 +1504,21 @@ def read_text_calls(
     'I look.\n```json\n{"name": "ls", "arguments": {}}\n```'   → (the whole text, [], 8)
     """
     start = first_start(text)
-    prose = text[:start]
-    if start < 0 or THOUGHT.search(prose):
+    prose = text[:start].rstrip()
+    thoughts = THOUGHT_TAG.findall(prose)
+    if start < 0 or (thoughts and "/" not in thoughts[-1]):
         return text, [], None
     try:
-        calls = calls_in(text, start, tools)
+        calls, end = calls_in(text, start, tools)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return text, [], None  # this is not a valid call
-    is_tag = text[start] == "<"
-    only_reads = all(call.name in read_only for call in calls)
-    if prose.strip() and not (is_tag and only_reads):
-        return text, [], start
-    return prose.rstrip(), calls, None
+    if prose:
+        is_last = END_TOKENS.match(text, end)
+        is_quoted = thoughts or prose.count("```") % 2  # an odd number: within a fence
+        only_reads = all(call.name in read_only for call in calls)
+        if text[start] != "<" or is_quoted or not (is_last and only_reads):
+            return text, [], start
+    return prose, calls, None
 
 
 def first_start(text: str) -> int:
@@ -1529,9 +1537,9 @@ def first_start(text: str) -> int:
     return -1
 
 
-def calls_in(text: str, place: int, tools: dict[str, dict]) -> list[ToolCallRequest]:
-    """Read the calls from `place` to the end of the text, or raise an exception. A JSON
-    parser reads JSON calls, so a code fence or a tag inside a string stays in the string."""
+def calls_in(text: str, place: int, tools: dict[str, dict]) -> tuple[list[ToolCallRequest], int]:
+    """Read the calls from `place` on, or raise an exception. Returns the calls and their end. A
+    JSON parser reads JSON calls, so a code fence or a tag inside a string stays in the string."""
     calls, is_fenced = [], False
     while (place := AROUND.match(text, place).end()) < len(text):
         opening = re.compile(FENCE).match(text, place)
@@ -1554,15 +1562,19 @@ def calls_in(text: str, place: int, tools: dict[str, dict]) -> list[ToolCallRequ
                 calls.append(text_call(*name_and_arguments(each), tools))
     if not calls:
         raise ValueError("no call, only tags")
-    return calls
+    return calls, place
 
 
 def name_and_arguments(found: dict) -> tuple[str, Any]:
     """Raises an exception if the JSON is no call, but a log entry or the description of a tool."""
-    found = found.get("function") or found  # {"type": "function", "function": {"name": …}}
-    parameters = found.get("parameters") or {}
-    is_schema = "properties" in parameters or "type" in parameters
-    if is_schema or found.keys() - CALL_KEYS:
+    kind = found.get("type", "function")
+    if found.keys() <= {"type", "id", "function"}:  # {"type": "function", "function": {…}}
+        found = found["function"]
+    parameters = found.get("parameters")
+    is_schema = isinstance(parameters, dict) and (
+        "properties" in parameters or parameters.get("type") == "object"
+    )
+    if kind != "function" or is_schema or found.keys() - CALL_KEYS:
         raise ValueError("not a call")
     return found["name"], found.get("arguments", found.get("parameters"))
 

@@ -208,13 +208,14 @@ def test_of_the_calls_that_a_local_model_writes_only_those_run_that_it_means(gro
         was_asked = "write only the call, with nothing before it" in last
         if row["expect"] == "run":
             assert ran == row["calls"] and not was_asked, row["text"]
+            assert '"arguments"' not in hook.shown and "<function" not in hook.shown
         if row["expect"] == "ask":
             assert ran == [] and was_asked, row["text"]
         if row["expect"] in ("never", "never or ask"):
             assert ran == [], row["text"]
         if not ran:  # the user sees all of it, whether the model was asked or not
             assert not_thought(row["text"]) in result.final_content, row["text"]
-            assert result.final_content.startswith(hook.shown.rstrip()), row["text"]
+            assert result.final_content == hook.shown.rstrip(), row["text"]
 
 
 def not_thought(text: str) -> str:
@@ -244,6 +245,7 @@ def test_a_call_after_some_text_is_asked_for_once_and_the_text_stays():
         result = asyncio.run(AgentRunner(provider).run(spec))
     assert ran == [] and len(server.bodies) == 2
     assert result.final_content == f"I write it.\n\n{fence}\n\nAgain:\n{fence}"
+    assert hook.shown.endswith(result.final_content)
 
 
 # ---- The runner: calls ----

@@ -1782,6 +1782,7 @@ AROUND = [
     "<function=look>%s</function>",
     "```json\n%s\n```",
     '{"a": "%s"}',
+    'x%s\n{"name": "look", "arguments": {}}',
 ]
 
 
