@@ -689,18 +689,18 @@ class BotAPI:
         size = path.stat().st_size
         if size > MOST_UPLOADED:
             raise Refused(f"it has {size:,} bytes, and Telegram accepts at most {MOST_UPLOADED:,}")
-        border = secrets.token_hex(16)
+        boundary = secrets.token_hex(16)
         field_name = method.removeprefix("send").lower()  # sendPhoto → photo
         file_name = re.sub(r"[^\w.-]", "_", path.name)  # a"b.txt, for example
         head = (
-            f"--{border}\r\n"
+            f"--{boundary}\r\n"
             f"Content-Disposition: form-data; name=chat_id\r\n\r\n{chat_id}\r\n"
-            f"--{border}\r\n"
+            f"--{boundary}\r\n"
             f"Content-Disposition: form-data; name={field_name}; filename={file_name}\r\n\r\n"
         ).encode()
-        tail = f"\r\n--{border}--\r\n".encode()
+        tail = f"\r\n--{boundary}--\r\n".encode()
         headers = {
-            "Content-Type": f"multipart/form-data; boundary={border}",
+            "Content-Type": f"multipart/form-data; boundary={boundary}",
             "Content-Length": str(len(head) + size + len(tail)),
         }
         with path.open("rb") as file:  # a log file may grow meanwhile: read only `size` bytes
@@ -830,10 +830,11 @@ class Telegram(Channel):
         if not self.bot:
             await self._introduce()
         updates = await self._get_updates(self.poll_seconds)
-        if any(map(album_of, filter(self._is_new, updates))):
+        new = [update for update in updates if self._is_new(update)]
+        if any(album_of(update) for update in new):
             await self.sleep(self.album_seconds)
             updates = await self._get_updates(0)  # the same updates, now with the whole album
-        new = filter(self._is_new, updates)
+            new = [update for update in updates if self._is_new(update)]
         for _, group in itertools.groupby(new, lambda each: album_of(each) or each["update_id"]):
             await self._take(list(group), bus)
         if self._storing:  # at most 1 s, because other chats do not wait for one that is slow
@@ -1687,9 +1688,10 @@ class WebPage(Channel):
                 if number > seen:
                     seen = number
                     yield event
-            for number in questions.keys() ^ shown.keys():  # new questions and answered ones
-                event, _ = questions.get(number, (self._json(kind="asked", id=number), None))
-                yield event
+            for question in questions.keys() - shown.keys():
+                yield questions[question][0]
+            for question in shown.keys() - questions.keys():  # they were answered
+                yield self._json(kind="asked", id=question)
             shown = questions
             if chat.draft != draft:
                 draft = chat.draft

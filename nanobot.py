@@ -351,7 +351,7 @@ class AgentRunner:
         if state.draft.unclear:
             await state.show_unclear()
         is_held_back = response.unclear_at is not None and state.spec.hook.wants_streaming
-        if outcome != "unclear" and is_held_back:
+        if outcome != "unclear" and is_held_back:  # it is a part of the answer after all
             await state.show(response.content[response.unclear_at :])
         match outcome:
             case "unclear":  # hold back what looks like a call, and ask the model
@@ -851,7 +851,7 @@ class RunState:
         await self.spec.hook.on_stream(piece)
 
     async def show_unclear(self) -> None:
-        """The model did not repeat the call, so what looked like a call is a part of its answer."""
+        """Make the held text a part of the answer: the model did not repeat it as a call."""
         text, self.draft.unclear = self.draft.unclear, ""
         self.draft.parts.append(text)
         if self.spec.hook.wants_streaming:
@@ -1071,8 +1071,8 @@ class AgentHook:
 
 
 class CompositeHook(AgentHook):
-    """Calls several hooks in order. An error in one hook is logged; the other hooks still run. But
-    if a hook fails that may deny calls, the calls of this step are denied."""
+    """Calls several hooks in order. An error in one hook is logged; the other hooks still run. If
+    the failed hook may deny calls (not `only_watches`), the calls of this step are denied."""
 
     def __init__(self, hooks: Iterable[AgentHook]):
         self.hooks = list(hooks)
@@ -2353,11 +2353,12 @@ def settings_of(arguments: argparse.Namespace) -> Config:
 
 def command_with_flags(arguments: argparse.Namespace, *words: str) -> str:
     """A command for the user: `nanobot -s work -m /continue --workspace /tmp/ws`"""
-    flags = {"--config": arguments.config, "--workspace": arguments.workspace}
-    flags |= {"--model": arguments.model, "--base-url": arguments.base_url}
-    flags |= {"--provider": arguments.provider}
-    given = [(flag, str(value)) for flag, value in flags.items() if value]
-    return shlex.join(["nanobot", *words, *itertools.chain(*given)])
+    command = ["nanobot", *words]
+    for name in ("config", "workspace", "model", "base_url", "provider"):
+        value = getattr(arguments, name)
+        if value:
+            command += ["--" + name.replace("_", "-"), str(value)]
+    return shlex.join(command)
 
 
 def kinds_to_show(settings: ChannelSettings) -> tuple[str, ...]:

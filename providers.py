@@ -1513,10 +1513,12 @@ def read_text_calls(
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return text, [], None  # this is not a valid call
     if prose:
+        has_tag = text[start] == "<"
         is_last = END_TOKENS.match(text, end)
-        is_quoted = thoughts or prose.count("```") % 2  # an odd number: within a fence
+        is_in_fence = prose.count("```") % 2 == 1
         only_reads = all(call.name in read_only for call in calls)
-        if text[start] != "<" or is_quoted or not (is_last and only_reads):
+        may_run = has_tag and is_last and only_reads and not is_in_fence and not thoughts
+        if not may_run:
             return text, [], start
     return prose, calls, None
 
@@ -1580,7 +1582,7 @@ def name_and_arguments(found: dict) -> tuple[str, Any]:
 
 
 def text_call(name: str, written: Any, tools: dict[str, dict]) -> ToolCallRequest:
-    """Drop unknown arguments. Raises an exception if tool or a required argument is missing."""
+    """Drop unknown arguments. Raises an exception for an unknown tool or a missing argument."""
     schema = tools[name]
     arguments, error = parse_arguments(written, repair=False)
     properties = schema.get("properties")

@@ -331,7 +331,8 @@ class Turn:
         return any(real.samefile(secret) for secret in existing)
 
     def lines_read(self, path: Path, data: bytes) -> int:
-        """How many lines of a file, which has the bytes `data` now, the session has read."""
+        """How many lines, from the first on, the session has read; 0 if the file has changed since.
+        `data`: its bytes now."""
         version, lines = self.seen.get(path, (0, 0))
         return lines if version == hash(data) else 0
 
@@ -375,7 +376,7 @@ def write_file(path: str, content: str, *, turn: Turn) -> str:
     if lines_read < lines:
         raise ToolError(
             f"You have read {lines_read:,} of the {lines:,} lines of {real}: "
-            "read the rest first, or use edit_file."
+            "read the rest first, use edit_file, or move the file away with exec (mv)."
         )
     write_atomic(real, data)
     turn.note_read(real, data, 1, count_lines(data))
@@ -747,11 +748,11 @@ def diff(before: str, after: str, name: str) -> str:
 
 def replace_passage(text: str, old: str, new: str, replace_all: bool = False) -> str:
     """Replace `old` with `new`; raises ToolError if `old` is missing or occurs more than once. If
-    `new` is empty, the line breaks of deleted lines are deleted, too."""
+    `new` is empty and a whole line is deleted, its line break is deleted, too."""
     if replace_all and old in text:
         return text.replace(old, new)
     places, start = [], text.find(old)
-    while start >= 0 and len(places) < 20:
+    while start >= 0 and len(places) < 20:  # the message names at most 20 places
         places.append(start)
         start = text.find(old, start + 1)
     if not places:
@@ -762,11 +763,11 @@ def replace_passage(text: str, old: str, new: str, replace_all: bool = False) ->
             f"old_text occurs at lines {lines}. Add the lines before and after the right place, or "
             "set replace_all."
         )
-    start, end = places[0], places[0] + len(old)
-    is_whole = text[max(start - 1, 0) : start] in ("", "\n") and text.startswith("\n", end)
-    if not new and is_whole and not old.endswith("\n"):
-        end += 1
-    return text[:start] + new + text[end:]
+    before, after = text[: places[0]], text[places[0] + len(old) :]
+    starts_line = not before or before.endswith("\n")
+    if not new and starts_line and not old.endswith("\n"):
+        after = after.removeprefix("\n")
+    return before + new + after
 
 
 def nearest(text: str, old: str) -> str:
@@ -1136,7 +1137,7 @@ WORD = r"""(?:[^\s;&|()<>`'"\\]|\\.|'[^']*'|"(?:[^"\\]|\\[\s\S])*")+"""
 TOKEN = rf"#.*|[\d&]?>>?[&|]?[ \t]*({WORD})|({WORD}|[<;&|()`\r\n]+)"
 BORDER = r"<*[;&|()`\r\n]+<*|-exec(dir)?"  # separates two programs: make && ls
 PREFIX = (
-    r"(?s)sudo|env|nohup|time|timeout|command|exec|nice|xargs|if|then|do|else|[!{]?"
+    r"(?s)sudo|env|nohup|time|timeout|command|exec|nice|xargs|if|then|do|else|[!{]?|{}"
     r"|[-\d].*|[^=]*=.*"
 )  # in A=1 sudo nice -n 5 rm, the program is rm
 SHELLS = {"sh", "bash", "dash", "zsh", "eval", "su"}  # a shell runs an argument: bash -c 'rm x'
@@ -1168,9 +1169,11 @@ def check_command(command: str, turn: Turn, *, confined: bool = False) -> None:
             raise ToolError(f"Refused: {program} is too dangerous. Ask the user to run it.")
         if program in SHELLS:
             for name in names:
-                programs += programs_of(name) if " " in name else []  # the loop reaches these, too
+                programs += programs_of(name)  # the loop reaches these, too
         if re.match(REMOVES, options):
-            deleted.update(names or ["."])  # `find -delete` means `.`, `xargs rm -r` anything
+            deleted.update(names or ["."])  # `xargs rm -r` may delete anything
+            if program == "find" and arguments[0].startswith("-"):
+                deleted.add(".")  # `find -type f -delete` searches the working folder
         if program in WRITERS:
             written.update(names)
         if re.match(WRITES_LAST, options):
@@ -1232,7 +1235,10 @@ def check_deleted(names: set[str], turn: Turn) -> None:
         real = turn.path(target, write=True)
         is_plain = real.is_relative_to(here) and not re.search(UNKNOWN, name)
         if not is_plain or any(path.is_relative_to(real) for path in kept):
-            raise ToolError(f"Refused: rm may only delete below {turn.cwd}: no cd, $ or links.")
+            raise ToolError(
+                f"Refused: rm may only delete below {turn.cwd}, not {name}. Name each folder "
+                "without cd, $ or links, or ask the user to delete it."
+            )
 
 
 def check_paths(words: set[str], turn: Turn, *, writes: bool) -> None:

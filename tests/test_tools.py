@@ -1201,7 +1201,7 @@ def test_a_file_is_overwritten_only_if_all_of_it_was_read(turn):
     assert "You have read 0 of the 3,000 lines" in overwrite()  # a failed read is none
     call(turn, "read_file", path="./sub/../notes.txt", limit=1)  # the same file by another name
     refusal = overwrite()
-    assert "You have read 1 of the 3,000 lines" in refusal and "or use edit_file" in refusal
+    assert "You have read 1 of the 3,000 lines" in refusal and "use edit_file" in refusal
     for offset in (2, 1_001, 2_001):
         call(turn, "read_file", path="notes.txt", offset=offset, limit=1_000)
     times = file.stat().st_atime_ns, file.stat().st_mtime_ns
@@ -2681,6 +2681,9 @@ def test_a_folder_below_the_working_folder_may_be_deleted(turn, command):
         'eval "rm -r ."',
         "find . -delete",
         "find -delete",
+        "find -type f -delete",
+        "find -maxdepth 1 -delete",
+        "ls | xargs -I {} rm -rf {}",
         "find . -delete -name x",
         "rm -rf",
         "rm -rf sub /etc/x",
@@ -2726,6 +2729,7 @@ def test_any_other_recursive_delete_is_refused(turn, command):
         "mke2fs x",
         "wipefs -a x",
         "shutdown -h now",
+        "bash -c reboot",
         "sudo reboot",
         "halt",
         "poweroff -f",
