@@ -544,7 +544,7 @@ def read_records(path: Path, is_valid: Callable[[dict], bool]) -> list[dict]:
         elif line.strip(b"\0 \t\r"):
             damaged.append(line)
     aside = path.with_name(f"{path.name}.corrupt")
-    known = aside.read_bytes().split(b"\n") if aside.exists() else []
+    known = aside.read_bytes().split(b"\n") if damaged and aside.exists() else []
     lines = [line for line in damaged if line not in known]
     if lines:
         skipped = counted(len(lines), "unreadable line")
@@ -560,21 +560,23 @@ def has(record: Any, **kinds: Any) -> bool:
 
 
 def journal_lines(path: Path) -> list[dict]:
-    """Read a journal's lines and convert old formats. Rename a file that has no valid line."""
-    lines = read_records(path, is_journal_line)
-    if not lines and path.exists() and path.read_bytes().strip():
+    """The valid lines of a journal. A file without a valid line is renamed."""
+    begun = []  # lines with numbers or marks: after them, a line without a number is damaged
+
+    def is_valid(line: dict) -> bool:
+        if "n" in line or "mark" in line:
+            begun.append(line)
+        elif begun:
+            return False
+        return is_journal_line(line)
+
+    lines = read_records(path, is_valid)
+    if not lines and file_size(path):
         aside = path.with_name(f"{path.name}.corrupt-{time.time_ns()}")
         os.replace(path, aside)
         log.warning("%s has no valid line: file moved to %s, the session starts anew", path, aside)
-    old = [line for line in lines if "mark" not in line and "n" not in line]
-    new = [line for line in lines if "mark" in line or "n" in line]
-    before = 0
-    messages = [line for line in new if "mark" not in line and not old]
-    for message, following in pairwise([*messages, {"n": 10**18}]):
-        if not before < message["n"] < max(following["n"], before + 2):
-            message["n"] = before + 1  # replace a damaged number
-        before = message["n"]
-    return [*(numbered(old) if old else []), *new]  # `old` was written before `new`
+    old = [line for line in lines if "n" not in line and "mark" not in line]
+    return (numbered(old) if old else []) + lines[len(old) :]
 
 
 def is_journal_line(line: dict) -> bool:
@@ -590,23 +592,19 @@ def is_journal_line(line: dict) -> bool:
 
 
 def numbered(lines: list[dict]) -> list[dict]:
-    """Convert an older version's journal: give each message a number, and end the last turn."""
-    state: dict = {}
-    messages: list[dict] = []
-    for line in lines:
-        if line.get("_type") == "metadata":
-            state |= line | (line.get("metadata") or {})
-        elif line.get("cut") and not line.get("content"):  # a cut-off answer without text
-            messages.append({"mark": "ended", "why": line["cut"]})
-        else:
-            messages.append({"n": len(messages) + 1} | line)
+    """Convert a journal of the system that this kit re-creates: all of its turns have ended.
+
+    {"_type": "metadata", "created_at": "2026-02-01T10:00:00", "last_consolidated": 2}
+    {"role": "user", "content": "Hi"}    →    {"n": 1, "role": "user", "content": "Hi"}
+    """
+    details = next((line for line in lines if "_type" in line), {})
+    messages = [line for line in lines if "_type" not in line]
     return [
-        {"mark": "session", "created_at": state.get("created_at")},
-        *messages,
+        {"mark": "session", "created_at": details.get("created_at")},
+        *({"n": n} | message for n, message in enumerate(messages, 1)),
         {"mark": "ended"},
-        {"mark": "delivered", "upto": state.get("delivered", len(messages))},
-        {"mark": "new", "upto": state.get("start", 0)},
-        {"mark": "saved", "upto": state.get("last_consolidated", 0)},
+        {"mark": "delivered", "upto": len(messages)},
+        {"mark": "saved", "upto": details.get("last_consolidated", 0)},
     ]
 
 
@@ -741,7 +739,7 @@ class SessionManager:
         own = {"session": key, "created_at": lines[0].get("created_at") if lines else ""}.items()
         rounds = {}  # the last message number of a round → the summary of the round
         for entry in self.store.entries():
-            upto = entry.get("upto", entry.get("until"))  # an older version used the key `until`
+            upto = entry.get("upto")
             if entry.items() >= own and isinstance(upto, int):
                 rounds[upto] = str(entry.get("summary") or entry["content"])
         for line in lines:
@@ -1146,9 +1144,12 @@ def skill_of(path: Path, data: bytes) -> Skill:
         path,
         fields.get("description", ""),
         text[match.end() :].strip(),
-        fields.get("always") in ("true", "yes"),
+        fields.get("always", "").lower() in ("true", "yes"),
         missing,
     )
+
+
+ESCAPED = {"'": "''", '"': '\\"'}  # a quote inside quotes: 'it''s late'   "say \\"hi\\""
 
 
 def fields_of(front: str) -> dict[str, str]:
@@ -1158,8 +1159,10 @@ def fields_of(front: str) -> dict[str, str]:
     for line in re.sub(r"\n[ \t]+", " ", front).split("\n"):
         key, _, value = line.partition(":")
         value = value.strip()
-        if value.startswith(("'", '"')):
-            value = value[1:].partition(value[0])[0]
+        quote = value[:1]
+        if quote in ESCAPED:
+            value = value[1:].replace(ESCAPED[quote], "\0").partition(quote)[0]
+            value = value.replace("\0", quote)
         else:
             value = value.lstrip(">|+-").partition(" #")[0]
         fields[key] = value.strip()
