@@ -983,11 +983,10 @@ def name_of(sender: dict) -> str:
 
 
 def file_name(file: dict, place: str) -> str:
-    """The file's unique id and its name. A long name is shortened before the suffix, because file
-    systems allow at most 255 bytes. The result contains no "../"."""
-    path = Path(re.sub(r"[^\w.-]+", "_", file.get("file_name") or Path(place).name))
-    stem = path.stem.encode()[:100].decode(errors="ignore")
-    return re.sub(r"[^\w-]+", "_", file["file_unique_id"]) + f"-{stem}{path.suffix[:10]}"
+    """ "../a b.pdf" → "AgADBQ-.._a_b.pdf": the file's unique id and the end of its name, because
+    file systems allow at most 255 bytes."""
+    name = file.get("file_name") or Path(place).name
+    return re.sub(r"[^\w.-]+", "_", f"{file['file_unique_id']}-{name[-60:]}")
 
 
 def words_in(message: dict) -> str:
@@ -1016,10 +1015,14 @@ def is_call(message: dict, bot: dict) -> bool:
 # Each pattern takes linear time: a match that starts with `**` ends at the next `**` at the latest.
 
 # ```py ↵ a = 1 ↵ ```   not ```npm install```; an unclosed block extends to the end of the text
-FENCE = r"(?m)^[ \t]*```([\w+-]*)[^`\n]*\n((?:.*\n)*?.*?)(?:^[ \t]*```[ \t]*$|\Z)"
-CODE = r"(?<!`)(`{1,3})(?!`)(.{1,2000}?)(?<!`)\1(?!`)"  # `a < b`   ``a ` b``
+FENCE = (
+    r"(?m)^[ \t]*```(?=[^`\n]*\n)(?:(?P<language>[\w+-]*)[ \t]*\n)?"
+    r"(?P<block>(?:.*\n)*?.*?)(?:^[ \t]*```[ \t]*$|\Z)"
+)
+CODE = r"(?<!`)(?P<ticks>`{1,3})(?!`)(?P<code>.{1,2000}?)(?<!`)(?P=ticks)(?!`)"  # `a`   ``a ` b``
 # [a](http://b/c_(d))
-LINK = r"\[([^\[\]\n]{1,500})\]\((https?://(?:[^\s()\[\]]|\([^\s()\[\]]*\))+)\)"
+ADDRESS = r"https?://(?:[^\s()\[\]]|\([^\s()\[\]]*\))+"
+LINK = rf"\[(?P<words>[^\[\]\n]{{1,500}})\]\((?P<address>{ADDRESS})\)"
 HEADING = r"(?m)^#{1,6} +(\S.*)$"  # ## What to do
 BOLD = r"\*\*(?=[^\s*])((?:[^*\n]|\*(?!\*))+?)(?<=[^\s*])\*\*"  # **now**
 # *now*   *now and **then***   not 2 * 3 * 4; a match may contain <b>…</b>, but no other tag
@@ -1038,22 +1041,20 @@ def as_html(markdown: str) -> str:
     """
     aside: list[str] = []
 
-    def put_aside(markup: str) -> str:
-        aside.append(markup)
+    def put_aside(match: re.Match) -> str:
+        part = {name: html.escape(text or "") for name, text in match.groupdict().items()}
+        if part["words"]:  # [`run.py`](…) → run.py
+            words = re.sub(r"`|\*\*", "", part["words"])
+            aside.append(f'<a href="{part["address"]}">{words}</a>')
+        elif part["code"]:
+            aside.append(f"<code>{part['code']}</code>")
+        else:
+            language = f' class="language-{part["language"]}"' if part["language"] else ""
+            aside.append(f"<pre><code{language}>{part['block']}</code></pre>")
         return f"\ue000{len(aside) - 1}\ue001"
 
-    def fence(match: re.Match) -> str:
-        language = f' class="language-{match[1]}"' if match[1] else ""
-        return put_aside(f"<pre><code{language}>{html.escape(match[2])}</code></pre>")
-
-    def code_or_link(match: re.Match) -> str:
-        if match[2]:
-            return put_aside(f"<code>{html.escape(match[2])}</code>")
-        words = html.escape(match[3].replace("`", ""))  # [`run.py`](…) → run.py
-        return put_aside(f'<a href="{html.escape(match[4])}">{words}</a>')
-
-    text = re.sub(FENCE, fence, re.sub("[\0\ue000\ue001]", "", encodable(markdown)))
-    text = re.sub(f"{CODE}|{LINK}", code_or_link, text)
+    text = re.sub("[\0\ue000\ue001]", "", encodable(markdown))
+    text = re.sub(f"{FENCE}|{CODE}|{LINK}", put_aside, text)
     text = re.sub(HEADING, lambda line: f"**{line[1].strip().replace('**', '')}**", text)
     text = html.escape(text)
     for expression, tag in ((BOLD, "b"), (ITALIC, "i"), (UNDERLINED, "i")):
@@ -1160,39 +1161,28 @@ class CronExpression:
         self.weekdays = {number % 7 for number in weekdays}
         stars = [part.startswith("*") for part in parts]
         self.either_day = not stars[2] and not stars[4]  # 0 9 13 * fri: each 13th, and each Friday
-        self.is_fixed = not stars[0] and not stars[1]  # a fixed time: 30 2 * * *, not */30 * * * *
 
     def moments(self, day: date, zone: tzinfo) -> list[datetime]:
-        """All matching times of one day, in UTC."""
+        """All matching times of one day, in UTC. In Berlin in 2026:
+
+        1 June, 12:00       10:00
+        29 March, 02:30     01:30, which is 03:30 there, because clocks skip an hour
+        25 October, 02:30   00:30, and not again at 01:30, when clocks repeat the hour
+        """
         fits = [day.day in self.days, day.isoweekday() % 7 in self.weekdays]
         day_fits = any(fits) if self.either_day else all(fits)
         if not day_fits or day.month not in self.months:
             return []
         times = itertools.product(self.hours, self.minutes)
         walls = [datetime(day.year, day.month, day.day, *time, tzinfo=zone) for time in times]
-        return [moment for wall in walls for moment in moments_at(wall, self.is_fixed)]
-
-
-def moments_at(wall: datetime, is_fixed: bool) -> list[datetime]:
-    """The UTC times at which clocks show the local time `wall`. In Berlin in 2026:
-
-    1 June, 12:00       10:00
-    29 March, 02:30     none, because clocks skip this hour; but 01:30 if `is_fixed`
-    25 October, 02:30   00:30 and 01:30, because clocks repeat this hour; only 00:30 if `is_fixed`
-    """
-    first, second = [wall.replace(fold=fold).astimezone(UTC) for fold in (0, 1)]
-    if is_fixed or first == second:
-        return [first]
-    return [first, second] if first < second else []
+        return [wall.astimezone(UTC) for wall in walls]
 
 
 def next_run(expr: str, after: datetime, zone: tzinfo) -> datetime | None:
     """The first matching time later than `after`, in UTC; None if no date matches (31 February)."""
     expression, today = CronExpression(expr), after.astimezone(zone).date()
-    for number in range(9 * 366):  # "0 0 29 2 *", a leap day: 2096, 2104; not 2100
-        # include the days before and after, because two days overlap if clocks go back at midnight
-        days = [today + (number + beside) * ONE_DAY for beside in (-1, 0, 1)]
-        moments = itertools.chain(*(expression.moments(day, zone) for day in days))
+    for number in range(-1, 9 * 366):  # "0 0 29 2 *", a leap day: 2096, 2104; not 2100
+        moments = expression.moments(today + number * ONE_DAY, zone)
         later = [moment for moment in moments if moment > after]
         if later:
             return min(later)
@@ -1324,7 +1314,7 @@ class CronService:
     """`run()` awaits `fire(job, name)` for each job that is due. Each run has a unique `name`. If
     the process is killed, the run is repeated with the same name. `lock(path)` locks the file."""
 
-    longest_delay = timedelta(hours=12)  # a repeated job skips a run that is over 12 hours late
+    longest_delay = timedelta(hours=12)  # a repeated job skips runs that are later than this
 
     def __init__(
         self,
@@ -1353,13 +1343,15 @@ class CronService:
     def add_system(self, id: str, every_seconds: float, function: Callable[[], Awaitable]) -> None:
         """Add a system job. The tool `cron` lists this job, but cannot remove it."""
         self._system[id] = function
-        now = self.now().isoformat()
-        new = {"id": id, "system": True, "created": now, "since": now}
-        settings = {"every_seconds": every_seconds, "enabled": True}
 
         def edit(rows: list) -> list:
-            before = [row for row in rows if id_of(row) == id] or [new]
-            return [*(row for row in rows if id_of(row) != id), before[0] | settings]
+            now = self.now().isoformat()
+            job = {"id": id, "system": True, "created": now, "since": now}
+            for row in rows:
+                if id_of(row) == id:
+                    job = row  # since when the job has been running
+            job |= {"every_seconds": every_seconds, "enabled": True}
+            return [*(row for row in rows if id_of(row) != id), job]
 
         self.store.change(edit)
 
@@ -1402,18 +1394,18 @@ class CronService:
         return jobs
 
     def _start(self, job: CronJob, now: datetime) -> None:
-        """Start a job that is due. A repeated job skips a run that is over 12 hours late, or over
-        half a period late. If an `at` job is over a day late, only report that it was missed."""
-        due, message, late = job.coming, job.message, self._shown(job.coming)
+        """Start a job that is due. After missed runs, a repeated job runs once, and only if a run
+        was due in the last 12 hours. An `at` job that is over a day late is only reported."""
+        due, message, shown = job.coming, job.message, self._shown(job.coming)
         job.coming = None if job.at else job.due(now, self.zone)
+        is_late = now - due > self.longest_delay and not job.system
         if job.at and now - due > ONE_DAY:
-            message = f"Only tell the user that this job was missed on {late}: {message}"
-        elif not job.at and not job.system:
-            half = ((job.due(due, self.zone) or due + ONE_DAY) - due) / 2
-            due = job.due(now - min(half, self.longest_delay), self.zone)  # skip very late runs
+            message = f"Only tell the user that this job was missed on {shown}: {message}"
+        elif is_late and not job.at:
+            due = job.due(now - self.longest_delay, self.zone)
             if due is None or due > now:
                 told = "cron: %s was due on %s, too long ago: the run is skipped"
-                return log.warning(told, job.id, late)
+                return log.warning(told, job.id, shown)
         self._running[job.id] = asyncio.create_task(self._run(replace(job, message=message), due))
 
     async def _run(self, job: CronJob, due: datetime) -> None:
@@ -1434,9 +1426,11 @@ class CronService:
     async def _note(self, job: CronJob, began: str, error: str) -> None:
         """Record a run in the file. An `at` job is removed after success and disabled after an
         error. Even if the write fails, this program does not start the same run twice."""
-        changes = {"since": began, "error": error} | ({"enabled": False} if job.at else {})
 
         def edit(rows: list) -> list:
+            changes = {"since": began, "error": error}
+            if job.at:
+                changes["enabled"] = False
             if job.at and not error:
                 return [row for row in rows if id_of(row) != job.id]
             return [row | changes if id_of(row) == job.id else row for row in rows]
@@ -1497,12 +1491,9 @@ class CronService:
     def _remove(self, job_id: str) -> str:
         def edit(rows: list) -> list:
             found = [row for row in rows if job_id and id_of(row) == job_id]
-            if not found:
-                known = [id_of(row) for row in rows if id_of(row) and not row.get("system")]
-                can_go = f"Jobs that can be removed: {', '.join(known) or 'none'}."
-                raise CronError(f"There is no job {job_id!r}. {can_go}")
-            if found[0].get("system"):
-                raise CronError(f"{job_id} is a job of the system: it cannot be removed.")
+            if not found or found[0].get("system"):
+                hint = "`list` shows the jobs; those of the system stay."
+                raise CronError(f"There is no job {job_id!r} that can be removed: {hint}")
             return [row for row in rows if row not in found]
 
         self.store.change(edit)
@@ -1510,10 +1501,11 @@ class CronService:
 
     def _line(self, job: CronJob) -> str:
         """1a2b3c4d · cron 0 9 * * * · next Sun 2026-11-22 09:00 CET · telegram:42 · water plants"""
-        now, due = self._utc(), job.coming if job.enabled else None
-        if due and due < now and not job.at:
-            due = job.due(now, self.zone)
-        coming = f"next {self._shown(max(due, now))}" if due else "off"
+        now = self._utc()
+        due = job.coming
+        if due and due < now:
+            due = now if job.at else job.due(now, self.zone)
+        coming = f"next {self._shown(due)}" if due and job.enabled else "off"
         chat = "system" if job.system else f"{job.channel}:{job.chat_id}"
         failed = f" · failed: {job.error[:200]}" if job.error else ""
         return " · ".join([job.id, job.schedule(), coming, chat, job.message[:80]]) + failed

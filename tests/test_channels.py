@@ -903,7 +903,7 @@ async def test_files_come_in_under_names_of_their_own(server, desk, caplog):
     messages = [await desk.take() for _ in range(6)]
     names = [message.media[0].name for message in messages]
     assert names[:4] == ["U1-a_b.pdf", "U2-a_b.pdf", "U3-3.oga", "U4-.._.._.._evil"]
-    assert names[4:] == ["U5-" + "é" * 50 + ".txt", "U6-x." + "y" * 9], "the id stays"
+    assert names[4:] == ["U5-" + "é" * 56 + ".txt", "U6-" + "y" * 60], "the id stays"
     assert {message.media[0].parent for message in messages} == {desk.bot.media_folder}
     contents = [message.media[0].read_bytes() for message in messages]
     assert contents == [b"one", b"two", b"three", b"four", b"", b"six"]
@@ -1214,6 +1214,8 @@ def test_the_token_is_in_no_log_and_no_error(tmp_path, caplog, base):
         ),
         ("\ue0000\ue001 lone \ud800", "0 lone ?"),
         ("[`run.py`](https://x.y) is `it`", '<a href="https://x.y">run.py</a> is <code>it</code>'),
+        ("[**a** b](https://x.y) **c**", '<a href="https://x.y">a b</a> <b>c</b>'),
+        ("```npm install\nnpm test\n```", "<pre><code>npm install\nnpm test\n</code></pre>"),
         ("```npm install```\nand **more**", "<code>npm install</code>\nand <b>more</b>"),
     ],
 )
@@ -1401,7 +1403,6 @@ def by_the_minute(
         is_either = texts[2][0] != "*" and texts[4][0] != "*"
         return in_time and ((in_month or in_week) if is_either else (in_month and in_week))
 
-    is_fixed = texts[0][0] != "*" and texts[1][0] != "*"
     moment, minute = after.replace(second=0), timedelta(minutes=1)
     put_off = set()  # what a gap left out, as long behind it
     for _ in range(3 * 24 * 60):
@@ -1409,10 +1410,10 @@ def by_the_minute(
         wall = moment.astimezone(zone)
         naive, skipped = wall.replace(tzinfo=None), before.replace(tzinfo=None) + minute
         gap = naive - skipped
-        while is_fixed and skipped < naive:
+        while skipped < naive:
             put_off |= {skipped + gap} if fits(skipped) else set()
             skipped += minute
-        if naive in put_off or (fits(wall) and not (is_fixed and wall.fold)):
+        if naive in put_off or (fits(wall) and not wall.fold):
             return moment
     return None
 
@@ -1428,7 +1429,6 @@ def test_the_calendar_agrees_with_a_clock_that_is_looked_at_every_minute():
         ("Africa/Cairo", "2026-04-23"),
         ("Africa/Cairo", "2026-10-29"),
         ("Asia/Kolkata", "2026-01-01"),
-        ("America/St_Johns", "2010-11-06"),
         ("America/Nuuk", "2026-10-24"),
     ]
     random = Random(11)
@@ -1577,8 +1577,7 @@ def test_in_the_nights_when_clocks_are_set_each_job_runs_as_often_as_it_should(
         ({"cron_expr": "0 13 * * *"}, "2026-11-22T01:01", False),
         ({"cron_expr": "0 13 * * *"}, "2026-11-25T13:30", True),  # of several days the last one
         ({"cron_expr": "0 13 * * mon"}, "2026-11-24T01:30", False),  # twelve hours at most
-        ({"every_seconds": 3_600}, "2026-11-21T15:29", True),
-        ({"every_seconds": 3_600}, "2026-11-21T15:31", False),
+        ({"every_seconds": 3_600}, "2026-11-21T15:31", True),
         ({"at": "2026-11-21T13:00"}, "2026-11-22T12:45", True),
     ],
 )
@@ -1628,7 +1627,7 @@ def test_rows_written_by_hand_run_odd_ones_are_told_once_and_all_are_kept(tmp_pa
     )
     assert office.cron("list").startswith("1 · every 60 s · next ")
     assert office.cron("remove", job_id="1") == "Removed job 1."
-    with pytest.raises(CronError, match="There is no job ''. Jobs that can be removed: x, s1,"):
+    with pytest.raises(CronError, match="There is no job '' that can be removed"):
         office.cron("remove")
     assert office.rows() == odd
 
@@ -1730,7 +1729,9 @@ def test_system_jobs_keep_their_pace_are_listed_and_protected(tmp_path):
     assert "heartbeat · every 1800 s · next Sat 2026-11-21 13:30 CET · system · " in office.cron(
         "list"
     )
-    with pytest.raises(CronError, match="heartbeat is a job of the system: it cannot be removed"):
+    with pytest.raises(
+        CronError, match="no job 'heartbeat' that can be removed: .*of the system stay"
+    ):
         office.cron("remove", job_id="heartbeat")
     office.write(office.rows()[0] | {"enabled": False})  # by hand; the settings decide
     office = started(
@@ -1863,7 +1864,7 @@ def test_the_tool_removes_and_makes_no_job_in_a_job(tmp_path):
     in_a_job = SimpleNamespace(channel="cron", chat_id=id)
     with pytest.raises(CronError, match="A running job cannot add jobs"):
         office.service.cron("add", "more", every_seconds=60, turn=in_a_job)
-    with pytest.raises(CronError, match=f"no job 'x'. Jobs that can be removed: {id}."):
+    with pytest.raises(CronError, match="no job 'x' that can be removed: `list` shows"):
         office.cron("remove", job_id="x")
     assert office.service.cron("remove", job_id=id, turn=in_a_job) == f"Removed job {id}."
     assert office.rows() == []

@@ -223,7 +223,7 @@ def test_sessions_are_apart_remembered_listed_and_shown_with_their_odd_lines(own
         assert [len(body["messages"]) for body in server.bodies] == [2, 2, 4]
     with open(workspace_of(own_home) / "sessions" / "cli%3Awork.jsonl", "a") as file:
         file.write(
-            '[]\n{"role": "\\u001b[2J"}\n{"role": "user", "content": [{"text": "odd"}]}\ntorn'
+            '[]\n{"role": "\\u001b[2J"}\n{"n": 9, "role": "user", "content": [{"text": "odd"}]}\ntorn'
         )
     status, out, _ = nanobot("sessions")
     assert status == 0 and "cli:direct  4 messages\n" in out and "cli:work  " in out
