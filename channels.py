@@ -665,10 +665,6 @@ class TelegramError(Exception):
         self.retry_after = retry_after  # in seconds, from a response 429 "Too Many Requests"
 
 
-class NoSuchBot(Exception):
-    """401 Unauthorized, 404 Not Found: the token is wrong."""
-
-
 class BotAPI:
     """`await api.call("sendMessage", chat_id=1, text="Hi")`: https://core.telegram.org/bots/api"""
 
@@ -678,8 +674,8 @@ class BotAPI:
         self.token, self.base = token.strip(), base.rstrip("/")
 
     async def call(self, method: str, seconds: float = 60, **fields: Any) -> Any:
-        """The method's result. Raises Refused if a retry cannot help (400, 403 "bot was blocked",
-        413), TelegramError if a retry may help, and NoSuchBot if the token is wrong."""
+        """The method's result. Raises TelegramError if a retry may help (with a wrong token, after
+        a minute), and Refused if a retry cannot help (400, 403 "bot was blocked", 413)."""
         body = json.dumps(fields).encode()
         return await self._ask(method, body, {"Content-Type": "application/json"}, seconds)
 
@@ -716,7 +712,7 @@ class BotAPI:
             return answer.get("result")
         problem = self._scrub(f"{method}: {answer['error_code']} {answer['description']}")
         if "ok" in answer and status in (401, 404):
-            raise NoSuchBot(BAD_TOKEN)
+            raise TelegramError(BAD_TOKEN, 60)
         is_final = "ok" in answer and 400 <= status < 500 and status not in self.may_pass
         if is_final or status == 413:  # 413 is also final if a proxy answers with HTML
             raise Refused(problem)
@@ -726,8 +722,10 @@ class BotAPI:
         """Download a file by the `file_path` from getFile; the server sends at most 20 MB."""
         address = f"file/bot{self.token}/{urllib.parse.quote(path)}"
         status, data = await self._exchange(address, None, {}, seconds=60)
+        if status == 404:
+            raise Refused("Telegram no longer has the file")
         if status != 200:
-            raise TelegramError(f"the file cannot be fetched: HTTP {status}")
+            raise TelegramError(f"HTTP {status}")
         return data
 
     async def _exchange(self, address: str, body: Any, headers: dict, seconds: float) -> tuple:
@@ -765,7 +763,7 @@ RIVAL = (  # 409 "Conflict: terminated by other getUpdates request; make sure th
 )
 BAD_TOKEN = (
     "Telegram does not know this bot token. Copy it again from @BotFather into "
-    "channels.telegram.token (and check apiBase, if it is set); then restart nanobot."
+    "channels.telegram.token (and check apiBase, if it is set), then restart nanobot"
 )
 
 
@@ -797,30 +795,30 @@ class Telegram(Channel):
         self.keep_strangers, self._strangers = keep_strangers, []  # 8 (Ann), 9 (Bob): at most 100
         self.bot: dict = {}  # the bot's id and username, from getMe
         self._offset = 0  # all updates with a lower id are on disk
-        self._storing: dict[int, asyncio.Future] = {}  # update id → future of `publish`
+        self._storing: dict[int, asyncio.Task] = {}  # update id → task that ends with `confirm()`
+        self._order: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # chat id → lock
         self._typing: dict[str, asyncio.Task] = {}
 
     async def start(self, bus: MessageBus) -> None:
-        """Listen until cancelled. Raises NoSuchBot."""
+        """Listen until cancelled."""
         told = ""
         while True:
             try:
                 await self._poll(bus)
                 told = ""
-            except NoSuchBot:
-                raise
             except Exception as failure:  # any error: polling must continue
+                pause = max(10, getattr(failure, "retry_after", 0))
                 if str(failure) != told:  # log each new problem once
-                    hint = RIVAL if "terminated by" in str(failure) else "The request is retried."
-                    log.warning("Telegram: %s. %s", failure, hint)
-                told = str(failure)
+                    told = str(failure)
+                    hint = RIVAL if "terminated by" in told else f"Retried every {pause} s."
+                    log.warning("Telegram: %s. %s", told, hint)
                 self.bot = {}  # `_introduce` runs again and deletes a webhook
-                await self.sleep(max(10.0, getattr(failure, "retry_after", 0)))
+                await self.sleep(pause)
 
     async def _introduce(self) -> None:
         """Get the bot's username for groups. Delete the webhook, because it blocks getUpdates."""
         if not re.fullmatch(r"\d+:[\w-]+", self.api.token):  # 110201543:AAHdqTcvCH1vGWJxfSeofSAs0
-            raise NoSuchBot(BAD_TOKEN)
+            raise TelegramError(BAD_TOKEN, 60)
         self.bot = await self.api.call("getMe")
         await self.api.call("deleteWebhook")
 
@@ -830,13 +828,14 @@ class Telegram(Channel):
         if not self.bot:
             await self._introduce()
         updates = await self._get_updates(self.poll_seconds)
-        new = [update for update in updates if self._is_new(update)]
-        if any(album_of(update) for update in new):
+        if any(self._is_new(update) and album_of(update) for update in updates):
             await self.sleep(self.album_seconds)
             updates = await self._get_updates(0)  # the same updates, now with the whole album
-            new = [update for update in updates if self._is_new(update)]
+        new = [update for update in updates if self._is_new(update)]
         for _, group in itertools.groupby(new, lambda each: album_of(each) or each["update_id"]):
-            await self._take(list(group), bus)
+            album = list(group)
+            storing = asyncio.create_task(self._take([each["message"] for each in album], bus))
+            self._storing |= {update["update_id"]: storing for update in album}
         if self._storing:  # at most 1 s, because other chats do not wait for one that is slow
             await asyncio.wait(self._storing.values(), timeout=1.0)
         for update in updates:
@@ -869,18 +868,21 @@ class Telegram(Channel):
             self.keep_strangers(", ".join(self._strangers[-5:]))
         return is_allowed
 
-    async def _take(self, updates: list[dict], bus: MessageBus) -> None:
-        """Publish a message, or an album, which consists of several messages."""
+    async def _take(self, messages: list[dict], bus: MessageBus) -> None:
+        """Publish a message, or an album, which consists of several messages. Wait until it is on
+        disk. A chat keeps its order, also while a file of an earlier message is downloaded."""
         try:
-            inbound = await self._inbound([update["message"] for update in updates])
+            chat_id = str(messages[0]["chat"]["id"])
+            async with self._order[chat_id]:
+                inbound = await self._inbound(messages)
+                if inbound is None:
+                    return
+                journalled = bus.publish(inbound)
+            self._stop_typing(chat_id)
+            self._typing[chat_id] = asyncio.create_task(self._type(chat_id))
+            await journalled
         except Exception:  # otherwise Telegram would send this message again and again
             log.warning("Telegram: an unreadable message is skipped", exc_info=True)
-            return
-        if inbound:
-            stored = bus.publish(inbound)
-            self._storing |= {update["update_id"]: stored for update in updates}
-            self._stop_typing(inbound.chat_id)
-            self._typing[inbound.chat_id] = asyncio.create_task(self._type(inbound.chat_id))
 
     async def _inbound(self, messages: list[dict]) -> InboundMessage | None:
         """Combine messages into one. Returns None if the messages are empty or not for the bot."""
@@ -888,7 +890,7 @@ class Telegram(Channel):
         is_open = chat["type"] == "private" or self.group_policy == "open"
         if not is_open and not any(is_call(message, self.bot) for message in messages):
             return None
-        texts, media = [words_in(message) for message in messages], []
+        texts, media = [with_quote(message) for message in messages], []
         for file in filter(None, map(file_in, messages)):
             try:
                 media.append(await self._save(file))
@@ -909,9 +911,16 @@ class Telegram(Channel):
 
     async def _save(self, file: dict) -> Path:
         """Save as `AgADBQ-report.pdf`, to keep an earlier file that is also named `report.pdf`."""
-        place = (await self.api.call("getFile", file_id=file["file_id"]))["file_path"]
+        for attempt in range(1, 31):  # five minutes, because the message comes only once
+            try:
+                place = (await self.api.call("getFile", file_id=file["file_id"]))["file_path"]
+                data = await self.api.download(place)
+                break
+            except TelegramError as failure:
+                if attempt == 30:
+                    raise
+                await self.sleep(failure.retry_after or 10)
         path = self.media_folder / file_name(file, place)
-        data = await self.api.download(place)
         path.parent.mkdir(parents=True, exist_ok=True)
         await in_thread(path.write_bytes, data)
         return path
@@ -921,7 +930,7 @@ class Telegram(Channel):
             task.cancel()
 
     async def _type(self, chat_id: str) -> None:
-        with contextlib.suppress(TelegramError, NoSuchBot, Refused):  # "typing" is not important
+        with contextlib.suppress(TelegramError, Refused):  # "typing" is not important
             for _ in range(self.most_typing):
                 await self.api.call("sendChatAction", chat_id=chat_id, action="typing")
                 await self.sleep(self.typing_seconds)
@@ -990,8 +999,23 @@ def file_name(file: dict, place: str) -> str:
 
 
 def words_in(message: dict) -> str:
-    texts = [message.get("text"), message.get("caption"), message.get("sticker", {}).get("emoji")]
-    return next(filter(None, texts), "")
+    """The text, or what stands for it: {"location": {…}} → `[location: {"latitude": 52.5, …}]`"""
+    for words in (message.get("text"), message.get("caption")):
+        if words:
+            return words
+    for key in ("venue", "location", "contact", "poll"):  # a venue has a location, too
+        if message.get(key):
+            return f"[{key}: {json.dumps(message[key], ensure_ascii=False)}]"
+    return message.get("sticker", {}).get("emoji", "")
+
+
+def with_quote(message: dict) -> str:
+    """The text after the text that it replies to. A command stays as it is."""
+    text, original = words_in(message), message.get("reply_to_message") or {}
+    quoted = (message.get("quote") or {}).get("text") or words_in(original)
+    if not quoted or text.startswith("/"):
+        return text
+    return f"[in reply to {name_of(original.get('from', {}))}: {quoted[:1_000]}]\n{text}"
 
 
 def file_in(message: dict) -> dict:

@@ -39,7 +39,6 @@ from channels import (
     InboundMessage,
     JobStore,
     MessageBus,
-    NoSuchBot,
     OutboundMessage,
     PrintableFormatter,
     Telegram,
@@ -918,11 +917,69 @@ async def test_a_file_that_cannot_be_fetched_is_told_and_holds_up_nothing(server
     assert (message.content.splitlines()[0], message.media) == ("this", [])
     assert "cannot be fetched: getFile: 400 Bad Request: file is too big" in message.content
     server.say(document=server.file("a lost.bin", b"x"))  # its place has to be quoted
-    assert (
-        "it cannot be fetched: the file cannot be fetched: HTTP 404]" in (await desk.take()).content
-    )
+    assert "it cannot be fetched: Telegram no longer has the file]" in (await desk.take()).content
     server.say(document=server.file("b.bin", b"x"))
     assert (await desk.take()).media
+
+
+@telegram(allow_from=(7, 8))
+async def test_a_file_outlasts_an_outage_in_which_its_chat_waits_and_no_other(server, desk, caplog):
+    going_on = asyncio.Event()
+
+    async def sleep(seconds: float) -> None:
+        if seconds == 33:
+            await going_on.wait()
+        await desk.sleep(seconds)
+
+    desk.bot.sleep = sleep
+    flood = Refusal(429, "Too Many Requests: retry after 33", {"retry_after": 33})
+    server.refuse("getFile", Refusal(502, body=b"<html>bad gateway"), Refusal(0), flood)
+    server.say(caption="this", document=server.file("a.bin", b"x"))
+    server.say("after the file")
+    server.say("elsewhere", sender=8)
+    assert (await desk.take()).content == "elsewhere"
+    assert len(server.updates) == 3, "nothing is confirmed before it is stored"
+    going_on.set()
+    message = await desk.take()
+    assert (message.content, message.media[0].read_bytes()) == ("this", b"x")
+    assert (await desk.take()).content == "after the file"
+    await desk.until_confirmed()
+    assert desk.naps == [10, 10, 33]
+    server.refuse("getFile", *[Refusal(502, "Bad Gateway")] * 30)
+    server.say(caption="lost", document=server.file("a.bin", b"x"))
+    assert "cannot be fetched: getFile: 502 Bad Gateway" in (await desk.take()).content
+
+
+PLACE = {"latitude": 52.5, "longitude": 13.4}
+REPLIES = [
+    ({"location": PLACE}, '[location: {"latitude": 52.5, "longitude": 13.4}]'),
+    (
+        {"venue": {"title": "Café", "location": PLACE}, "location": PLACE},
+        '[venue: {"title": "Café",',
+    ),
+    ({"contact": {"first_name": "Ada", "phone_number": "+49 30"}}, '"phone_number": "+49 30"}]'),
+    ({"poll": {"question": "When?", "options": [{"text": "now"}]}}, '[poll: {"question": "When?",'),
+    ({"sticker": {"emoji": "👍"}}, "👍"),
+    ({"text": "why?", "reply_to_message": {"text": "It rains."}}, "It rains.]\nwhy?"),
+    ({"text": "why?", "reply_to_message": {"caption": "a cat"}}, "a cat]\nwhy?"),
+    (
+        {"text": "?", "reply_to_message": {"text": "a b", "from": {"first_name": "Bob"}}},
+        "[in reply to Bob: a b]\n?",
+    ),
+    ({"text": "?", "reply_to_message": {"text": "a b"}, "quote": {"text": "b"}}, ": b]\n?"),
+    ({"text": "/stop", "reply_to_message": {"text": "It rains."}}, "/stop"),
+    ({"text": "hi", "reply_to_message": {"photo": []}}, "hi"),
+]
+
+
+@telegram()
+async def test_what_is_no_text_becomes_a_line_and_a_reply_comes_with_what_it_quotes(
+    server, desk, caplog
+):
+    for parts, shown in REPLIES:
+        server.say(**parts)
+        content = (await desk.take()).content
+        assert shown in content and content.count(shown[-5:]) == 1, content
 
 
 @telegram()
@@ -945,7 +1002,7 @@ async def test_a_rival_a_webhook_and_an_outage_are_told_once_and_waited_for(serv
         hint = (
             "Another program also reads this bot's messages"
             if rival in refusals
-            else "The request is retried"
+            else "Retried every "
         )
         assert [hint in line for line in caplog.messages] == [True]
     server.webhook = "https://elsewhere"
@@ -955,16 +1012,26 @@ async def test_a_rival_a_webhook_and_an_outage_are_told_once_and_waited_for(serv
 
 
 @pytest.mark.parametrize("token", ["123456:AAE-wrong", "nonsense", "12 34:x\ny"])
-def test_a_wrong_token_ends_the_channel_with_what_to_do(tmp_path, token):
+def test_a_wrong_token_is_told_once_with_what_to_do_and_tried_again_each_minute(
+    tmp_path, token, caplog
+):
     async def test(server):
-        desk = Desk(server, tmp_path, token=token)
-        with pytest.raises(
-            NoSuchBot, match="does not know this bot token. Copy it again from @BotFather"
-        ):
-            await asyncio.wait_for(desk.bot.start(desk.bus), PATIENCE)
-        assert desk.naps == []
+        async with Desk(server, tmp_path, token=token) as desk:
+            await settled(lambda: len(desk.naps) > 2)
+        assert set(desk.naps) == {60}
+        [line] = caplog.messages
+        assert "does not know this bot token. Copy it again from @BotFather" in line
 
     in_telegram(test)
+
+
+@telegram()
+async def test_a_404_of_a_moment_does_not_end_the_bot(server, desk, caplog):
+    server.refuse("getUpdates", Refusal(404, "Not Found"), Refusal(401, "Unauthorized"))
+    for text in ("one", "two"):  # the first call may be under way
+        server.say(text)
+        assert (await desk.take()).content == text
+    assert desk.naps == [60, 60] and "Retried every 60 s" in caplog.text
 
 
 def test_typing_ends_with_the_answer_and_with_the_next_message(tmp_path):
