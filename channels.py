@@ -106,6 +106,11 @@ class MessageBus:
         elif message.kind == "final":
             log.warning("There is no channel %r: the answer is dropped", message.channel)
 
+    def skip(self, channel: str, chat_id: str) -> bool:
+        """Stop sending the current answer to a chat. Returns False if no answer is being sent."""
+        outbox = self._outboxes.get((channel, chat_id, False))
+        return bool(outbox and outbox.skip())
+
     async def close(self, seconds: float = 5.0) -> None:
         """Wait at most `seconds` for the delivery of queued messages, then stop the channels."""
         deliveries = [outbox.task for outbox in self._outboxes.values()]
@@ -185,7 +190,7 @@ class Outbox:
         """Send each event once. Retry each answer or file until it arrives or is refused, with
         pauses of 1, 2, 4, … up to 60 s."""
         while self.waiting:
-            message = self.waiting.popleft()
+            message = self.waiting[0]
             while problem := await self._try(message):
                 if not message.failures:  # log the first failure only
                     log.warning("%s cannot be reached yet: %s", self.name, problem)
@@ -193,6 +198,18 @@ class Outbox:
                     break
                 await self.sleep(getattr(problem, "retry_after", 0) or min(2**message.failures, 60))
                 message.failures += 1
+            self.waiting.popleft()
+
+    def skip(self) -> bool:
+        """Stop sending the current answer. Returns False if no answer is being sent."""
+        if not self.waiting or self.waiting[0].kind != "final":
+            return False
+        self.task.cancel()
+        message = self.waiting.popleft()
+        if message.on_delivered:
+            message.on_delivered()
+        self.task = asyncio.create_task(self._deliver())
+        return True
 
     async def _try(self, message: OutboundMessage) -> Exception | None:
         """Returns the error if a retry may help, else None."""
@@ -1000,9 +1017,9 @@ def file_name(file: dict, place: str) -> str:
 
 def words_in(message: dict) -> str:
     """The text, or what stands for it: {"location": {…}} → `[location: {"latitude": 52.5, …}]`"""
-    for words in (message.get("text"), message.get("caption")):
-        if words:
-            return words
+    words = message.get("text") or message.get("caption")
+    if words:
+        return words
     for key in ("venue", "location", "contact", "poll"):  # a venue has a location, too
         if message.get(key):
             return f"[{key}: {json.dumps(message[key], ensure_ascii=False)}]"
@@ -1232,8 +1249,7 @@ class CronJob:
     at: str = ""
     channel: str = ""  # the chat that asked for the job
     chat_id: str = ""
-    created: str = ""  # an `every_seconds` job runs at this time plus multiples of its period
-    since: str = ""  # the next run is the first one that is due after this time
+    since: str = ""  # the last run began at this time; the next run is the first one after it
     error: str = ""  # the error of the last run
     enabled: bool = True
     system: bool = False
@@ -1251,8 +1267,7 @@ class CronJob:
             return next_run(self.cron_expr, after, own_zone)
         if self.every_seconds <= 0:
             raise ValueError("the schedule is missing or negative")
-        first, period = as_moment(self.created, zone), timedelta(seconds=self.every_seconds)
-        return first + period * ((after - first) // period + 1)
+        return after + timedelta(seconds=self.every_seconds)
 
     def schedule(self) -> str:
         if self.every_seconds:
@@ -1318,7 +1333,6 @@ def job_of(row: Any, now: datetime, zone: tzinfo) -> CronJob | None:
         given = [each for each in fields(CronJob) if row.get(each.name) is not None]
         job = CronJob(**{each.name: each.type(row[each.name]) for each in given})
         since = min(as_moment(job.since or now.isoformat(), zone), now)
-        job.created = job.created or since.isoformat()
         job.row, job.coming = row, job.due(since, zone)  # `due` raises if the schedule is invalid
         return job
     except Exception as problem:
@@ -1338,7 +1352,7 @@ class CronService:
     """`run()` awaits `fire(job, name)` for each job that is due. Each run has a unique `name`. If
     the process is killed, the run is repeated with the same name. `lock(path)` locks the file."""
 
-    longest_delay = timedelta(hours=12)  # a repeated job skips runs that are later than this
+    longest_delay = timedelta(hours=12)  # a `cron_expr` job skips runs that are later than this
 
     def __init__(
         self,
@@ -1369,8 +1383,7 @@ class CronService:
         self._system[id] = function
 
         def edit(rows: list) -> list:
-            now = self.now().isoformat()
-            job = {"id": id, "system": True, "created": now, "since": now}
+            job = {"id": id, "system": True, "since": self.now().isoformat()}
             for row in rows:
                 if id_of(row) == id:
                     job = row  # since when the job has been running
@@ -1418,14 +1431,13 @@ class CronService:
         return jobs
 
     def _start(self, job: CronJob, now: datetime) -> None:
-        """Start a job that is due. After missed runs, a repeated job runs once, and only if a run
-        was due in the last 12 hours. An `at` job that is over a day late is only reported."""
+        """Start a job that is due. After missed runs, a repeated job runs once; a `cron_expr` job
+        only if a run was due in the last 12 hours. An `at` job of long ago is only reported."""
         due, message, shown = job.coming, job.message, self._shown(job.coming)
         job.coming = None if job.at else job.due(now, self.zone)
-        is_late = now - due > self.longest_delay and not job.system
         if job.at and now - due > ONE_DAY:
             message = f"Only tell the user that this job was missed on {shown}: {message}"
-        elif is_late and not job.at:
+        elif job.cron_expr and now - due > self.longest_delay:
             due = job.due(now - self.longest_delay, self.zone)
             if due is None or due > now:
                 told = "cron: %s was due on %s, too long ago: the run is skipped"
@@ -1491,7 +1503,7 @@ class CronService:
             raise CronError("A running job cannot add jobs. Do what the job's message says.")
         job = CronJob(os.urandom(4).hex(), message.strip(), every_seconds, cron_expr, tz, at)
         job.channel, job.chat_id = turn.channel, turn.chat_id
-        job.created = job.since = self.now().isoformat()
+        job.since = self.now().isoformat()
         return self._add(job)
 
     def _add(self, job: CronJob) -> str:
@@ -1525,11 +1537,9 @@ class CronService:
 
     def _line(self, job: CronJob) -> str:
         """1a2b3c4d · cron 0 9 * * * · next Sun 2026-11-22 09:00 CET · telegram:42 · water plants"""
-        now = self._utc()
-        due = job.coming
-        if due and due < now:
-            due = now if job.at else job.due(now, self.zone)
-        coming = f"next {self._shown(due)}" if due and job.enabled else "off"
+        coming = "off"
+        if job.enabled and job.coming:
+            coming = f"next {self._shown(max(job.coming, self._utc()))}"
         chat = "system" if job.system else f"{job.channel}:{job.chat_id}"
         failed = f" · failed: {job.error[:200]}" if job.error else ""
         return " · ".join([job.id, job.schedule(), coming, chat, job.message[:80]]) + failed
@@ -1672,12 +1682,14 @@ class WebPage(Channel):
             self.questions.pop(number, None)
         return answer.result() if answer.done() else None
 
-    async def take(self, path: str, body: dict) -> None:
-        """Handle a request from the page. Raises ValueError if a question was answered already."""
+    async def take(self, path: str, body: dict) -> bool:
+        """Handle a request from the page. Returns False if a message is not on disk yet, which will
+        be retried. Raises ValueError if a question was answered already."""
         if path == "/say":
             chat_id, number = page_chat(body["chat"]), str(body["id"])[:64]
             said = InboundMessage(self.name, "local", chat_id, str(body["text"]), (), number)
-            await self.bus.publish(said)
+            stored, _ = await asyncio.wait([self.bus.publish(said)], timeout=5.0)
+            return bool(stored)
         elif path == "/step":
             self.chats[page_chat(body["chat"])].is_stepping = bool(body["on"])
         elif body["id"] in self.questions:
@@ -1685,6 +1697,7 @@ class WebPage(Channel):
             answer.set_result(str(body["text"]))
         else:
             raise ValueError("this question was answered already")
+        return True
 
     def news(self, chat_id: str) -> Iterator[str]:
         """Yield a chat's events and all chats' questions as JSON. Also yield "" every 0.1 s to
@@ -1794,7 +1807,9 @@ class PageRequest:
             if not 0 <= size <= 1_000_000 or self.headers.get_content_type() != "application/json":
                 return self._reply(413, "Send JSON of at most 1,000,000 bytes.")
             taking = self.page.take(self.path, json.loads(self.rfile.read(size)))
-            asyncio.run_coroutine_threadsafe(taking, self.page.loop).result(10)
-            self._reply(204, "")
-        except Exception as problem:  # for example, invalid JSON, or no `confirm` within 10 s
+            if asyncio.run_coroutine_threadsafe(taking, self.page.loop).result(10):
+                self._reply(204, "")
+            else:
+                self._reply(202, "waiting: the disk is full, or the message cannot be stored yet")
+        except Exception as problem:  # for example, invalid JSON
             self._reply(400, f"The message was not accepted: {problem}")

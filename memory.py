@@ -220,7 +220,7 @@ class Inbox:
                 fsync(self.path)
 
     def read(self) -> list[dict]:
-        return read_records(self.path, partial(has, id=str, kind=str, content=str))
+        return read_records(self.path, is_inbox_line)
 
     def remove(self, ids: set[str]) -> None:
         with locked(self.lock):
@@ -559,6 +559,12 @@ def has(record: Any, **kinds: Any) -> bool:
     return isinstance(record, dict) and all(isinstance(record.get(k), kinds[k]) for k in kinds)
 
 
+def is_inbox_line(line: dict) -> bool:
+    media = line.get("media", [])
+    is_list = isinstance(media, list) and all(isinstance(path, str) for path in media)
+    return is_list and has(line, id=str, kind=str, content=str)
+
+
 def journal_lines(path: Path) -> list[dict]:
     """The valid lines of a journal. A file without a valid line is renamed."""
     begun = []  # lines with numbers or marks: after them, a line without a number is damaged
@@ -717,8 +723,8 @@ class SessionManager:
         is_name = re.fullmatch(r"[\w-]{1,80}", older.stem)
         return older if is_name and older.exists() and not path.exists() else path
 
-    def inbox(self, key: str) -> Inbox:
-        return Inbox(self.path(key).with_suffix(".inbox"))
+    def inbox(self, key: str, suffix: str = ".inbox") -> Inbox:
+        return Inbox(self.path(key).with_suffix(suffix))
 
     def get(self, key: str) -> Session:
         """Returns a session, reloaded if another program has changed its file. Raises OSError."""

@@ -1225,11 +1225,12 @@ class WaitingHook(AgentHook):
 
 
 def tool_hint(call: ToolCallRequest) -> str:
-    """A call in one line: `read_file("a.txt")`, `$ ls`."""
+    """A call in one line: `read_file("a.txt")`, `cron("water the plants")`, `$ ls`."""
     if call.name == "exec":
         return "$ " + " ".join(str(call.arguments.get("command", "")).split())[:100]
-    telling = "path" if "path" in call.arguments else next(iter(call.arguments), "")
-    value = json.dumps(call.arguments[telling], ensure_ascii=False, default=str) if telling else ""
+    filled = {name: value for name, value in call.arguments.items() if value}
+    told = filled.get("path") or filled.get("message") or next(iter(filled.values()), None)
+    value = json.dumps(told, ensure_ascii=False, default=str) if told else ""
     return f"{call.name}({value if len(value) <= 80 else value[:79] + '…'})"
 
 
@@ -1286,13 +1287,10 @@ class BusService:
         if missing:
             raise ToolError(f"There is no file {', '.join(missing)}.")
         if key != turn.session_key and content:  # the other chat's journal must get the text too
-            self.work.start(self.bus.publish(InboundMessage("system", "job", key, content)))
+            await self.bus.publish(InboundMessage("system", "job", key, content))
             content = ""
-        chat = key.split(":", 1)
-        if content:
-            self.bus.send(OutboundMessage(*chat, content))
-        for file in files:
-            self.bus.send(OutboundMessage(*chat, "", "file", [file]))
+        conversation = self.conversations.setdefault(key, Conversation(self, key))
+        await conversation.say(content, files)
         return f"Sent to {key}."
 
     async def go_on_after_restart(self) -> None:
@@ -1317,10 +1315,12 @@ class Conversation:
         self.key = key
         self.chat = key.split(":", 1)  # channel and chat id
         self.inbox = service.loop.sessions.inbox(key)
+        self.outbox = service.loop.sessions.inbox(key, ".outbox")  # what the tool `message` sends
         self.order = asyncio.Lock()  # saves messages in the order of their arrival
         self.answering = asyncio.Lock()
         self.is_due = False  # True: resume the turn that the previous gateway left open
         self.reply_to = ""  # id of the newest message in this turn
+        self.said: list[str] = []  # what the tool `message` has sent in this turn
 
     async def take_in(self, message: InboundMessage, kind: str) -> None:
         """Append a message to the inbox file, then acknowledge the message to its channel. Until
@@ -1349,8 +1349,30 @@ class Conversation:
         GATEWAY_LOG.info("%s: received %d characters", self.key, len(message.content))
         await self._answer_what_waits()
 
+    async def say(self, text: str, files: list[Path]) -> None:
+        """Send a text and files. They are in the file `outbox` until they have arrived."""
+        lines = [{"kind": "file", "content": "", "media": [str(file)]} for file in files]
+        if text:
+            self.said.append(text.strip())
+            lines.insert(0, {"kind": "final", "content": text, "media": []})
+        for line in lines:
+            line["id"] = uuid.uuid4().hex
+            await asyncio.to_thread(self.outbox.append, line)
+            self._send_said(line)
+
+    def _send_said(self, line: dict) -> None:
+        said = OutboundMessage(*self.chat, line["content"], line["kind"], line["media"])
+        said.on_delivered = partial(self.outbox.remove, {line["id"]})
+        self.service.bus.send(said)
+
     async def obey(self, command: str) -> None:
         """Answer a command, also during a turn. If the command fails, the chat gets the error."""
+        is_stop = slash_command(command)[0] == "stop"
+        has_answered = not self.loop.sessions.get(self.key).is_open
+        if is_stop and has_answered and self.service.bus.skip(*self.chat):
+            text = "Stopped: the rest of the answer is not sent. The journal has all of it."
+            self.service.bus.send(OutboundMessage(*self.chat, text))
+            return
         try:
             await self.loop.process_direct(command, self.key, self.emit)
         except Exception as problem:
@@ -1361,6 +1383,8 @@ class Conversation:
     async def go_on_after_restart(self) -> None:
         """Resume a recent open turn, but at most twice, because the turn may crash the gateway."""
         session = self.loop.sessions.get(self.key)
+        for line in self.outbox.read():
+            self._send_said(line)
         self._send_answers(session)
         if session.is_open and session.resumed < 2:
             self.is_due = time.time() - session.path.stat().st_mtime < 86_400
@@ -1406,7 +1430,7 @@ class Conversation:
     async def _answer(self, session: Session, lines: list[dict]) -> AgentRunResult:
         turn = self.loop.turn(self.key)
         images = []
-        self.reply_to = ""
+        self.reply_to, self.said = "", []
         if self.is_due:
             self.is_due = False
             session.mark("resumed")
@@ -1433,7 +1457,9 @@ class Conversation:
         """Append messages to the journal, so that the model gets them. Returns their images."""
         images = []
         for line in lines:
-            message, more = self.loop.context.user_message(line["content"], turn, line["media"])
+            message, more = self.loop.context.user_message(
+                line["content"], turn, line.get("media", [])
+            )
             session.append(message | {"id": line["id"]})
             self.reply_to = line["id"]
             images += more
@@ -1452,7 +1478,8 @@ class Conversation:
     def _deliver(self, session: Session, result: AgentRunResult) -> None:
         """Send a turn's result, even an empty one. The delivery writes the mark `delivered`."""
         GATEWAY_LOG.info("%s: %s", self.key, result.stop_reason)
-        self._send(session, text_for_chat(result, self.key), session.last)
+        text = text_for_chat(result)
+        self._send(session, "" if text in self.said else text, session.last)
 
     def _send_answers(self, session: Session, behind: int = 0) -> None:
         for answer in session.undelivered:
@@ -1470,16 +1497,13 @@ class Conversation:
             self.service.bus.send(event)
 
 
-def text_for_chat(result: AgentRunResult, key: str = "") -> str:
-    """The result of a run as text, or "" if the `message` tool sent the same text to this chat."""
+def text_for_chat(result: AgentRunResult) -> str:
     text = (result.final_content or "").strip()
     if result.stop_reason in ("error", "tool_error") and str(result.error) not in text:
         text += f"\n\nSorry, that failed: {result.error}"
     if result.stop_reason == "max_iterations":
         text += f"\n\n({LIMIT_REACHED})"
-    here = [call for call in result.tool_events if call["result"].startswith(f"Sent to {key}.")]
-    said = [str(call["arguments"].get("content")).strip() for call in here]
-    return "" if text.strip() in said else text.strip()
+    return text.strip()
 
 
 # ---- The gateway: channels, cron and heartbeat ----
