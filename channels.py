@@ -792,8 +792,8 @@ class Telegram(Channel):
     poll_seconds = 50  # if no message arrives within this time, the server returns []
     slack_seconds = 15  # getUpdates times out so many seconds after the server should answer
     album_seconds = 2.0  # seconds to wait for the other pictures of an album
-    typing_seconds = 4.0  # seconds between two "typing" signals, which Telegram shows for 5 s
     most_typing = 75  # at most 75 "typing" signals for each message: 75 × 4 s = 5 minutes
+    typing_seconds = 4.0  # seconds between two "typing" signals, which Telegram shows for 5 s
 
     def __init__(
         self,
@@ -1028,11 +1028,11 @@ def words_in(message: dict) -> str:
 
 def with_quote(message: dict) -> str:
     """The text after the text that it replies to. A command stays as it is."""
-    text, original = words_in(message), message.get("reply_to_message") or {}
-    quoted = (message.get("quote") or {}).get("text") or words_in(original)
+    text, quote = words_in(message), message.get("quote", {})  # a part that the user has chosen
+    quoted = quote.get("text") or words_in(message.get("reply_to_message", {}))
     if not quoted or text.startswith("/"):
         return text
-    return f"[in reply to {name_of(original.get('from', {}))}: {quoted[:1_000]}]\n{text}"
+    return f"[in reply to: {quoted[:1_000]}]\n{text}"
 
 
 def file_in(message: dict) -> dict:
@@ -1370,7 +1370,6 @@ class CronService:
         self._system: dict[str, Callable[[], Awaitable]] = {}
         self._running: dict[str, asyncio.Task] = {}
         self._jobs: dict[str, CronJob] = {}
-        self._looked = self._utc()  # the time when the jobs file was last read
 
     def _utc(self) -> datetime:
         return self.now().astimezone(UTC)
@@ -1383,11 +1382,9 @@ class CronService:
         self._system[id] = function
 
         def edit(rows: list) -> list:
-            job = {"id": id, "system": True, "since": self.now().isoformat()}
-            for row in rows:
-                if id_of(row) == id:
-                    job = row  # since when the job has been running
-            job |= {"every_seconds": every_seconds, "enabled": True}
+            new = {"id": id, "system": True, "since": self.now().isoformat()}
+            known = {id_of(row): row for row in rows}
+            job = known.get(id, new) | {"every_seconds": every_seconds, "enabled": True}
             return [*(row for row in rows if id_of(row) != id), job]
 
         self.store.change(edit)
@@ -1406,9 +1403,6 @@ class CronService:
     async def tick(self) -> list[asyncio.Task]:
         """Start all jobs that are due. Returns the tasks of all running jobs."""
         now = self._utc()
-        if now < self._looked:  # the clock was set back: compute all times again
-            self._jobs = {}
-        self._looked = now
         try:
             self._jobs = await in_thread(self._jobs_of_file, now)
         except Exception as problem:  # if the file cannot be read, the known jobs still run

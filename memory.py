@@ -532,7 +532,7 @@ class Governed:
 
 def read_records(path: Path, is_valid: Callable[[dict], bool]) -> list[dict]:
     """The valid records of a file, in order. An invalid line is copied once to `*.corrupt`."""
-    raw = path.read_bytes() if path.exists() else b""
+    raw = patiently(path.read_bytes) if path.exists() else b""
     records, damaged = [], []
     for line in raw.split(b"\n"):  # str.splitlines() would also split at U+2028 and \x85
         try:
@@ -648,13 +648,29 @@ def write_atomically(path: Path, content: str) -> None:
     """Replace a file's content. A crash leaves the old or the new text. Keeps links and modes."""
     path = path.resolve()
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with open_private(draft, "wb") as file:
-        file.write(content.encode("utf-8", errors="replace"))
-    fsync(draft)
-    if path.exists():
-        shutil.copymode(path, draft)
-    os.replace(draft, path)
+    try:
+        with open_private(draft, "wb") as file:
+            file.write(content.encode("utf-8", errors="replace"))
+        fsync(draft)
+        if path.exists():
+            shutil.copymode(path, draft)
+        patiently(os.replace, draft, path)
+    finally:
+        draft.unlink(missing_ok=True)  # it is there only if something has failed
     fsync(path)
+
+
+def patiently(work: Callable, *arguments: Any) -> Any:
+    """Windows refuses to replace, and sometimes to read, a file that a program has open: retry for
+    a second."""
+    for _ in range(50):
+        try:
+            return work(*arguments)
+        except PermissionError:
+            if os.name != "nt":
+                raise
+        time.sleep(0.02)
+    return work(*arguments)
 
 
 def fsync(path: Path) -> None:
@@ -679,7 +695,7 @@ def read_regular_file(path: Path) -> bytes:
         raise OSError("it is not a regular file but a directory, FIFO or device")
     if details.st_size > 100_000:
         raise OSError("it has more than 100,000 bytes")
-    return path.read_bytes()
+    return patiently(path.read_bytes)
 
 
 class SessionBusy(Exception):
@@ -691,18 +707,21 @@ def locked(path: Path, busy: str = "") -> Iterator[None]:
     """Lock `path`. If another program holds the lock, wait, or raise SessionBusy if `busy` is set.
     A kill unlocks `path`. Open protected files inside the `with` block."""
     with open_private(path) as file, contextlib.ExitStack() as unlock:
-        try:
-            if os.name == "nt":
-                import msvcrt
+        while True:
+            with contextlib.suppress(BlockingIOError, PermissionError):
+                if os.name == "nt":
+                    import msvcrt
 
-                msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK if busy else msvcrt.LK_LOCK, 1)
-            else:
-                import fcntl
+                    msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+                else:
+                    import fcntl
 
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB if busy else fcntl.LOCK_EX)
-                unlock.callback(fcntl.flock, file, fcntl.LOCK_UN)  # a child may hold `file` open
-        except (BlockingIOError, PermissionError):
-            raise SessionBusy(busy) from None
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    unlock.callback(fcntl.flock, file, fcntl.LOCK_UN)  # a child may hold it open
+                break
+            if busy:
+                raise SessionBusy(busy)
+            time.sleep(0.02)
         yield
 
 

@@ -1253,7 +1253,7 @@ class BusService:
         """Queue a message in its chat. Commands run at once, except /new and /continue."""
         is_report = message.channel == "system"  # the `chat_id` of a report is a session key
         key = message.chat_id if is_report else message.session_key
-        conversation = self.conversations.setdefault(key, Conversation(self, key))
+        conversation = self._conversation(key)
         command = "" if is_report else slash_command(message.content)[0]
         if command in ("", "new", "continue"):
             kind = "report" if is_report else "command" if command else "user"
@@ -1261,6 +1261,9 @@ class BusService:
         else:
             self.work.start(conversation.obey(message.content), key)
             message.confirm()
+
+    def _conversation(self, key: str) -> Conversation:
+        return self.conversations.setdefault(key, Conversation(self, key))
 
     async def _hear_helpers(self) -> None:
         while True:
@@ -1286,19 +1289,20 @@ class BusService:
         missing = [str(path) for path in files if not path.is_file()]
         if missing:
             raise ToolError(f"There is no file {', '.join(missing)}.")
-        if key != turn.session_key and content:  # the other chat's journal must get the text too
+        conversation = self._conversation(key)
+        if content and key == turn.session_key:
+            await conversation.say("final", content)
+        elif content:  # the other chat's journal must get the text, too
             await self.bus.publish(InboundMessage("system", "job", key, content))
-            content = ""
-        conversation = self.conversations.setdefault(key, Conversation(self, key))
-        await conversation.say(content, files)
+        for file in files:
+            await conversation.say("file", "", str(file))
         return f"Sent to {key}."
 
     async def go_on_after_restart(self) -> None:
         """Send all undelivered answers, resume open turns, and answer all waiting messages."""
         for key in self.loop.sessions.list_keys():
             if key.partition(":")[0] in self.bus.channels:
-                self.conversations[key] = Conversation(self, key)
-                self.work.start(self.conversations[key].go_on_after_restart())
+                self.work.start(self._conversation(key).go_on_after_restart())
 
     async def end(self) -> None:
         """Cancel running turns. The next start of the gateway resumes the cancelled turns."""
@@ -1349,16 +1353,12 @@ class Conversation:
         GATEWAY_LOG.info("%s: received %d characters", self.key, len(message.content))
         await self._answer_what_waits()
 
-    async def say(self, text: str, files: list[Path]) -> None:
-        """Send a text and files. They are in the file `outbox` until they have arrived."""
-        lines = [{"kind": "file", "content": "", "media": [str(file)]} for file in files]
-        if text:
-            self.said.append(text.strip())
-            lines.insert(0, {"kind": "final", "content": text, "media": []})
-        for line in lines:
-            line["id"] = uuid.uuid4().hex
-            await asyncio.to_thread(self.outbox.append, line)
-            self._send_said(line)
+    async def say(self, kind: str, text: str, *files: str) -> None:
+        """Send what the tool `message` says. It stays in the outbox file until it has arrived."""
+        line = {"id": uuid.uuid4().hex, "kind": kind, "content": text, "media": files}
+        await asyncio.to_thread(self.outbox.append, line)
+        self._send_said(line)
+        self.said.append(text.strip())
 
     def _send_said(self, line: dict) -> None:
         said = OutboundMessage(*self.chat, line["content"], line["kind"], line["media"])
@@ -1367,18 +1367,23 @@ class Conversation:
 
     async def obey(self, command: str) -> None:
         """Answer a command, also during a turn. If the command fails, the chat gets the error."""
-        is_stop = slash_command(command)[0] == "stop"
-        has_answered = not self.loop.sessions.get(self.key).is_open
-        if is_stop and has_answered and self.service.bus.skip(*self.chat):
-            text = "Stopped: the rest of the answer is not sent. The journal has all of it."
-            self.service.bus.send(OutboundMessage(*self.chat, text))
-            return
         try:
+            if slash_command(command)[0] == "stop" and self._stops_sending():
+                return
             await self.loop.process_direct(command, self.key, self.emit)
         except Exception as problem:
             text = f"Sorry, {command.split()[0]} failed: {problem}"
             self.service.bus.send(OutboundMessage(*self.chat, text))
             raise
+
+    def _stops_sending(self) -> bool:
+        """Between turns, /stop ends the sending of a long answer. Returns False if none is sent."""
+        is_open = self.loop.sessions.get(self.key).is_open
+        if is_open or not self.service.bus.skip(*self.chat):
+            return False
+        text = "Stopped: the rest of the answer is not sent. The journal has all of it."
+        self.service.bus.send(OutboundMessage(*self.chat, text))
+        return True
 
     async def go_on_after_restart(self) -> None:
         """Resume a recent open turn, but at most twice, because the turn may crash the gateway."""

@@ -964,7 +964,7 @@ REPLIES = [
     ({"text": "why?", "reply_to_message": {"caption": "a cat"}}, "a cat]\nwhy?"),
     (
         {"text": "?", "reply_to_message": {"text": "a b", "from": {"first_name": "Bob"}}},
-        "[in reply to Bob: a b]\n?",
+        "[in reply to: a b]\n?",
     ),
     ({"text": "?", "reply_to_message": {"text": "a b"}, "quote": {"text": "b"}}, ": b]\n?"),
     ({"text": "/stop", "reply_to_message": {"text": "It rains."}}, "/stop"),
@@ -1713,8 +1713,6 @@ def test_a_clock_that_was_ahead_stops_nothing(tmp_path):
     office = Office(tmp_path, local("2030-01-01T12:00"))
     office.add("drink", every_seconds=60)
     assert len(office.pass_time(60, step=60)) == 1
-    office.now = START  # the same program: the clock is set back
-    assert len(office.pass_time(130)) == 2
     office.write(office.rows()[0] | {"since": "2030-01-01T12:00:00+01:00"})
     assert len(Office(tmp_path).pass_time(130)) == 2
 

@@ -756,6 +756,37 @@ def test_windows_has_a_lock_too(tmp_path):
     assert another_program(HOLD, tmp_path, KEY, "nt").communicate("\n")[0] == "held\n"
 
 
+IN_USE = """
+import os
+path = Path(sys.argv[1]) / "a.txt"
+write_atomically(path, "one")
+os.name, replace = "nt", os.replace  # as if it were Windows, where a file that is open cannot be replaced
+refusals = [PermissionError(13, "in use")] * 3
+
+def replace_later(*paths):
+    if refusals:
+        raise refusals.pop()
+    replace(*paths)
+
+os.replace = replace_later
+write_atomically(path, "two")
+print(path.read_text())
+refusals = [PermissionError(13, "in use")] * 1_000
+try:
+    write_atomically(path, "three")
+except PermissionError:
+    print(path.read_text())
+"""
+
+
+@posix
+def test_on_windows_a_file_that_is_open_is_replaced_a_moment_later_or_stays_without_a_draft(
+    tmp_path,
+):
+    out, _ = another_program(IN_USE, tmp_path).communicate()
+    assert out.split() == ["two"] * 2 and not list(tmp_path.glob(".a.txt*"))
+
+
 # ---- Turns that were killed, stopped or failed ----
 
 OPEN_TURNS = [
