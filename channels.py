@@ -73,7 +73,7 @@ class MessageBus:
         self.channels: dict[str, Channel] = {}
         self._inbound: asyncio.Queue[InboundMessage] = asyncio.Queue()
         self._listening: list[asyncio.Task] = []
-        self._outboxes: dict[tuple[str, str, bool], Outbox] = {}
+        self.outboxes: dict[tuple[str, str, bool], Outbox] = {}
         self._sleep = sleep
 
     def open(self, channel: "Channel") -> None:
@@ -99,21 +99,16 @@ class MessageBus:
         slow upload does not delay the texts of its chat."""
         key = (message.channel, message.chat_id, message.kind == "file")
         if message.channel in self.channels:
-            if key not in self._outboxes:
+            if key not in self.outboxes:
                 channel = self.channels[message.channel]
-                self._outboxes[key] = Outbox(channel, message.chat_id, self._sleep)
-            self._outboxes[key].put(message)
+                self.outboxes[key] = Outbox(channel, message.chat_id, self._sleep)
+            self.outboxes[key].put(message)
         elif message.kind == "final":
             log.warning("There is no channel %r: the answer is dropped", message.channel)
 
-    def skip(self, channel: str, chat_id: str) -> bool:
-        """Stop sending the current answer to a chat. Returns False if no answer is being sent."""
-        outbox = self._outboxes.get((channel, chat_id, False))
-        return bool(outbox and outbox.skip())
-
     async def close(self, seconds: float = 5.0) -> None:
         """Wait at most `seconds` for the delivery of queued messages, then stop the channels."""
-        deliveries = [outbox.task for outbox in self._outboxes.values()]
+        deliveries = [outbox.task for outbox in self.outboxes.values()]
         if deliveries:
             await asyncio.wait(deliveries, timeout=seconds)
         await end_all([*deliveries, *self._listening], 1.0)

@@ -1379,7 +1379,8 @@ class Conversation:
     def _stops_sending(self) -> bool:
         """Between turns, /stop ends the sending of a long answer. Returns False if none is sent."""
         is_open = self.loop.sessions.get(self.key).is_open
-        if is_open or not self.service.bus.skip(*self.chat):
+        outbox = self.service.bus.outboxes.get((*self.chat, False))
+        if is_open or outbox is None or not outbox.skip():
             return False
         text = "Stopped: the rest of the answer is not sent. The journal has all of it."
         self.service.bus.send(OutboundMessage(*self.chat, text))
