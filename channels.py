@@ -1210,8 +1210,8 @@ class CronExpression:
         if not day_fits or day.month not in self.months:
             return []
         times = itertools.product(self.hours, self.minutes)
-        walls = [datetime(day.year, day.month, day.day, *time, tzinfo=zone) for time in times]
-        return [wall.astimezone(UTC) for wall in walls]
+        midnight = datetime(day.year, day.month, day.day, tzinfo=zone)
+        return [midnight.replace(hour=h, minute=m).astimezone(UTC) for h, m in times]
 
 
 def next_run(expr: str, after: datetime, zone: tzinfo) -> datetime | None:
