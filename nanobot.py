@@ -1009,6 +1009,9 @@ def own_text(turn: Turn, path: Path) -> str:
     return "\n".join(line for line in text.split("\n") if line not in PLACEHOLDERS).strip()
 
 
+NOT_FOLLOWED = "{} is not followed. To allow it: {}"
+
+
 class Project:
     """The instructions in AGENTS.md of the working folder, or in the nearest one up to the root of
     its git repository; else in CLAUDE.md. They may be a stranger's text (`git clone`): they are a
@@ -1034,6 +1037,11 @@ class Project:
                 if folder != turn.workspace and os.path.exists(folder / name):
                     return folder / name, own_text(fenced, folder / name)[:16_000]
         return here, ""
+
+    @property
+    def is_unknown(self) -> bool:
+        """True if there is a file, and the user was not asked about this version of it."""
+        return bool(self.text) and self.answer is None
 
     def keep(self, answer: bool) -> None:
         """Remember the user's answer for this version of the file."""
@@ -2477,6 +2485,7 @@ class Talk:
         self.folder = self.loop.workspace / ".nanobot"
         self.key = self.open_session(arguments, held)
         self.resume = command_with_flags(arguments, "-s", self.key, "-m", "/continue")
+        self.trust = command_with_flags(arguments, "trust")
         if arguments.trace:
             self.loop.provider.trace = Trace(arguments.trace)
         if arguments.approve:
@@ -2590,12 +2599,11 @@ class Talk:
         """Use the project's instructions if the user has allowed this version of the file. A
         prompt asks once; a single message says how to allow them."""
         project = Project(self.loop.config, self.loop.turn(self.key))
-        if project.text and project.answer is None:
-            if self.is_conversation:
-                typed = read_answer(f"The project has instructions: {project}. Follow them? [y/N] ")
-                project.keep(typed.strip().lower() in ("y", "yes"))
-            else:
-                self.terminal.note(f"{project} is not followed. To allow it: nanobot trust")
+        if project.is_unknown and self.is_conversation:
+            typed = read_answer(f"The project has instructions: {project}. Follow them? [y/N] ")
+            project.keep(typed.strip().lower() in ("y", "yes"))
+        elif project.is_unknown:
+            self.terminal.note(NOT_FOLLOWED.format(project, self.trust))
         self.loop.context.project = project.part()
 
     async def watch_reports(self) -> None:
@@ -2813,6 +2821,10 @@ def web_command(arguments: argparse.Namespace) -> None:
     if gateway_runs(config.workspace):
         raise ConfigError(SERVED.format(config.workspace))
     loop = AgentLoop(config, make_provider(config, HumanProvider()))
+    project = Project(config, loop.turn("web:page"))
+    loop.context.project = project.part()
+    if project.is_unknown:
+        print(printable(NOT_FOLLOWED.format(project, command_with_flags(arguments, "trust"))))
     html = glass_html(model=loop.provider.model, window=config.defaults.context_window_tokens)
     home = path_of("~")  # a browser in a sandbox (snap) cannot open hidden folders, like ~/.nanobot
     file = (home if os.access(home, os.W_OK) else loop.workspace) / "nanobot-page.html"
