@@ -106,14 +106,13 @@ from providers import (
     LLMResponse,
     OfflineProvider,
     OpenAIProvider,
-    RecordedTools,
-    ReplayDiffers,
-    ReplayProvider,
     ToolCallRequest,
     Trace,
     choose_endpoint,
     legal,
     parse_arguments,
+    read_trace,
+    recorded_answer,
     without_key_texts,
 )
 from tools import (
@@ -2404,15 +2403,33 @@ def glass_html(**run: Any) -> str:
     return html.replace("%RUN%", escaped)  # the data cannot contain </script> or %NONCE%
 
 
-def recorded(file: Path) -> ReplayProvider:
-    """A model that replays the trace `file`, or the trace of this name in `templates/traces/`."""
+def recorded(file: Path) -> list[dict]:
+    """The records of the trace `file`, or of the trace of this name in `templates/traces/`."""
     shipped = {path.stem: path for path in (DATA / "templates" / "traces").glob("*.jsonl")}
     try:
-        return ReplayProvider(file if file.exists() else shipped.get(file.name, file))
+        return read_trace(file if file.exists() else shipped.get(file.name, file))
     except (OSError, ValueError) as problem:
         names = ", ".join(sorted(shipped))
         advice = f"Record a trace with `nanobot agent --trace FILE`, or use one of: {names}"
         raise ConfigError(f"{problem}. {advice}") from None
+
+
+async def play(records: list[dict], terminal: CLI) -> int:
+    """Show the recorded answers and calls. Returns the exit status that the run had."""
+    hook, status = EventHook(terminal.send, Turn(), wants_streaming=True), 0
+    for record in records:
+        answer = recorded_answer(record)
+        if record.get("outcome") in ("healed", "retried"):
+            continue
+        if answer.error:
+            terminal.note(f"nanobot: {answer.error}")
+            status = 1
+        elif answer.has_tool_calls:
+            await hook.before_iteration(AgentHookContext([], response=answer))
+            await hook.before_execute_tools(answer.tool_calls)
+        elif answer.content:
+            await hook.send("final", answer.content)
+    return status
 
 
 def summary_of(records: list[dict]) -> Iterator[str]:
@@ -2871,7 +2888,7 @@ def web_command(arguments: argparse.Namespace) -> None:
 
 def trace_command(arguments: argparse.Namespace) -> None:
     """Prints a summary of a recorded run, or writes the run as an HTML page."""
-    records = recorded(arguments.file).records
+    records = recorded(arguments.file)
     if not arguments.html:
         print(printable("\n".join(summary_of(records))))
         return
@@ -2892,27 +2909,8 @@ def lesson_command(arguments: argparse.Namespace) -> int:
 
 
 def replay_command(arguments: argparse.Namespace) -> int:
-    """Replays a trace, turn after turn. No tool is executed, and no model is asked."""
-    limits = settings_of(arguments).defaults
-    terminal, status = CLI(), 0
-    model = recorded(arguments.file)
-    while model.rest:
-        hook = EventHook(terminal.send, Turn(), wants_streaming=True)
-        tools = RecordedTools(model.rest, ToolResult)
-        spec = AgentRunSpec(
-            model.rest[0]["messages"],
-            tools,
-            max_iterations=limits.max_tool_iterations,
-            hook=hook,
-            context_window=sys.maxsize,  # never shorten a recorded request
-        )
-        result = asyncio.run(AgentRunner(model).run(spec))
-        if result.final_content:
-            asyncio.run(hook.send("final", result.final_content))
-        if result.error:
-            terminal.note(f"nanobot: {result.error}")
-            status = 1
-    return status
+    """Shows a recorded run as it looked at the terminal. No tool runs, and no model is asked."""
+    return asyncio.run(play(recorded(arguments.file), CLI()))
 
 
 COMMAND_LINE = {  # command: (function, description in --help)
@@ -2924,7 +2922,7 @@ COMMAND_LINE = {  # command: (function, description in --help)
     "status": (status_command, "check the settings, the model and other parts"),
     "gateway": (gateway_command, "run the channels and the cron jobs"),
     "cron": (cron_command, "list the jobs, or `remove ID`"),
-    "replay": (replay_command, "replay a trace without a network"),
+    "replay": (replay_command, "show a recorded run as it looked"),
     "trace": (trace_command, "show a recorded run"),
     "web": (web_command, "open a page that shows the agent at work"),
     "walk": (lesson_command, "show one turn, function by function"),
@@ -3006,7 +3004,7 @@ def main(argv: list[str] | None = None) -> int:
         status = COMMAND_LINE[arguments.command][0](arguments) or 0
         sys.stdout.flush()  # if Python's own flush at exit fails, the exit status is 120
         return status
-    except (ConfigError, CronError, ReplayDiffers, SessionBusy) as problem:
+    except (ConfigError, CronError, SessionBusy) as problem:
         complain(str(problem))
     except BrokenPipeError:  # `nanobot … | head`: the reader has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

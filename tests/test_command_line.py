@@ -942,12 +942,7 @@ def test_a_trace_is_replayed_without_network_and_without_running_anything(own_ho
     records[0]["answer"]["tool_calls"][0]["arguments"]["command"] = "echo sang\x1b[2J"
     trace.write_text("".join(f"{json.dumps(record)}\n" for record in records))
     status, out, err = nanobot("replay", "t.jsonl", cwd=tmp_path)
-    assert (status, out, "\x1b" in err) == (1, "", False), (
-        "it stops where a request differs, and shows it"
-    )
-    assert re.search(r"^-.*echo ran", err, re.MULTILINE) and re.search(
-        r"^\+.*echo sang", err, re.MULTILINE
-    )
+    assert (status, "\x1b" in err, "echo sang" in err) == (0, False, True)
 
 
 def test_turns_add_up_in_one_trace_and_are_replayed_one_after_the_other(own_home, tmp_path):
@@ -987,55 +982,6 @@ def test_turns_add_up_in_one_trace_and_are_replayed_one_after_the_other(own_home
     assert (status, out) == (1, "I may not.\nAll done.\n"), err
     assert "HTTP 400: boom" in err and "cancelled" in err
     assert not (tmp_path / "made").exists()
-
-
-GONE = [call("read_file", path="gone.txt")] * 5
-PLAYED_AGAIN = {  # the answers of the model, the status of the turn, and a part of what is shown
-    "the same result five times": (
-        [*[call("read_file", path="a.txt")] * 5, "It is: hello"],
-        0,
-        "It is: hello\n",
-    ),
-    "the same failure five times": (
-        [call("read_file", path="b.txt"), *GONE],
-        1,
-        "gone.txt: No such file",
-    ),
-    "the same call, first with a result": (
-        [
-            call("write_file", path="gone.txt", content="x"),
-            GONE[0],
-            call("exec", command="rm gone.txt"),
-            *GONE,
-        ],
-        1,
-        "gone.txt: No such file",
-    ),
-    "an image, and the same file with another one": (
-        [
-            call("read_file", path="dot.png"),
-            call("exec", command="printf x >> dot.png"),
-            call("read_file", path="dot.png"),
-            "It is a dot.",
-        ],
-        0,
-        "It is a dot.\n",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", PLAYED_AGAIN)
-def test_a_turn_with_equal_calls_or_an_image_ends_the_same_in_its_replay(own_home, tmp_path, name):
-    script, status, shown = PLAYED_AGAIN[name]
-    (tmp_path / "a.txt").write_text("hello\n", encoding="utf-8")
-    (tmp_path / "dot.png").write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(40))
-    trace = [*DIRECT, "--trace", str(tmp_path / "t.jsonl")]
-    with FakeLLM([*script, "Next."]) as server:
-        first = nanobot("-m", "do it", *trace, server=server, cwd=tmp_path)
-        assert (first[0], shown in first[1]) == (status, True), first
-        assert nanobot("-m", "and now?", *trace, server=server, cwd=tmp_path)[:2] == (0, "Next.\n")
-    again = nanobot("replay", "t.jsonl", cwd=tmp_path)
-    assert again[:2] == (status, f"{first[1]}Next.\n"), again[2]
 
 
 KEY = "sk-proj-abcdefghijklmnopqrstuvwxyz0123456789"

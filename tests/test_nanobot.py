@@ -1437,48 +1437,6 @@ def test_every_request_begins_with_the_bytes_of_the_last_one(tmp_path, streaming
         assert after.startswith(before), (before[-200:], after[len(before) - 200 :][:400])
 
 
-# ---- A trace ----
-
-
-def recorded(tmp_path: Path, replies, *texts: str, **defaults) -> tuple[Path, str]:
-    """The trace of some turns, and what the terminal shows of them."""
-    loop = make_loop(tmp_path, replies, **defaults)
-    loop.tools, loop.provider.trace = ToolRegistry([look, broken]), Trace(tmp_path / "trace.jsonl")
-    return tmp_path / "trace.jsonl", shown([ask(loop, text)[0] for text in texts])
-
-
-TURNS = {
-    "calls whose ids come again": [call("look"), "done", call("look", n=2), "done"],
-    "a call that could not be read": [UNREADABLE, call("look", "c2"), "done", "next"],
-    "out of steps": [call("look", "a"), call("look", "b"), call("look", "c"), "so far"] * 2,
-    "letters that are none": [
-        LLMResponse("done", extra={"reasoning_content": "\ud83d"}),
-        ToolCallRequest("c\ud83d", "look"),
-        "next",
-    ],
-}
-
-
-@pytest.mark.parametrize("name", TURNS)
-def test_whatever_happened_in_a_turn_it_can_be_played_again(tmp_path, capsys, name):
-    limit = 3 if name == "out of steps" else 40
-    trace, seen = recorded(tmp_path, TURNS[name], "one", "two", max_tool_iterations=limit)
-    settings = write_config(tmp_path, {"agents": {"defaults": {"maxToolIterations": limit}}})
-    nanobot.main(["replay", str(trace), "--config", str(settings)])
-    out, err = capsys.readouterr()
-    assert out == seen
-    assert "differs from the recorded request" not in err
-
-
-def test_a_replay_leaves_nothing_out_however_long_the_recorded_request_is(tmp_path, capsys):
-    provider = ScriptedProvider(["hello"])
-    provider.trace = Trace(tmp_path / "t.jsonl")
-    messages = [question("abc " * 75_000), {"role": "assistant", "content": "ok"}, question("now")]
-    asyncio.run(provider.chat(messages))
-    assert nanobot.main(["replay", str(tmp_path / "t.jsonl")]) == 0
-    assert capsys.readouterr() == ("hello\n", "")
-
-
 # ---- What the model is told ----
 
 
