@@ -139,7 +139,7 @@ class Session:
         assistant "Well", cut "it was stopped"  →  assistant "Well"
         report "stretch!"
         user "b"                                   user "[the answer above broke off: …]\\n\\n
-                                                         [10:00, reminder: stretch!]\\n\\nb"
+                                                   [2026-11-23 10:00, reminder: stretch!]\\n\\nb"
         """
         sent = self.summary_messages()
         before: dict = {}
@@ -148,7 +148,7 @@ class Session:
             if "report" in message:
                 reports.append(message)
             elif message["role"] == "user":
-                quotes = [quoted(report, message) for report in reports[-5:]]
+                quotes = map(quoted, reports[-5:])
                 sent.append(as_sent(message, self.gap_behind(before), *quotes))
                 before, reports = message, []
             elif before:  # skip a turn if its user message is lost
@@ -211,13 +211,9 @@ def is_answer(message: dict) -> bool:
     return message["role"] == "assistant" and not is_part
 
 
-def quoted(report: dict, message: dict) -> str:
-    """A report in the next user message: `[10:00, reminder: stretch!]`; with the date if the
-    report is from another day."""
-    written = report.get("timestamp", "")
-    day, moment = written[:10], written[11:16]
-    if day != message.get("timestamp", "")[:10]:
-        moment = f"{day} {moment}"
+def quoted(report: dict) -> str:
+    """A report as the user's next message quotes it: [2026-11-23 10:00, reminder: stretch!]"""
+    moment = report.get("timestamp", "")[:16].replace("T", " ")
     return f"[{moment}, {report['report']}: {middle_out(report['content'], 2_000)}]"
 
 

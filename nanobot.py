@@ -2577,6 +2577,7 @@ class Talk:
         if not history.exists():
             self.terminal.note(template("welcome", version=__version__))
         self.terminal.note(self.first_line())
+        self.follow_project()
         self.background.complete(logged(self.show_reports(), "reports"))
         jobs = JobRunner(self.loop).run_for_terminal()
         for work in (jobs, self.watch_reports(), self.loop.remember_terminals()):
@@ -2617,7 +2618,9 @@ class Talk:
         prompt asks once; a single message says how to allow them."""
         project = Project(self.loop.config, self.loop.turn(self.key))
         if project.is_unknown and self.is_conversation:
-            typed = read_answer(f"The project has instructions: {project}. Follow them? [y/N] ")
+            typed = ""
+            with contextlib.suppress(EOFError):  # Ctrl-D
+                typed = read_answer(f"The project has instructions: {project}. Follow them? [y/N] ")
             project.keep(typed.strip().lower() in ("y", "yes"))
         elif project.is_unknown:
             self.terminal.note(NOT_FOLLOWED.format(project, self.trust))
@@ -2642,7 +2645,7 @@ class Talk:
                         line = report_line(report)
                         if report["id"] not in session.known_ids:
                             session.append(line)
-                        self.terminal.report(quoted(line, {}))
+                        self.terminal.report(quoted(line))
                     inbox.remove({report["id"] for report in reports})
         except SessionBusy as busy:  # the reports stay in the inbox until the next try
             log.info("%s", busy)

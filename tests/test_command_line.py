@@ -812,7 +812,9 @@ def test_a_report_is_shown_once_where_a_person_sees_it_and_quoted_there(own_home
         one.expect("reminder: Water the plants?]", "ok")
         assert one.process.wait(LONG) == 0
         quoted = str(server.bodies[-1]["messages"][-1]["content"])
-        assert re.match(r"\[\d\d:\d\d, reminder: Water the plants\?\]\n\n\[Runtime", quoted)
+        assert re.match(
+            r"\[\d{4}-\d\d-\d\d \d\d:\d\d, reminder: Water the plants\?\]\n\n\[Runtime", quoted
+        )
         prompt = Terminal(server=server, cwd=tmp_path)
         prompt.expect("> ")
         assert "plants" not in prompt.everything
@@ -848,9 +850,9 @@ def test_the_projects_instructions_are_followed_if_the_user_allows_this_version(
         err = nanobot("-m", "hi", server=server, cwd=deep)[2]
         assert "AGENTS.md (2 words) is not followed. To allow it: nanobot trust" in err
         terminal = Terminal(server=server, cwd=deep)
-        terminal.expect("> ")
-        terminal.say("hi", "instructions: ", "AGENTS.md (2 words). Follow them? [y/N] ")
-        terminal.say("y", "ok", "> ")
+        terminal.expect("instructions: ", "AGENTS.md (2 words). Follow them? [y/N] ")
+        terminal.say("y", "> ")
+        terminal.say("hi", "ok", "> ")
         terminal.say("again", "ok", "> ")
         rules.write_text("Use tabs. Or so.", encoding="utf-8")
         terminal.say("changed", "AGENTS.md (4 words). Follow them? [y/N] ")
