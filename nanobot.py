@@ -90,11 +90,14 @@ from memory import (
     Skill,
     SkillsLoader,
     TokenCounter,
+    append_lines,
     as_sent,
     counted,
     fitted,
+    has,
     locked,
     quoted,
+    read_records,
     write_atomically,
 )
 from providers import (
@@ -1019,10 +1022,12 @@ class Project:
     def __init__(self, config: Config, turn: Turn):
         # tools may not open files whose name begins like that of the settings: Turn.is_secret
         self.file = config.path.with_name(f"{config.path.name}.trust")
-        self.answers = json.loads(self.file.read_bytes()) if self.file.exists() else {}
         self.path, self.text = self._find(turn)
         self.version = f"{self.path} {hashlib.sha256(self.text.encode()).hexdigest()}"
-        self.answer: bool | None = self.answers.get(self.version)  # None: the user was not asked
+        self.answer: bool | None = None  # None: the user was not asked about this version
+        for line in read_records(self.file, partial(has, version=str, follow=bool)):
+            if line["version"] == self.version:
+                self.answer = line["follow"]
 
     def _find(self, turn: Turn) -> tuple[Path, str]:
         """The path and the first 16,000 characters; a link out of the project is not followed."""
@@ -1033,7 +1038,9 @@ class Project:
         fenced = replace(turn, workspace=inside[-1], cwd=inside[-1], restrict=True, readable=())
         for name in ("AGENTS.md", "CLAUDE.md"):
             for folder in inside:
-                if folder != turn.workspace and os.path.exists(folder / name):
+                real = os.path.realpath(folder / name)
+                is_text = os.path.exists(real) and real.endswith(".md")  # not a link to .env
+                if is_text and folder != turn.workspace:
                     return folder / name, own_text(fenced, folder / name)[:16_000]
         return here, ""
 
@@ -1044,8 +1051,8 @@ class Project:
 
     def keep(self, answer: bool) -> None:
         """Remember the user's answer for this version of the file."""
-        self.answers[self.version] = self.answer = answer
-        write_atomically(self.file, json.dumps(self.answers, indent=1))
+        self.answer = answer
+        append_lines(self.file, [{"version": self.version, "follow": answer}])
 
     def part(self) -> str:
         """The part of the system prompt; "" if the user has not allowed this version."""

@@ -877,7 +877,8 @@ def test_the_projects_instructions_are_followed_if_the_user_allows_this_version(
     [
         (lambda kit, home: (kit / "CLAUDE.md").write_text("c" * 20_000), "c" * 16_000),
         (lambda kit, home: (kit / "AGENTS.md").symlink_to("real.md"), "real"),
-        (lambda kit, home: (kit / "CLAUDE.md").symlink_to(home / "key"), ""),
+        (lambda kit, home: (kit / "CLAUDE.md").symlink_to(home / "key.md"), ""),
+        (lambda kit, home: (kit / "AGENTS.md").symlink_to(".env"), ""),
         (lambda kit, home: (kit / "AGENTS.md").symlink_to("AGENTS.md"), ""),
         (lambda kit, home: os.mkfifo(kit / "AGENTS.md"), ""),
         (lambda kit, home: (kit / "AGENTS.md").mkdir(), ""),
@@ -887,7 +888,8 @@ def test_the_projects_instructions_are_followed_if_the_user_allows_this_version(
 def test_only_a_regular_file_inside_the_project_is_followed(own_home, tmp_path, make, used, fence):
     kit = tmp_path / "kit"
     kit.mkdir()
-    (own_home / "key").write_text("secret", encoding="utf-8")
+    (own_home / "key.md").write_text("secret", encoding="utf-8")
+    (kit / ".env").write_text("secret", encoding="utf-8")
     (kit / "real.md").write_text("real", encoding="utf-8")
     make(kit, own_home)
     flags = settings(own_home, tools={"restrictToWorkspace": fence})
