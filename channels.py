@@ -197,8 +197,9 @@ class Outbox:
             self.waiting.popleft()
 
     def skip(self) -> bool:
-        """Stop sending the current answer. Returns False if no answer is being sent."""
-        if not self.waiting or self.waiting[0].kind != "final":
+        """Stop sending an answer of which the first parts have arrived. Returns False if there is
+        none: an answer that waits for the end of an outage is not dropped."""
+        if not self.waiting or not self.waiting[0].parts_sent:
             return False
         self.task.cancel()
         message = self.waiting.popleft()
@@ -613,7 +614,7 @@ class CLI(Channel):
         """Read standard input. With -m, wait at most 3 s, because a pipe may never send a byte."""
         if not beside_message:
             return text_of_pipe(sys.stdin.buffer, folder)
-        if is_partly_read(sys.stdin.fileno()):
+        if is_partly_read(sys.stdin):
             return ""
         if os.name == "posix" and not select.select([sys.stdin], [], [], 3.0)[0]:
             self.note("nanobot: standard input is open but silent, going on without it")
@@ -625,9 +626,13 @@ class CLI(Channel):
         return text
 
 
-def is_partly_read(descriptor: int) -> bool:
+def is_partly_read(stream: TextIO) -> bool:
     """True for the list of `while read name; do nanobot -m "…"; done < list`: a file from which
     another program reads line by line."""
+    try:
+        descriptor = stream.fileno()
+    except OSError:  # a window of an IDE
+        return False
     is_file = stat.S_ISREG(os.fstat(descriptor).st_mode)
     return is_file and os.lseek(descriptor, 0, os.SEEK_CUR) > 0
 

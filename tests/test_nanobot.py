@@ -2437,6 +2437,7 @@ def test_stop_while_a_long_answer_is_being_sent_sends_no_more_of_it_and_says_so(
     class Slow(Desk):
         async def send(self, message):
             if message.content == "long":
+                message.parts_sent = 1
                 await asyncio.Event().wait()
             await super().send(message)
 
