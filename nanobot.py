@@ -45,7 +45,7 @@ import uuid
 import warnings
 import weakref
 import webbrowser
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from datetime import datetime
@@ -660,18 +660,26 @@ class AgentLoop:
 
     def run_spec(self, history: list[dict], images: list[dict], events: EventHook) -> AgentRunSpec:
         """The input of the runner: request, tools, hooks, and the limits from the settings."""
-        limits, hooks = self.config.defaults, self.hooks_for(events.turn)
-        return AgentRunSpec(
+        hooks = [events, *self.hooks_for(events.turn), *self.hooks_of(events.turn)]
+        return self.limited(
             self.context.request(events.turn, history, images),
-            self.tools,
-            max_iterations=limits.max_tool_iterations,
+            tools=self.tools,
+            max_iterations=self.config.defaults.max_tool_iterations,
+            hook=CompositeHook(hooks),
+            turn=events.turn,
+            keeps_half=events.shows_deltas,
+        )
+
+    def limited(self, messages: list[dict], **own: Any) -> AgentRunSpec:
+        """The input of the runner for any messages, with the limits from the settings."""
+        limits = self.config.defaults
+        return AgentRunSpec(
+            messages,
             max_tokens=limits.max_tokens,
             temperature=self.temperature,
             context_window=limits.context_window_tokens,
-            hook=CompositeHook([events, *hooks, *self.hooks_of(events.turn)]),
-            turn=events.turn,
             counter=self.counter,
-            keeps_half=events.shows_deltas,
+            **own,
         )
 
     def hooks_for(self, turn: Turn) -> list[AgentHook]:
@@ -953,7 +961,6 @@ def prepare_workspace(workspace: Path) -> Path:
     """Create the workspace and its first files; existing files are never changed."""
     try:
         workspace.mkdir(parents=True, exist_ok=True, mode=0o700)
-        remove_copied_prompts(workspace)
         for name in ("AGENTS.md", "SOUL.md", "USER.md", "TOOLS.md", "MEMORY.md"):
             folder = workspace / "memory" if name == "MEMORY.md" else workspace
             folder.mkdir(exist_ok=True)
@@ -965,19 +972,6 @@ def prepare_workspace(workspace: Path) -> Path:
             "Choose another folder with --workspace."
         ) from None
     return workspace
-
-
-def remove_copied_prompts(workspace: Path) -> None:
-    """On Windows, earlier versions copied all prompts into the workspace: `identity.md` was taken
-    for the user's IDENTITY.md. Remove these copies, except those that somebody has changed."""
-    listed = (DATA / "templates" / "copied_prompts.txt").read_text(encoding="utf-8")
-    for row in listed.splitlines():
-        name, digest = row.split()
-        path = workspace / name
-        if path.is_file():
-            data = path.read_bytes().replace(b"\r\n", b"\n")
-            if hashlib.sha256(data).hexdigest().startswith(digest):
-                path.unlink()
 
 
 def identity(turn: Turn, who: str) -> str:
@@ -1273,8 +1267,8 @@ class EventHook(AgentHook):
     async def before_execute_tools(self, tool_calls: list[ToolCallRequest]) -> None:
         if text := self.context.response.content:
             await self.send("progress", text)
-        for hint, count in Counter(map(tool_hint, tool_calls)).items():
-            await self.send("tool_hint", f"{hint} × {count}" if count > 1 else hint)
+        for call in tool_calls:
+            await self.send("tool_hint", tool_hint(call))
 
 
 @dataclass
@@ -1820,13 +1814,14 @@ class MemoryModel:
         names = ("read_file", "edit_file", "write_file")
         editing = [tool for tool in FILE_TOOLS if tool.name in names]
         turn = replace(self.loop.turn("system:dream"), cwd=self.loop.workspace)
-        return await self.loop.subagents.run(
+        spec = self.loop.limited(
             messages,
             tools=FencedTools(editing, refuse),
             turn=turn,
             hook=self.loop.cost,
             max_iterations=self.loop.config.defaults.dream.max_iterations,
         )
+        return await self.loop.runner.run(spec)
 
 
 class FencedTools(ToolRegistry):
@@ -1879,31 +1874,18 @@ class SubagentManager:
         parts = [prompt, *skill_parts(self.loop.skills.load()).values()]
         message, _ = self.loop.context.user_message(task, turn)  # adds date and time to the task
         messages = [{"role": "system", "content": "\n\n".join(parts)}, as_sent(message)]
-        result = await self.run(
+        spec = self.loop.limited(
             messages,
             tools=ToolRegistry(tools),
-            turn=replace(turn, depth=turn.depth + 1, seen={}),
+            turn=replace(turn, seen={}),
             hook=CompositeHook(self.loop.hooks_for(turn)),
             max_iterations=15,
         )
+        result = await self.loop.runner.run(spec)
         if result.stop_reason == "completed":
             return result.final_content
         cause = result.error or result.final_content
         raise ToolError(f"The helper did not finish ({result.stop_reason}): {cause}")
-
-    async def run(self, messages: list[dict], **own: Any) -> AgentRunResult:
-        """Run the agent on `messages`, without a session and with the limits of the settings."""
-        limits = self.loop.config.defaults
-        return await self.loop.runner.run(
-            AgentRunSpec(
-                messages,
-                max_tokens=limits.max_tokens,
-                temperature=self.loop.temperature,
-                context_window=limits.context_window_tokens,
-                counter=self.loop.counter,
-                **own,
-            )
-        )
 
     def _announce(self, name: str, session_key: str, work: asyncio.Task) -> None:
         if work.cancelled():

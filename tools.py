@@ -292,7 +292,6 @@ class Turn:
     channel: str = "cli"
     chat_id: str = "direct"
     session_key: str = "cli:direct"
-    depth: int = 0  # 0: the main agent; 1: a subagent
     restrict: bool = False  # True: the fence is on; tools may use only `workspace` and `cwd`
     readable: tuple[Path, ...] = ()  # if the fence is on, tools may also read these folders
     secret: tuple[Path, ...] = ()  # files with API keys, which no tool may open
