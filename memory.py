@@ -27,9 +27,8 @@ import secrets
 import shutil
 import stat
 import subprocess
-import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -389,7 +388,6 @@ class Consolidator:
     prompt: str
     budget: int = 56_320  # maximum number of tokens in a request
     window: int = 100  # maximum number of messages that are not in the long-term memory
-    counter: "TokenCounter" = field(default_factory=lambda: TokenCounter())
     one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def make_room(self, session: Session, tokens: int) -> int:
@@ -397,7 +395,7 @@ class Consolidator:
         half of the budget is used. Returns the number of moved messages."""
         if tokens <= 0.8 * self.budget:
             return 0
-        upto = session.end_behind(tokens - self.budget // 2, self.counter.size)
+        upto = session.end_behind(tokens - self.budget // 2, message_tokens)
         return await self.move(session, upto)
 
     async def after_turn(self, session: Session) -> int:
@@ -502,82 +500,80 @@ class Consolidator:
 
 
 class Governed:
-    """Shortens a copy of a conversation to `budget` tokens. First, old tool results become notes.
-    Then these parts are removed in this order: the oldest turns, the summary, pictures, the oldest
-    steps of this turn, parts of results. The system prompt and this turn's user messages stay."""
+    """Shortens a copy of a conversation to `budget` tokens: a list of calls replaces the oldest
+    turns and steps, then pictures go, and at last parts of results. The system prompt, the summary
+    and this turn's user messages stay.
+
+    user "Find the bug"                 user "Find the bug"
+    assistant calls read_file({…})   →  user "[2 earlier messages are left out. Calls and …:]\\n
+    tool "1| import os\\n2| import re"        assistant: calls read_file({…})\\n
+    assistant calls grep({…})                 tool read_file: 1| import os"
+    tool "a.py:7: …"                    assistant calls grep({…}) …
+    """
 
     def __init__(
-        self,
-        messages: list[dict],
-        budget: float,
-        counter: "TokenCounter",
-        task: dict | None = None,
-        beside: int = 0,
+        self, messages: list[dict], budget: float, task: dict | None = None, beside: int = 0
     ):
-        self.counter = counter
         self.messages = list(messages)
-        self.notes: list[str] = []  # `8 turns left out (~7,900 tokens)`
+        self.notes: list[str] = []  # `8 messages left out (~7,900 tokens)`
+        self.tokens = total_tokens(messages) + beside  # `beside` is the size of the tools' schemas
         users = [n for n, message in enumerate(messages) if message["role"] == "user"]
-        tasks = [n for n in users if messages[n] is task]  # empty if a hook removed the task
-        self.begin = [len(messages), *users[-1:], *tasks][-1]  # where this turn begins
+        self.begin = users[-1] if users else 0  # where this turn begins
+        for n in users:
+            if messages[n] is task:  # not found if a hook has removed or copied the task
+                self.begin = n
         steps = [n for n, message in enumerate(messages) if message.get("tool_calls")]
-        self.last_step = [len(messages), *steps][-1]  # the model has not read this step yet
-        self.tokens = counter.total(messages) + beside  # `beside` is the size of the tools' schemas
-        if 4 * self.tokens > budget:  # a large request needs an exact count
-            counter.count_exactly_from_now_on()
-        for make_shorter in (self._leave_out, self._cut_results):
+        self.limit = max([self.begin, *steps])  # the model has not read the last step yet
+        for make_shorter in (self._leave_out, self._remove_pictures, self._cut_results):
             if self.tokens > budget:
-                make_shorter(self.tokens - budget)
-                self.tokens = counter.total(self.messages) + beside
+                make_shorter(self.tokens - budget, min(2_000, budget // 8))
+                self.tokens = total_tokens(self.messages) + beside
 
-    def _leave_out(self, excess: float) -> None:
-        kept: list[dict | None] = list(self.messages)
-        counts: Counter[str] = Counter()
-        freed: Counter[str] = Counter()
-        for what, changes in self._what_may_go():
-            if freed.total() >= excess + 30:  # 30 tokens for the note about left-out steps
+    def _leave_out(self, excess: float, list_size: float) -> None:
+        """Leave out the oldest turns, then the oldest steps of this turn."""
+        kept: list[dict] = []
+        left_out: list[dict] = []
+        freed = 0
+        for n, message in enumerate(self.messages[: self.limit]):
+            is_user = message["role"] == "user"
+            is_boundary = is_user if n <= self.begin else message["role"] != "tool"
+            if is_boundary and freed >= excess + list_size:
                 break
-            counts[what] += 1
-            for n, rest in changes.items():
-                freed[what] += self.counter.size(kept[n]) - (self.counter.size(rest) if rest else 0)
-                kept[n] = rest
-        if counts["step"]:
-            text = f"[{counts['step']} earlier steps of this turn are left out; they are done]"
-            kept.insert(self.begin + 1, {"role": "user", "content": text})
-        self.messages = [message for message in kept if message]
-        for what in counts:
-            self.notes.append(f"{counted(counts[what], what)} left out (~{freed[what]:,} tokens)")
+            is_own = is_user and n >= self.begin
+            if is_own or message["role"] == "system" or "is_summary" in message:
+                kept.append(message)
+            else:
+                left_out.append(message)
+                freed += message_tokens(message)
+        rest = self.messages[len(kept) + len(left_out) :]
+        lines = []
+        for message in left_out:
+            if message.get("tool_calls") or message["role"] == "tool":
+                first_line = str(message.get("content") or "").strip().partition("\n")[0]
+                lines.append(middle_out(readable(message | {"content": first_line}), 500))
+        if lines:
+            text = fitted("\n".join(lines), int(min(list_size, max(freed - excess, 50))))
+            told = f"[{counted(len(left_out), 'earlier message')} left out. The calls, and the"
+            text = f"{told} first line of each result:]\n{text}"
+            kept.append({"role": "user", "content": text})
+        self.messages = kept + rest
+        if left_out:
+            self.notes.append(f"{counted(len(left_out), 'message')} left out (~{freed:,} tokens)")
 
-    def _what_may_go(self) -> Iterator[tuple[str, dict[int, dict | None]]]:
-        """Yields, in order of removal: ("turn", {1: None, 2: None}), ("picture", {7: message})."""
-        messages, begin, last_step = self.messages, self.begin, self.last_step
-        for n, message in enumerate(messages[:last_step]):
-            length, name = len(message.get("content") or ""), message.get("name")
-            if message["role"] == "tool" and length >= 500:  # a note that models do not imitate
-                text = f"[{length:,} characters that {name} returned are left out here]"
-                yield "old tool result", {n: {**message, "content": text}}
-        past = [n for n in range(begin) if messages[n]["role"] != "system"]
-        summaries = [n for n in past if "is_summary" in messages[n]]
-        past = past[len(summaries) :]  # `past` begins with the summary
-        begins = [n for n in past if messages[n]["role"] == "user"]
-        turns = pairwise(sorted({*past[:1], *begins, begin}))
-        yield from (("turn", dict.fromkeys(range(first, end))) for first, end in turns)
-        yield from (("summary", {n: None}) for n in summaries)
-        for n in range(begin + 1, len(messages)):
-            if isinstance(messages[n].get("content"), list):
-                yield "picture", {n: without_images(messages[n])}
-        steps = [n for n in range(begin + 1, last_step) if messages[n]["role"] == "assistant"]
-        for first, end in pairwise([*steps, last_step]):
-            yield "step", {n: None for n in range(first, end) if messages[n]["role"] != "user"}
+    def _remove_pictures(self, *_: float) -> None:
+        count = sum(isinstance(message.get("content"), list) for message in self.messages)
+        if count:
+            self.messages = [without_images(message) for message in self.messages]
+            self.notes.append(f"pictures of {counted(count, 'message')} left out")
 
-    def _cut_results(self, excess: float) -> None:
+    def _cut_results(self, excess: float, _: float) -> None:
         """Last resort: cut each tool result to an equal share of the remaining tokens."""
         results = [n for n, message in enumerate(self.messages) if message["role"] == "tool"]
-        room = self.counter.total([self.messages[n] for n in results]) - excess
+        room = total_tokens([self.messages[n] for n in results]) - excess
         for n in results:
             text = str(self.messages[n].get("content") or "")
-            cut = fitted(text, max(int(room) // len(results) - 20, 10), self.counter.count)
-            if cut != text and len(text) > 200:  # the note would lengthen a short text
+            cut = fitted(text, max(int(room) // len(results) - 20, 10))
+            if cut != text:
                 cut += "\n[not all of it: ask for a part]"
                 self.messages[n] = {**self.messages[n], "content": cut}
         self.notes.append(f"{counted(len(results), 'tool result')} cut")
@@ -881,12 +877,15 @@ class SessionManager:
 
 
 def readable(message: dict) -> str:
-    """[2026-04-03T10:00:00+0200] assistant: calls read_file({"path": "a.txt"})"""
+    """`[2026-04-03T10:00:00+0200] assistant: calls read_file({"path": "a.txt"})`; the result is
+    `[2026-04-03T10:00:01+0200] tool read_file: 1| hello`."""
     called = [call["function"] for call in message.get("tool_calls") or []]
     calls = [f"calls {each.get('name')}({each.get('arguments')})" for each in called]
     text = "\n".join(filter(None, [str(message.get("content") or ""), *calls]))
     cut = f" [broke off: {message['cut']}]" if message.get("cut") else ""
-    return f"[{message.get('timestamp', 'no time')}] {message['role']}: {text}{cut}"
+    moment = f"[{message['timestamp']}] " if message.get("timestamp") else ""
+    who = f"tool {message.get('name', '')}" if message["role"] == "tool" else message["role"]
+    return f"{moment}{who}: {text}{cut}"
 
 
 def written_at(message: dict) -> float:
@@ -921,9 +920,9 @@ def middle_out(text: str, most: int) -> str:
     return f"{text[: most * 2 // 3]} […] {text[-most // 3 :]}"
 
 
-def fitted(text: str, most: int, count: Callable[[str], int] | None = None) -> str:
+def fitted(text: str, most: int) -> str:
     """Remove characters from the middle of a text until it has at most `most` tokens."""
-    while (count or estimate)(text) > most and len(text) > 50:  # do not cut very short texts
+    while estimate(text) > most and len(text) > 50:  # do not cut very short texts
         text = middle_out(text, len(text) * 3 // 4)
     return text
 
@@ -933,52 +932,30 @@ THOUGHTS = r"(?s)\s{0,100}<think>.*?(</think>|\Z)"  # "<think>The user wants …
 STAMP = r"(?s)\s{0,100}(?:\[(\d{4}-\d\d-\d\d \d\d:\d\d)\]\s{0,100})?(.{0,64000})"
 
 
+@lru_cache(maxsize=1_000)
 def estimate(text: str) -> int:
     """Estimate the tokens from the kinds of characters: 0.6 to 2.4 times the true number."""
     data = text.encode("utf-8", errors="replace")
     rest = data.translate(None, b"abcdefghijklmnopqrstuvwxyz \n")
     foreign = rest.translate(None, bytes(range(128)))
     letters, marks = len(data) - len(rest), len(rest) - len(foreign)
-    return int(letters / 5 + marks / 1.5 + len(foreign) / 4.5) + 1
+    # models know few words of rare scripts (Khmer, emoji): here each byte is a token
+    rare = 3 * data.count(b"\xe1") + 4 * data.count(b"\xf0")
+    return int(letters / 5 + marks / 1.5 + (len(foreign) - rare) / 4.5 + rare) + 1
 
 
-def load_vocabulary() -> Callable[[str], int]:
-    import tiktoken
+def message_tokens(message: dict) -> int:
+    """The estimated tokens of a message. An image counts as 1,000 tokens."""
+    content = message.get("content")
+    blocks = content if isinstance(content, list) else [{"text": content}]
+    images = [block for block in blocks if block.get("type") == "image_url"]
+    texts = [block["text"] for block in blocks if block.get("text")]
+    texts += [to_json(call) for call in message.get("tool_calls") or []]
+    return 4 + 1_000 * len(images) + sum(estimate(text) for text in texts)
 
-    encode = tiktoken.get_encoding("o200k_base").encode_ordinary
-    pieces = partial(re.findall, r"(?s).{1,2000}")  # tiktoken is slow if a text repeats one letter
-    return lambda text: sum(len(encode(piece)) for piece in pieces(text))
 
-
-class TokenCounter:
-    """Counts tokens and caches the counts. Until `load()` has ended, the counts are estimates."""
-
-    def __init__(self, load: Callable[[], Callable[[str], int]] = load_vocabulary):
-        self._fetching = threading.Thread(target=self._fetch, args=[load], daemon=True)
-        self.count = lru_cache(maxsize=1_000)(estimate)
-
-    def size(self, message: dict) -> int:
-        """The number of tokens in a message. An image counts as 1,000 tokens."""
-        content = message.get("content")
-        blocks = content if isinstance(content, list) else [{"text": content}]
-        images = [block for block in blocks if block.get("type") == "image_url"]
-        texts = [block["text"] for block in blocks if block.get("text")]
-        texts += [to_json(call) for call in message.get("tool_calls") or []]
-        return 4 + 1_000 * len(images) + sum(self.count(text) for text in texts)
-
-    def total(self, messages: list[dict]) -> int:
-        return sum(map(self.size, messages))
-
-    def count_exactly_from_now_on(self) -> None:
-        """Load the vocabulary in the background; until it is loaded, the counts are estimates."""
-        if not self._fetching.ident:
-            self._fetching.start()
-
-    def _fetch(self, load: Callable) -> None:
-        try:
-            self.count = lru_cache(maxsize=1_000)(load())
-        except Exception as problem:  # if the network or tiktoken is missing, keep the estimates
-            log.info("tokens are estimated: %s", problem)
+def total_tokens(messages: list[dict]) -> int:
+    return sum(message_tokens(message) for message in messages)
 
 
 # ---- Dream: turn history entries into facts and skills ----

@@ -1,6 +1,6 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["openai>=3", "json-repair", "tiktoken", "tzdata; sys_platform == 'win32'"]
+# dependencies = ["openai>=3", "json-repair", "tzdata; sys_platform == 'win32'"]
 # ///
 """The path of one message, from the user's question to the agent's answer.
 
@@ -89,12 +89,13 @@ from memory import (
     SessionManager,
     Skill,
     SkillsLoader,
-    TokenCounter,
     as_sent,
     counted,
+    estimate,
     fitted,
     locked,
     quoted,
+    total_tokens,
     write_atomically,
 )
 from providers import (
@@ -161,7 +162,6 @@ class AgentRunSpec:
     context_window: int = 65_536  # tokens
     hook: AgentHook = field(default_factory=lambda: AgentHook())
     turn: Turn = field(default_factory=Turn)  # tools with a parameter `turn` get this object
-    counter: TokenCounter = field(default_factory=TokenCounter)  # caches token counts of messages
     append: Callable[..., None] = lambda *messages: None  # stores each new message at once
     arrivals: Callable[[], list[dict]] = list  # journals and returns new user messages
     make_room: Callable[[list[dict]], Awaitable[list[dict]]] | None = None  # before each request
@@ -229,7 +229,7 @@ class AgentRunner:
         spec = state.spec
         may_call = state.has_tools and not state.is_over_limit
         state.tools = spec.tools.get_definitions() if may_call else []
-        tools = spec.counter.count(lines_of_json(state.tools)) if state.tools else 0
+        tools = estimate(lines_of_json(state.tools)) if state.tools else 0
         budget = spec.context_window - spec.max_tokens - 1_024
         if budget <= 0:
             sizes = f"context_window is {spec.context_window}, max_tokens is {spec.max_tokens}"
@@ -239,7 +239,7 @@ class AgentRunner:
         budget = min(budget, state.room)
         users = [message for message in spec.messages if message["role"] == "user"]
         task = users[-1] if users else None  # the user's last message is never left out
-        request = Governed(state.context.messages, budget, spec.counter, task, tools)
+        request = Governed(state.context.messages, budget, task, tools)
         if state.draft.parts:  # to continue a cut answer, the model needs the parts so far
             request.messages.append({"role": "assistant", "content": state.draft.joined("")})
         if state.is_over_limit:
@@ -283,10 +283,11 @@ class AgentRunner:
             on_retry=spec.hook.on_retry,
             read_only=[name for name in names if is_read_only(name, spec.tools)],
         )
+        if response.usage.get("estimated"):  # one estimate everywhere, also in `nanobot prompt`
+            response.usage["prompt_tokens"] = request.tokens
         await spec.hook.after_response(response)
         add_up(state.context.usage, response.usage)
-        exact = 0 if response.usage.get("estimated") else response.usage.get("prompt_tokens")
-        state.result.context_tokens = exact or request.tokens
+        state.result.context_tokens = response.usage.get("prompt_tokens") or request.tokens
         state.context.response = response
         return response
 
@@ -561,7 +562,6 @@ class AgentLoop:
         self.temperature = config.defaults.temperature
         if self.temperature == LOCAL_ONLY:
             self.temperature = 0.1 if self.provider.is_local else None
-        self.counter = TokenCounter()
         memory_model = MemoryModel(self)
         self.consolidator = memory_model.consolidator
         self.dream = memory_model.dream
@@ -667,7 +667,6 @@ class AgentLoop:
             context_window=limits.context_window_tokens,
             hook=CompositeHook([events, *hooks, *self.hooks_of(events.turn)]),
             turn=events.turn,
-            counter=self.counter,
             keeps_half=events.shows_deltas,
         )
 
@@ -680,8 +679,8 @@ class AgentLoop:
 
     async def _make_room(self, session: Session, events: EventHook, messages: list) -> list:
         """Move old turns to the memory if a request is too long. Returns the remaining messages."""
-        tokens = self.counter.total(messages)
-        tokens += self.counter.count(lines_of_json(self.tools.get_definitions()))
+        tokens = total_tokens(messages)
+        tokens += estimate(lines_of_json(self.tools.get_definitions()))
         count = await self.consolidator.make_room(session, tokens)
         if count and events.turn.channel == "cli":
             await events.on_retry(f"{counted(count, 'older message')} moved to the memory")
@@ -1754,7 +1753,6 @@ class MemoryModel:
             template("consolidate"),
             settings.budget,
             settings.memory_window,
-            loop.counter,
         )
         self.dream = Dream(
             loop.memory,
@@ -1863,7 +1861,6 @@ class SubagentManager:
                 max_tokens=limits.max_tokens,
                 temperature=self.loop.temperature,
                 context_window=limits.context_window_tokens,
-                counter=self.loop.counter,
                 **own,
             )
         )
@@ -2751,7 +2748,7 @@ def prompt_command(arguments: argparse.Namespace) -> None:
     parts |= {"History": lines_of_json(history), "User": last["content"]}
     for name, text in parts.items():
         if text:
-            tokens = TokenCounter().total([{"content": text}])
+            tokens = estimate(text)
             print(f"==== {name} (~{tokens:,} tokens) ====\n{printable(text)}\n")
     window = loop.config.defaults.context_window_tokens
     print("\n".join([*request.notes, f"Total: context {request.tokens:,} of {window:,}"]))
