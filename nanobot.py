@@ -653,7 +653,7 @@ class AgentLoop:
                 session.end_open_turn(why)
             await session.synced()  # fsync before the user sees the answer
             if is_kept:
-                self.background.start(self._after_turn(session))
+                self.background.start(self.after_turn(session))
 
     def run_spec(self, history: list[dict], images: list[dict], events: EventHook) -> AgentRunSpec:
         """The input of the runner: request, tools, hooks, and the limits from the settings."""
@@ -681,10 +681,10 @@ class AgentLoop:
         """Move old turns to the memory if a request is too long. Returns the remaining messages."""
         tokens = total_tokens(messages)
         tokens += estimate(lines_of_json(self.tools.get_definitions()))
-        count = await self.consolidator.make_room(session, tokens)
-        if count and events.turn.channel == "cli":
-            await events.on_retry(f"{counted(count, 'older message')} moved to the memory")
-        return session.without_saved(messages) if count else messages
+        told = await self.consolidator.make_room(session, tokens)
+        if told and events.turn.channel == "cli":
+            await events.on_retry(told)
+        return session.without_saved(messages) if told else messages
 
     async def remember_terminals(self) -> None:
         """Work for idle programs: save ended conversations in the memory, at most once an hour."""
@@ -694,10 +694,10 @@ class AgentLoop:
                 await logged(self.consolidator.remember_terminals(), "the memory")
                 await self.config.sleep(3_540.0)
 
-    async def _after_turn(self, session: Session) -> None:
-        count = await self.consolidator.after_turn(session)
-        if count and session.key.startswith("cli:"):
-            self.notes[session.key] = f"{counted(count, 'older message')} moved to the memory"
+    async def after_turn(self, session: Session) -> None:
+        told = await self.consolidator.after_turn(session)
+        if told and session.key.startswith("cli:"):
+            self.notes[session.key] = told
 
     async def run(self, bus: MessageBus) -> None:
         """Serve a bus until cancelled. If the program is killed, no message is lost:
@@ -1780,7 +1780,7 @@ class MemoryModel:
         """Phase 2 of Dream: the model edits MEMORY.md, USER.md, SOUL.md and the user's skills."""
         names = ("read_file", "edit_file", "write_file")
         editing = [tool for tool in FILE_TOOLS if tool.name in names]
-        turn = replace(self.loop.turn("system:dream"), cwd=self.loop.workspace)
+        turn = replace(self.loop.turn("system:dream"), cwd=self.loop.workspace, restrict=True)
         return await self.loop.subagents.run(
             messages,
             tools=FencedTools(editing, refuse),
@@ -1922,7 +1922,7 @@ class Commands:
         if command == "new":
             await session.synced()
             self.loop.turn(session.key).seen.clear()
-            self.loop.background.start(self.loop.consolidator.after_turn(session))
+            self.loop.background.start(self.loop.after_turn(session))
             return AgentRunResult("A new conversation begins; the journal keeps the old one.")
         if not session.unfinished:
             return AgentRunResult("There is no interrupted turn to resume.")
@@ -1943,9 +1943,6 @@ class Commands:
                 text = "Stopped; resume with /continue." if has_stopped else "Nothing is running."
             case "dream":
                 text = await self.loop.dream.run()
-            case "dream-log" | "dream-restore" if not re.fullmatch("[0-9a-f]{4,40}|", argument):
-                text = f"{argument[:40]!r} is not a commit id. Write /{command}, "
-                text += f"or add the id: /{command} 1f3a9c"
             case "dream-log":
                 text = await in_thread(repository.log, argument)
             case "dream-restore":
