@@ -567,13 +567,13 @@ class Governed:
         if left_out:
             self.notes.append(f"{counted(len(left_out), 'message')} left out (~{freed:,} tokens)")
 
-    def _remove_pictures(self, *_: float) -> None:
+    def _remove_pictures(self, *_) -> None:
         count = sum(isinstance(message.get("content"), list) for message in self.messages)
         if count:
             self.messages = [without_images(message) for message in self.messages]
             self.notes.append(f"pictures of {counted(count, 'message')} left out")
 
-    def _cut_results(self, excess: float, _: float) -> None:
+    def _cut_results(self, excess: float, _) -> None:
         """Last resort: cut each tool result to an equal share of the remaining tokens."""
         results = [n for n, message in enumerate(self.messages) if message["role"] == "tool"]
         room = total_tokens([self.messages[n] for n in results]) - excess
@@ -960,7 +960,8 @@ def estimate(text: str) -> int:
     data = text.encode("utf-8", errors="replace")
     rest = data.translate(None, b"abcdefghijklmnopqrstuvwxyz \n")
     foreign = rest.translate(None, bytes(range(128)))
-    letters, marks = len(data) - len(rest), len(rest) - len(foreign)
+    letters = len(data) - len(rest)
+    marks = len(rest) - len(foreign)
     # models know few words of rare scripts (Khmer, emoji): here each byte is a token
     rare = 3 * data.count(b"\xe1") + 4 * data.count(b"\xf0")
     return int(letters / 5 + marks / 1.5 + (len(foreign) - rare) / 4.5 + rare) + 1
@@ -1009,7 +1010,7 @@ class Dream:
     skills: "SkillsLoader"
     budget: int = 56_320  # maximum number of tokens in a request
     max_batch: int = 20  # maximum number of history entries per dream
-    failures: int = field(default=0, init=False)  # number of failed dreams in a row
+    failures: int = 0  # number of failed dreams in a row
 
     async def run(self) -> str:
         """Run one dream. Returns a text for the user. Raises SessionBusy if another dream runs."""
@@ -1082,7 +1083,7 @@ OUTSIDE = "other changes"
 class MemoryRepository:
     """A git repository. It is not named `.git`, so that the workspace is not a submodule."""
 
-    files = (*DREAM_FILES, "skills")
+    files = (*DREAM_FILES, "skills")  # an older version's repositories have the history, too
     attributes = "* !text !eol !diff !filter !ident !working-tree-encoding\n"  # replaces the user's
 
     def __init__(self, workspace: Path):
@@ -1127,7 +1128,7 @@ class MemoryRepository:
         self.git("add", "-u")  # changed and deleted files
         names = [name for name in self.files if (self.workspace / name).exists()]
         self.git("add", "-f", "--", *names)
-        changed = self.git("diff", "--cached", "--numstat", "--no-renames")
+        changed = self.git("diff", "--cached", "--numstat", "--no-renames", "--", *self.files)
         if not changed:
             return ""
         counts = re.findall(r"(?m)^(\d+)\t(\d+)", changed)  # "1\t2\tmemory/MEMORY.md"
@@ -1164,13 +1165,14 @@ class MemoryRepository:
             with self.lock():
                 commit = self._known(sha or ":/^dream:")
                 self.commit(OUTSIDE)
-                patch = self.git("diff-tree", "-p", "--binary", commit)
+                patch = self.git("diff-tree", "-p", "--binary", commit, "--", *self.files)
                 tracked = self.git("ls-files", "-z").split("\0")[:-1]
                 modes = {name: (self.workspace / name).stat().st_mode for name in tracked}
                 self.git("apply", "-R", "--whitespace=nowarn", text=patch, why=why)
                 for name, mode in modes.items():  # git has given new files the usual mode
-                    if (self.workspace / name).exists():
-                        (self.workspace / name).chmod(stat.S_IMODE(mode))
+                    path = self.workspace / name
+                    if path.exists():
+                        path.chmod(stat.S_IMODE(mode))
                 return f"Undone: {self.commit(f'restore of {commit[:7]}')}."
         except (OSError, SessionBusy) as problem:
             return f"Nothing is changed: {problem}"

@@ -499,8 +499,8 @@ class ContextBuilder:
 
     def parts(self, turn: Turn) -> dict[str, str]:
         """Name → text of each part of the system prompt, in order. "Memory" contains facts from
-        MEMORY.md. "Recent History" contains the history entries that Dream has not yet processed.
-        The model can find older history entries in `memory/` with the tool grep."""
+        MEMORY.md. "Recent History" has the history entries that Dream has not yet processed, and
+        the last five anyway. The model can find older ones in `memory/` with the tool grep."""
         own = partial(own_text, turn)
         parts = {"identity": identity(turn, own(turn.workspace / "IDENTITY.md"))}
         names = ("AGENTS.md", "SOUL.md", "USER.md", "TOOLS.md")

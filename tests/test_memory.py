@@ -1738,12 +1738,15 @@ def test_what_a_dream_changed_is_undone_to_the_byte_with_modes_kept(home, name):
     path.chmod(0o600)
     repository = MemoryRepository(home)
     repository.commit("other changes")
+    repository.git("add", "-f", "memory/history.jsonl")  # as an older version did
+    MemoryStore(home).append_history("Something.")
     path.write_bytes(after)
     assert repository.commit("dream") == f"{counted(removed, 'line')} removed, {added} added"
     soul.write_text("later\n")
     assert repository.restore() == f"Undone: {counted(added, 'line')} removed, {removed} added."
     assert (path.read_bytes(), path.stat().st_mode & 0o777) == (before, 0o600)
     assert soul.read_text() == "later\n", "what came later stays"
+    assert len(MemoryStore(home).entries()) == 4, "and the history"
     assert "the commit is undone already" in repository.restore()
 
 
