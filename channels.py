@@ -74,7 +74,7 @@ class MessageBus:
         self.channels: dict[str, Channel] = {}
         self._inbound: asyncio.Queue[InboundMessage] = asyncio.Queue()
         self._listening: list[asyncio.Task] = []
-        self._outboxes: dict[tuple[str, str, bool], Outbox] = {}
+        self.outboxes: dict[tuple[str, str, bool], Outbox] = {}
         self._sleep = sleep
 
     def open(self, channel: "Channel") -> None:
@@ -100,16 +100,16 @@ class MessageBus:
         slow upload does not delay the texts of its chat."""
         key = (message.channel, message.chat_id, message.kind == "file")
         if message.channel in self.channels:
-            if key not in self._outboxes:
+            if key not in self.outboxes:
                 channel = self.channels[message.channel]
-                self._outboxes[key] = Outbox(channel, message.chat_id, self._sleep)
-            self._outboxes[key].put(message)
+                self.outboxes[key] = Outbox(channel, message.chat_id, self._sleep)
+            self.outboxes[key].put(message)
         elif message.kind == "final":
             log.warning("There is no channel %r: the answer is dropped", message.channel)
 
     async def close(self, seconds: float = 5.0) -> None:
         """Wait at most `seconds` for the delivery of queued messages, then stop the channels."""
-        deliveries = [outbox.task for outbox in self._outboxes.values()]
+        deliveries = [outbox.task for outbox in self.outboxes.values()]
         if deliveries:
             await asyncio.wait(deliveries, timeout=seconds)
         await end_all([*deliveries, *self._listening], 1.0)
@@ -186,7 +186,7 @@ class Outbox:
         """Send each event once. Retry each answer or file until it arrives or is refused, with
         pauses of 1, 2, 4, … up to 60 s."""
         while self.waiting:
-            message = self.waiting.popleft()
+            message = self.waiting[0]
             while problem := await self._try(message):
                 if not message.failures:  # log the first failure only
                     log.warning("%s cannot be reached yet: %s", self.name, problem)
@@ -194,6 +194,19 @@ class Outbox:
                     break
                 await self.sleep(getattr(problem, "retry_after", 0) or min(2**message.failures, 60))
                 message.failures += 1
+            self.waiting.popleft()
+
+    def skip(self) -> bool:
+        """Stop sending an answer of which the first parts have arrived. Returns False if there is
+        none: an answer that waits for the end of an outage is not dropped."""
+        if not self.waiting or not self.waiting[0].parts_sent:
+            return False
+        self.task.cancel()
+        message = self.waiting.popleft()
+        if message.on_delivered:
+            message.on_delivered()
+        self.task = asyncio.create_task(self._deliver())
+        return True
 
     async def _try(self, message: OutboundMessage) -> Exception | None:
         """Returns the error if a retry may help, else None."""
@@ -601,7 +614,7 @@ class CLI(Channel):
         """Read standard input. With -m, wait at most 3 s, because a pipe may never send a byte."""
         if not beside_message:
             return text_of_pipe(sys.stdin.buffer, folder)
-        if is_partly_read(sys.stdin.fileno()):
+        if is_partly_read(sys.stdin):
             return ""
         if os.name == "posix" and not select.select([sys.stdin], [], [], 3.0)[0]:
             self.note("nanobot: standard input is open but silent, going on without it")
@@ -613,9 +626,13 @@ class CLI(Channel):
         return text
 
 
-def is_partly_read(descriptor: int) -> bool:
+def is_partly_read(stream: TextIO) -> bool:
     """True for the list of `while read name; do nanobot -m "…"; done < list`: a file from which
     another program reads line by line."""
+    try:
+        descriptor = stream.fileno()
+    except OSError:  # a window of an IDE
+        return False
     is_file = stat.S_ISREG(os.fstat(descriptor).st_mode)
     return is_file and os.lseek(descriptor, 0, os.SEEK_CUR) > 0
 
@@ -681,10 +698,6 @@ class TelegramError(Exception):
         self.retry_after = retry_after  # in seconds, from a response 429 "Too Many Requests"
 
 
-class NoSuchBot(Exception):
-    """401 Unauthorized, 404 Not Found: the token is wrong."""
-
-
 class BotAPI:
     """`await api.call("sendMessage", chat_id=1, text="Hi")`: https://core.telegram.org/bots/api"""
 
@@ -694,8 +707,8 @@ class BotAPI:
         self.token, self.base = token.strip(), base.rstrip("/")
 
     async def call(self, method: str, seconds: float = 60, **fields: Any) -> Any:
-        """The method's result. Raises Refused if a retry cannot help (400, 403 "bot was blocked",
-        413), TelegramError if a retry may help, and NoSuchBot if the token is wrong."""
+        """The method's result. Raises TelegramError if a retry may help (with a wrong token, after
+        a minute), and Refused if a retry cannot help (400, 403 "bot was blocked", 413)."""
         body = json.dumps(fields).encode()
         return await self._ask(method, body, {"Content-Type": "application/json"}, seconds)
 
@@ -732,7 +745,7 @@ class BotAPI:
             return answer.get("result")
         problem = self._scrub(f"{method}: {answer['error_code']} {answer['description']}")
         if "ok" in answer and status in (401, 404):
-            raise NoSuchBot(BAD_TOKEN)
+            raise TelegramError(BAD_TOKEN, 60)
         is_final = "ok" in answer and 400 <= status < 500 and status not in self.may_pass
         if is_final or status == 413:  # 413 is also final if a proxy answers with HTML
             raise Refused(problem)
@@ -742,8 +755,10 @@ class BotAPI:
         """Download a file by the `file_path` from getFile; the server sends at most 20 MB."""
         address = f"file/bot{self.token}/{urllib.parse.quote(path)}"
         status, data = await self._exchange(address, None, {}, seconds=60)
+        if status == 404:
+            raise Refused("Telegram no longer has the file")
         if status != 200:
-            raise TelegramError(f"the file cannot be fetched: HTTP {status}")
+            raise TelegramError(f"HTTP {status}")
         return data
 
     async def _exchange(self, address: str, body: Any, headers: dict, seconds: float) -> tuple:
@@ -781,7 +796,7 @@ RIVAL = (  # 409 "Conflict: terminated by other getUpdates request; make sure th
 )
 BAD_TOKEN = (
     "Telegram does not know this bot token. Copy it again from @BotFather into "
-    "channels.telegram.token (and check apiBase, if it is set); then restart nanobot."
+    "channels.telegram.token (and check apiBase, if it is set), then restart nanobot"
 )
 
 
@@ -793,8 +808,8 @@ class Telegram(Channel):
     poll_seconds = 50  # if no message arrives within this time, the server returns []
     slack_seconds = 15  # getUpdates times out so many seconds after the server should answer
     album_seconds = 2.0  # seconds to wait for the other pictures of an album
-    typing_seconds = 4.0  # seconds between two "typing" signals, which Telegram shows for 5 s
     most_typing = 75  # at most 75 "typing" signals for each message: 75 × 4 s = 5 minutes
+    typing_seconds = 4.0  # seconds between two "typing" signals, which Telegram shows for 5 s
 
     def __init__(
         self,
@@ -813,30 +828,30 @@ class Telegram(Channel):
         self.keep_strangers, self._strangers = keep_strangers, []  # 8 (Ann), 9 (Bob): at most 100
         self.bot: dict = {}  # the bot's id and username, from getMe
         self._offset = 0  # all updates with a lower id are on disk
-        self._storing: dict[int, asyncio.Future] = {}  # update id → future of `publish`
+        self._storing: dict[int, asyncio.Task] = {}  # update id → task that ends with `confirm()`
+        self._order: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # chat id → lock
         self._typing: dict[str, asyncio.Task] = {}
 
     async def start(self, bus: MessageBus) -> None:
-        """Listen until cancelled. Raises NoSuchBot."""
+        """Listen until cancelled."""
         told = ""
         while True:
             try:
                 await self._poll(bus)
                 told = ""
-            except NoSuchBot:
-                raise
             except Exception as failure:  # any error: polling must continue
+                pause = max(10, getattr(failure, "retry_after", 0))
                 if str(failure) != told:  # log each new problem once
-                    hint = RIVAL if "terminated by" in str(failure) else "The request is retried."
-                    log.warning("Telegram: %s. %s", failure, hint)
-                told = str(failure)
+                    told = str(failure)
+                    hint = RIVAL if "terminated by" in told else f"Retried every {pause} s."
+                    log.warning("Telegram: %s. %s", told, hint)
                 self.bot = {}  # `_introduce` runs again and deletes a webhook
-                await self.sleep(max(10.0, getattr(failure, "retry_after", 0)))
+                await self.sleep(pause)
 
     async def _introduce(self) -> None:
         """Get the bot's username for groups. Delete the webhook, because it blocks getUpdates."""
         if not re.fullmatch(r"\d+:[\w-]+", self.api.token):  # 110201543:AAHdqTcvCH1vGWJxfSeofSAs0
-            raise NoSuchBot(BAD_TOKEN)
+            raise TelegramError(BAD_TOKEN, 60)
         self.bot = await self.api.call("getMe")
         await self.api.call("deleteWebhook")
 
@@ -846,13 +861,14 @@ class Telegram(Channel):
         if not self.bot:
             await self._introduce()
         updates = await self._get_updates(self.poll_seconds)
-        new = [update for update in updates if self._is_new(update)]
-        if any(album_of(update) for update in new):
+        if any(self._is_new(update) and album_of(update) for update in updates):
             await self.sleep(self.album_seconds)
             updates = await self._get_updates(0)  # the same updates, now with the whole album
-            new = [update for update in updates if self._is_new(update)]
+        new = [update for update in updates if self._is_new(update)]
         for _, group in itertools.groupby(new, lambda each: album_of(each) or each["update_id"]):
-            await self._take(list(group), bus)
+            album = list(group)
+            storing = asyncio.create_task(self._take([each["message"] for each in album], bus))
+            self._storing |= {update["update_id"]: storing for update in album}
         if self._storing:  # at most 1 s, because other chats do not wait for one that is slow
             await asyncio.wait(self._storing.values(), timeout=1.0)
         for update in updates:
@@ -885,18 +901,21 @@ class Telegram(Channel):
             self.keep_strangers(", ".join(self._strangers[-5:]))
         return is_allowed
 
-    async def _take(self, updates: list[dict], bus: MessageBus) -> None:
-        """Publish a message, or an album, which consists of several messages."""
+    async def _take(self, messages: list[dict], bus: MessageBus) -> None:
+        """Publish a message, or an album, which consists of several messages. Wait until it is on
+        disk. A chat keeps its order, also while a file of an earlier message is downloaded."""
         try:
-            inbound = await self._inbound([update["message"] for update in updates])
+            chat_id = str(messages[0]["chat"]["id"])
+            async with self._order[chat_id]:
+                inbound = await self._inbound(messages)
+                if inbound is None:
+                    return
+                journalled = bus.publish(inbound)
+            self._stop_typing(chat_id)
+            self._typing[chat_id] = asyncio.create_task(self._type(chat_id))
+            await journalled
         except Exception:  # otherwise Telegram would send this message again and again
             log.warning("Telegram: an unreadable message is skipped", exc_info=True)
-            return
-        if inbound:
-            stored = bus.publish(inbound)
-            self._storing |= {update["update_id"]: stored for update in updates}
-            self._stop_typing(inbound.chat_id)
-            self._typing[inbound.chat_id] = asyncio.create_task(self._type(inbound.chat_id))
 
     async def _inbound(self, messages: list[dict]) -> InboundMessage | None:
         """Combine messages into one. Returns None if the messages are empty or not for the bot."""
@@ -904,7 +923,7 @@ class Telegram(Channel):
         is_open = chat["type"] == "private" or self.group_policy == "open"
         if not is_open and not any(is_call(message, self.bot) for message in messages):
             return None
-        texts, media = [words_in(message) for message in messages], []
+        texts, media = [with_quote(message) for message in messages], []
         for file in filter(None, map(file_in, messages)):
             try:
                 media.append(await self._save(file))
@@ -925,9 +944,16 @@ class Telegram(Channel):
 
     async def _save(self, file: dict) -> Path:
         """Save as `AgADBQ-report.pdf`, to keep an earlier file that is also named `report.pdf`."""
-        place = (await self.api.call("getFile", file_id=file["file_id"]))["file_path"]
+        for attempt in range(1, 31):  # five minutes, because the message comes only once
+            try:
+                place = (await self.api.call("getFile", file_id=file["file_id"]))["file_path"]
+                data = await self.api.download(place)
+                break
+            except TelegramError as failure:
+                if attempt == 30:
+                    raise
+                await self.sleep(failure.retry_after or 10)
         path = self.media_folder / file_name(file, place)
-        data = await self.api.download(place)
         path.parent.mkdir(parents=True, exist_ok=True)
         await in_thread(path.write_bytes, data)
         return path
@@ -937,7 +963,7 @@ class Telegram(Channel):
             task.cancel()
 
     async def _type(self, chat_id: str) -> None:
-        with contextlib.suppress(TelegramError, NoSuchBot, Refused):  # "typing" is not important
+        with contextlib.suppress(TelegramError, Refused):  # "typing" is not important
             for _ in range(self.most_typing):
                 await self.api.call("sendChatAction", chat_id=chat_id, action="typing")
                 await self.sleep(self.typing_seconds)
@@ -999,16 +1025,30 @@ def name_of(sender: dict) -> str:
 
 
 def file_name(file: dict, place: str) -> str:
-    """The file's unique id and its name. A long name is shortened before the suffix, because file
-    systems allow at most 255 bytes. The result contains no "../"."""
-    path = Path(re.sub(r"[^\w.-]+", "_", file.get("file_name") or Path(place).name))
-    stem = path.stem.encode()[:100].decode(errors="ignore")
-    return re.sub(r"[^\w-]+", "_", file["file_unique_id"]) + f"-{stem}{path.suffix[:10]}"
+    """ "../a b.pdf" → "AgADBQ-.._a_b.pdf": the file's unique id and the end of its name, because
+    file systems allow at most 255 bytes."""
+    name = file.get("file_name") or Path(place).name
+    return re.sub(r"[^\w.-]+", "_", f"{file['file_unique_id']}-{name[-60:]}")
 
 
 def words_in(message: dict) -> str:
-    texts = [message.get("text"), message.get("caption"), message.get("sticker", {}).get("emoji")]
-    return next(filter(None, texts), "")
+    """The text, or what stands for it: {"location": {…}} → `[location: {"latitude": 52.5, …}]`"""
+    words = message.get("text") or message.get("caption")
+    if words:
+        return words
+    for key in ("venue", "location", "contact", "poll"):  # a venue has a location, too
+        if message.get(key):
+            return f"[{key}: {json.dumps(message[key], ensure_ascii=False)}]"
+    return message.get("sticker", {}).get("emoji", "")
+
+
+def with_quote(message: dict) -> str:
+    """The text after the text that it replies to. A command stays as it is."""
+    text, quote = words_in(message), message.get("quote", {})  # a part that the user has chosen
+    quoted = quote.get("text") or words_in(message.get("reply_to_message", {}))
+    if not quoted or text.startswith("/"):
+        return text
+    return f"[in reply to: {quoted[:1_000]}]\n{text}"
 
 
 def file_in(message: dict) -> dict:
@@ -1032,10 +1072,14 @@ def is_call(message: dict, bot: dict) -> bool:
 # Each pattern takes linear time: a match that starts with `**` ends at the next `**` at the latest.
 
 # ```py ↵ a = 1 ↵ ```   not ```npm install```; an unclosed block extends to the end of the text
-FENCE = r"(?m)^[ \t]*```([\w+-]*)[^`\n]*\n((?:.*\n)*?.*?)(?:^[ \t]*```[ \t]*$|\Z)"
-CODE = r"(?<!`)(`{1,3})(?!`)(.{1,2000}?)(?<!`)\1(?!`)"  # `a < b`   ``a ` b``
+FENCE = (
+    r"(?m)^[ \t]*```(?=[^`\n]*\n)(?:(?P<language>[\w+-]*)[ \t]*\n)?"
+    r"(?P<block>(?:.*\n)*?.*?)(?:^[ \t]*```[ \t]*$|\Z)"
+)
+CODE = r"(?<!`)(?P<ticks>`{1,3})(?!`)(?P<code>.{1,2000}?)(?<!`)(?P=ticks)(?!`)"  # `a`   ``a ` b``
 # [a](http://b/c_(d))
-LINK = r"\[([^\[\]\n]{1,500})\]\((https?://(?:[^\s()\[\]]|\([^\s()\[\]]*\))+)\)"
+ADDRESS = r"https?://(?:[^\s()\[\]]|\([^\s()\[\]]*\))+"
+LINK = rf"\[(?P<words>[^\[\]\n]{{1,500}})\]\((?P<address>{ADDRESS})\)"
 HEADING = r"(?m)^#{1,6} +(\S.*)$"  # ## What to do
 BOLD = r"\*\*(?=[^\s*])((?:[^*\n]|\*(?!\*))+?)(?<=[^\s*])\*\*"  # **now**
 # *now*   *now and **then***   not 2 * 3 * 4; a match may contain <b>…</b>, but no other tag
@@ -1054,22 +1098,20 @@ def as_html(markdown: str) -> str:
     """
     aside: list[str] = []
 
-    def put_aside(markup: str) -> str:
-        aside.append(markup)
+    def put_aside(match: re.Match) -> str:
+        part = {name: html.escape(text or "") for name, text in match.groupdict().items()}
+        if part["words"]:  # [`run.py`](…) → run.py
+            words = re.sub(r"`|\*\*", "", part["words"])
+            aside.append(f'<a href="{part["address"]}">{words}</a>')
+        elif part["code"]:
+            aside.append(f"<code>{part['code']}</code>")
+        else:
+            language = f' class="language-{part["language"]}"' if part["language"] else ""
+            aside.append(f"<pre><code{language}>{part['block']}</code></pre>")
         return f"\ue000{len(aside) - 1}\ue001"
 
-    def fence(match: re.Match) -> str:
-        language = f' class="language-{match[1]}"' if match[1] else ""
-        return put_aside(f"<pre><code{language}>{html.escape(match[2])}</code></pre>")
-
-    def code_or_link(match: re.Match) -> str:
-        if match[2]:
-            return put_aside(f"<code>{html.escape(match[2])}</code>")
-        words = html.escape(match[3].replace("`", ""))  # [`run.py`](…) → run.py
-        return put_aside(f'<a href="{html.escape(match[4])}">{words}</a>')
-
-    text = re.sub(FENCE, fence, re.sub("[\0\ue000\ue001]", "", encodable(markdown)))
-    text = re.sub(f"{CODE}|{LINK}", code_or_link, text)
+    text = re.sub("[\0\ue000\ue001]", "", encodable(markdown))
+    text = re.sub(f"{FENCE}|{CODE}|{LINK}", put_aside, text)
     text = re.sub(HEADING, lambda line: f"**{line[1].strip().replace('**', '')}**", text)
     text = html.escape(text)
     for expression, tag in ((BOLD, "b"), (ITALIC, "i"), (UNDERLINED, "i")):
@@ -1176,39 +1218,28 @@ class CronExpression:
         self.weekdays = {number % 7 for number in weekdays}
         stars = [part.startswith("*") for part in parts]
         self.either_day = not stars[2] and not stars[4]  # 0 9 13 * fri: each 13th, and each Friday
-        self.is_fixed = not stars[0] and not stars[1]  # a fixed time: 30 2 * * *, not */30 * * * *
 
     def moments(self, day: date, zone: tzinfo) -> list[datetime]:
-        """All matching times of one day, in UTC."""
+        """All matching times of one day, in UTC. In Berlin in 2026:
+
+        1 June, 12:00       10:00
+        29 March, 02:30     01:30, which is 03:30 there, because clocks skip an hour
+        25 October, 02:30   00:30, and not again at 01:30, when clocks repeat the hour
+        """
         fits = [day.day in self.days, day.isoweekday() % 7 in self.weekdays]
         day_fits = any(fits) if self.either_day else all(fits)
         if not day_fits or day.month not in self.months:
             return []
         times = itertools.product(self.hours, self.minutes)
-        walls = [datetime(day.year, day.month, day.day, *time, tzinfo=zone) for time in times]
-        return [moment for wall in walls for moment in moments_at(wall, self.is_fixed)]
-
-
-def moments_at(wall: datetime, is_fixed: bool) -> list[datetime]:
-    """The UTC times at which clocks show the local time `wall`. In Berlin in 2026:
-
-    1 June, 12:00       10:00
-    29 March, 02:30     none, because clocks skip this hour; but 01:30 if `is_fixed`
-    25 October, 02:30   00:30 and 01:30, because clocks repeat this hour; only 00:30 if `is_fixed`
-    """
-    first, second = [wall.replace(fold=fold).astimezone(UTC) for fold in (0, 1)]
-    if is_fixed or first == second:
-        return [first]
-    return [first, second] if first < second else []
+        midnight = datetime(day.year, day.month, day.day, tzinfo=zone)
+        return [midnight.replace(hour=h, minute=m).astimezone(UTC) for h, m in times]
 
 
 def next_run(expr: str, after: datetime, zone: tzinfo) -> datetime | None:
     """The first matching time later than `after`, in UTC; None if no date matches (31 February)."""
     expression, today = CronExpression(expr), after.astimezone(zone).date()
-    for number in range(9 * 366):  # "0 0 29 2 *", a leap day: 2096, 2104; not 2100
-        # include the days before and after, because two days overlap if clocks go back at midnight
-        days = [today + (number + beside) * ONE_DAY for beside in (-1, 0, 1)]
-        moments = itertools.chain(*(expression.moments(day, zone) for day in days))
+    for number in range(-1, 9 * 366):  # "0 0 29 2 *", a leap day: 2096, 2104; not 2100
+        moments = expression.moments(today + number * ONE_DAY, zone)
         later = [moment for moment in moments if moment > after]
         if later:
             return min(later)
@@ -1235,8 +1266,7 @@ class CronJob:
     channel: str = ""  # the chat that asked for the job
     chat_id: str = ""
     folder: str = ""  # the job runs in the folder of the terminal at which it was made
-    created: str = ""  # an `every_seconds` job runs at this time plus multiples of its period
-    since: str = ""  # the next run is the first one that is due after this time
+    since: str = ""  # the last run began at this time; the next run is the first one after it
     error: str = ""  # the error of the last run
     enabled: bool = True
     system: bool = False
@@ -1254,8 +1284,7 @@ class CronJob:
             return next_run(self.cron_expr, after, own_zone)
         if self.every_seconds <= 0:
             raise ValueError("the schedule is missing or negative")
-        first, period = as_moment(self.created, zone), timedelta(seconds=self.every_seconds)
-        return first + period * ((after - first) // period + 1)
+        return after + timedelta(seconds=self.every_seconds)
 
     def schedule(self) -> str:
         if self.every_seconds:
@@ -1321,7 +1350,6 @@ def job_of(row: Any, now: datetime, zone: tzinfo) -> CronJob | None:
         given = [each for each in fields(CronJob) if row.get(each.name) is not None]
         job = CronJob(**{each.name: each.type(row[each.name]) for each in given})
         since = min(as_moment(job.since or now.isoformat(), zone), now)
-        job.created = job.created or since.isoformat()
         job.row, job.coming = row, job.due(since, zone)  # `due` raises if the schedule is invalid
         return job
     except Exception as problem:
@@ -1341,7 +1369,7 @@ class CronService:
     """`run()` awaits `fire(job, name)` for each job that is due. Each run has a unique `name`. If
     the process is killed, the run is repeated with the same name. `lock(path)` locks the file."""
 
-    longest_delay = timedelta(hours=12)  # a repeated job skips a run that is over 12 hours late
+    longest_delay = timedelta(hours=12)  # a `cron_expr` job skips runs that are later than this
 
     def __init__(
         self,
@@ -1359,7 +1387,6 @@ class CronService:
         self._system: dict[str, Callable[[], Awaitable]] = {}
         self._running: dict[str, asyncio.Task] = {}
         self._jobs: dict[str, CronJob] = {}
-        self._looked = self._utc()  # the time when the jobs file was last read
 
     def _utc(self) -> datetime:
         return self.now().astimezone(UTC)
@@ -1370,13 +1397,12 @@ class CronService:
     def add_system(self, id: str, every_seconds: float, function: Callable[[], Awaitable]) -> None:
         """Add a system job. The tool `cron` lists this job, but cannot remove it."""
         self._system[id] = function
-        now = self.now().isoformat()
-        new = {"id": id, "system": True, "created": now, "since": now}
-        settings = {"every_seconds": every_seconds, "enabled": True}
 
         def edit(rows: list) -> list:
-            before = [row for row in rows if id_of(row) == id] or [new]
-            return [*(row for row in rows if id_of(row) != id), before[0] | settings]
+            new = {"id": id, "system": True, "since": self.now().isoformat()}
+            known = {id_of(row): row for row in rows}
+            job = known.get(id, new) | {"every_seconds": every_seconds, "enabled": True}
+            return [*(row for row in rows if id_of(row) != id), job]
 
         self.store.change(edit)
 
@@ -1394,9 +1420,6 @@ class CronService:
     async def tick(self) -> list[asyncio.Task]:
         """Start all jobs that are due. Returns the tasks of all running jobs."""
         now = self._utc()
-        if now < self._looked:  # the clock was set back: compute all times again
-            self._jobs = {}
-        self._looked = now
         try:
             self._jobs = await in_thread(self._jobs_of_file, now)
         except Exception as problem:  # if the file cannot be read, the known jobs still run
@@ -1419,18 +1442,17 @@ class CronService:
         return jobs
 
     def _start(self, job: CronJob, now: datetime) -> None:
-        """Start a job that is due. A repeated job skips a run that is over 12 hours late, or over
-        half a period late. If an `at` job is over a day late, only report that it was missed."""
-        due, message, late = job.coming, job.message, self._shown(job.coming)
+        """Start a job that is due. After missed runs, a repeated job runs once; a `cron_expr` job
+        only if a run was due in the last 12 hours. An `at` job of long ago is only reported."""
+        due, message, shown = job.coming, job.message, self._shown(job.coming)
         job.coming = None if job.at else job.due(now, self.zone)
         if job.at and now - due > ONE_DAY:
-            message = f"Only tell the user that this job was missed on {late}: {message}"
-        elif not job.at and not job.system:
-            half = ((job.due(due, self.zone) or due + ONE_DAY) - due) / 2
-            due = job.due(now - min(half, self.longest_delay), self.zone)  # skip very late runs
+            message = f"Only tell the user that this job was missed on {shown}: {message}"
+        elif job.cron_expr and now - due > self.longest_delay:
+            due = job.due(now - self.longest_delay, self.zone)
             if due is None or due > now:
                 told = "cron: %s was due on %s, too long ago: the run is skipped"
-                return log.warning(told, job.id, late)
+                return log.warning(told, job.id, shown)
         self._running[job.id] = asyncio.create_task(self._run(replace(job, message=message), due))
 
     async def _run(self, job: CronJob, due: datetime) -> None:
@@ -1451,9 +1473,11 @@ class CronService:
     async def _note(self, job: CronJob, began: str, error: str) -> None:
         """Record a run in the file. An `at` job is removed after success and disabled after an
         error. Even if the write fails, this program does not start the same run twice."""
-        changes = {"since": began, "error": error} | ({"enabled": False} if job.at else {})
 
         def edit(rows: list) -> list:
+            changes = {"since": began, "error": error}
+            if job.at:
+                changes["enabled"] = False
             if job.at and not error:
                 return [row for row in rows if id_of(row) != job.id]
             return [row | changes if id_of(row) == job.id else row for row in rows]
@@ -1492,7 +1516,7 @@ class CronService:
         job.channel, job.chat_id = turn.channel, turn.chat_id
         if turn.channel == "cli":  # a chat's jobs run in the gateway's own folder
             job.folder = str(turn.cwd)
-        job.created = job.since = self.now().isoformat()
+        job.since = self.now().isoformat()
         return self._add(job)
 
     def _add(self, job: CronJob) -> str:
@@ -1516,12 +1540,9 @@ class CronService:
     def _remove(self, job_id: str) -> str:
         def edit(rows: list) -> list:
             found = [row for row in rows if job_id and id_of(row) == job_id]
-            if not found:
-                known = [id_of(row) for row in rows if id_of(row) and not row.get("system")]
-                can_go = f"Jobs that can be removed: {', '.join(known) or 'none'}."
-                raise CronError(f"There is no job {job_id!r}. {can_go}")
-            if found[0].get("system"):
-                raise CronError(f"{job_id} is a job of the system: it cannot be removed.")
+            if not found or found[0].get("system"):
+                hint = "`list` shows the jobs; those of the system stay."
+                raise CronError(f"There is no job {job_id!r} that can be removed: {hint}")
             return [row for row in rows if row not in found]
 
         self.store.change(edit)
@@ -1529,10 +1550,9 @@ class CronService:
 
     def _line(self, job: CronJob) -> str:
         """1a2b3c4d · cron 0 9 * * * · next Sun 2026-11-22 09:00 CET · telegram:42 · water plants"""
-        now, due = self._utc(), job.coming if job.enabled else None
-        if due and due < now and not job.at:
-            due = job.due(now, self.zone)
-        coming = f"next {self._shown(max(due, now))}" if due else "off"
+        coming = "off"
+        if job.enabled and job.coming:
+            coming = f"next {self._shown(max(job.coming, self._utc()))}"
         chat = "system" if job.system else f"{job.channel}:{job.chat_id}"
         failed = f" · failed: {job.error[:200]}" if job.error else ""
         return " · ".join([job.id, job.schedule(), coming, chat, job.message[:80]]) + failed
@@ -1675,12 +1695,14 @@ class WebPage(Channel):
             self.questions.pop(number, None)
         return answer.result() if answer.done() else None
 
-    async def take(self, path: str, body: dict) -> None:
-        """Handle a request from the page. Raises ValueError if a question was answered already."""
+    async def take(self, path: str, body: dict) -> bool:
+        """Handle a request from the page. Returns False if a message is not on disk yet, which will
+        be retried. Raises ValueError if a question was answered already."""
         if path == "/say":
             chat_id, number = page_chat(body["chat"]), str(body["id"])[:64]
             said = InboundMessage(self.name, "local", chat_id, str(body["text"]), (), number)
-            await self.bus.publish(said)
+            stored, _ = await asyncio.wait([self.bus.publish(said)], timeout=5.0)
+            return bool(stored)
         elif path == "/step":
             self.chats[page_chat(body["chat"])].is_stepping = bool(body["on"])
         elif body["id"] in self.questions:
@@ -1688,6 +1710,7 @@ class WebPage(Channel):
             answer.set_result(str(body["text"]))
         else:
             raise ValueError("this question was answered already")
+        return True
 
     def news(self, chat_id: str) -> Iterator[str]:
         """Yield a chat's events and all chats' questions as JSON. Also yield "" every 0.1 s to
@@ -1797,7 +1820,9 @@ class PageRequest:
             if not 0 <= size <= 1_000_000 or self.headers.get_content_type() != "application/json":
                 return self._reply(413, "Send JSON of at most 1,000,000 bytes.")
             taking = self.page.take(self.path, json.loads(self.rfile.read(size)))
-            asyncio.run_coroutine_threadsafe(taking, self.page.loop).result(10)
-            self._reply(204, "")
-        except Exception as problem:  # for example, invalid JSON, or no `confirm` within 10 s
+            if asyncio.run_coroutine_threadsafe(taking, self.page.loop).result(10):
+                self._reply(204, "")
+            else:
+                self._reply(202, "waiting: the disk is full, or the message cannot be stored yet")
+        except Exception as problem:  # for example, invalid JSON
             self._reply(400, f"The message was not accepted: {problem}")

@@ -138,7 +138,7 @@ class Session:
         assistant "Well", cut "it was stopped"  →  assistant "Well"
         report "stretch!"
         user "b"                                   user "[the answer above broke off: …]\\n\\n
-                                                         [10:00, reminder: stretch!]\\n\\nb"
+                                                   [2026-11-23 10:00, reminder: stretch!]\\n\\nb"
         """
         sent = self.summary_messages()
         before: dict = {}
@@ -147,7 +147,7 @@ class Session:
             if "report" in message:
                 reports.append(message)
             elif message["role"] == "user":
-                quotes = [quoted(report, message) for report in reports[-5:]]
+                quotes = map(quoted, reports[-5:])
                 sent.append(as_sent(message, self.gap_behind(before), *quotes))
                 before, reports = message, []
             elif before:  # skip a turn if its user message is lost
@@ -210,13 +210,9 @@ def is_answer(message: dict) -> bool:
     return message["role"] == "assistant" and not is_part
 
 
-def quoted(report: dict, message: dict) -> str:
-    """A report in the next user message: `[10:00, reminder: stretch!]`; with the date if the
-    report is from another day."""
-    written = report.get("timestamp", "")
-    day, moment = written[:10], written[11:16]
-    if day != message.get("timestamp", "")[:10]:
-        moment = f"{day} {moment}"
+def quoted(report: dict) -> str:
+    """A report as the user's next message quotes it: [2026-11-23 10:00, reminder: stretch!]"""
+    moment = report.get("timestamp", "")[:16].replace("T", " ")
     return f"[{moment}, {report['report']}: {middle_out(report['content'], 2_000)}]"
 
 
@@ -247,7 +243,7 @@ class Inbox:
                 fsync(self.path)
 
     def read(self) -> list[dict]:
-        return read_records(self.path, partial(has, id=str, kind=str, content=str))
+        return read_records(self.path, is_inbox_line)
 
     def remove(self, ids: set[str]) -> None:
         with locked(self.lock):
@@ -592,7 +588,7 @@ class Governed:
 
 def read_records(path: Path, is_valid: Callable[[dict], bool]) -> list[dict]:
     """The valid records of a file, in order. An invalid line is copied once to `*.corrupt`."""
-    raw = path.read_bytes() if path.exists() else b""
+    raw = patiently(path.read_bytes) if path.exists() else b""
     records, damaged = [], []
     for line in raw.split(b"\n"):  # str.splitlines() would also split at U+2028 and \x85
         try:
@@ -604,7 +600,7 @@ def read_records(path: Path, is_valid: Callable[[dict], bool]) -> list[dict]:
         elif line.strip(b"\0 \t\r"):
             damaged.append(line)
     aside = path.with_name(f"{path.name}.corrupt")
-    known = aside.read_bytes().split(b"\n") if aside.exists() else []
+    known = aside.read_bytes().split(b"\n") if damaged and aside.exists() else []
     lines = [line for line in damaged if line not in known]
     if lines:
         skipped = counted(len(lines), "unreadable line")
@@ -619,22 +615,30 @@ def has(record: Any, **kinds: Any) -> bool:
     return isinstance(record, dict) and all(isinstance(record.get(k), kinds[k]) for k in kinds)
 
 
+def is_inbox_line(line: dict) -> bool:
+    media = line.get("media", [])
+    is_list = isinstance(media, list) and all(isinstance(path, str) for path in media)
+    return is_list and has(line, id=str, kind=str, content=str)
+
+
 def journal_lines(path: Path) -> list[dict]:
-    """Read a journal's lines and convert old formats. Rename a file that has no valid line."""
-    lines = read_records(path, is_journal_line)
-    if not lines and path.exists() and path.read_bytes().strip():
+    """The valid lines of a journal. A file without a valid line is renamed."""
+    begun = []  # lines with numbers or marks: after them, a line without a number is damaged
+
+    def is_valid(line: dict) -> bool:
+        if "n" in line or "mark" in line:
+            begun.append(line)
+        elif begun:
+            return False
+        return is_journal_line(line)
+
+    lines = read_records(path, is_valid)
+    if not lines and file_size(path):
         aside = path.with_name(f"{path.name}.corrupt-{time.time_ns()}")
         os.replace(path, aside)
         log.warning("%s has no valid line: file moved to %s, the session starts anew", path, aside)
-    old = [line for line in lines if "mark" not in line and "n" not in line]
-    new = [line for line in lines if "mark" in line or "n" in line]
-    before = 0
-    messages = [line for line in new if "mark" not in line and not old]
-    for message, following in pairwise([*messages, {"n": 10**18}]):
-        if not before < message["n"] < max(following["n"], before + 2):
-            message["n"] = before + 1  # replace a damaged number
-        before = message["n"]
-    return [*(numbered(old) if old else []), *new]  # `old` was written before `new`
+    old = [line for line in lines if "n" not in line and "mark" not in line]
+    return (numbered(old) if old else []) + lines[len(old) :]
 
 
 def is_journal_line(line: dict) -> bool:
@@ -650,23 +654,19 @@ def is_journal_line(line: dict) -> bool:
 
 
 def numbered(lines: list[dict]) -> list[dict]:
-    """Convert an older version's journal: give each message a number, and end the last turn."""
-    state: dict = {}
-    messages: list[dict] = []
-    for line in lines:
-        if line.get("_type") == "metadata":
-            state |= line | (line.get("metadata") or {})
-        elif line.get("cut") and not line.get("content"):  # a cut-off answer without text
-            messages.append({"mark": "ended", "why": line["cut"]})
-        else:
-            messages.append({"n": len(messages) + 1} | line)
+    """Convert a journal of the system that this kit re-creates: all of its turns have ended.
+
+    {"_type": "metadata", "created_at": "2026-02-01T10:00:00", "last_consolidated": 2}
+    {"role": "user", "content": "Hi"}    →    {"n": 1, "role": "user", "content": "Hi"}
+    """
+    details = next((line for line in lines if "_type" in line), {})
+    messages = [line for line in lines if "_type" not in line]
     return [
-        {"mark": "session", "created_at": state.get("created_at")},
-        *messages,
+        {"mark": "session", "created_at": details.get("created_at")},
+        *({"n": n} | message for n, message in enumerate(messages, 1)),
         {"mark": "ended"},
-        {"mark": "delivered", "upto": state.get("delivered", len(messages))},
-        {"mark": "new", "upto": state.get("start", 0)},
-        {"mark": "saved", "upto": state.get("last_consolidated", 0)},
+        {"mark": "delivered", "upto": len(messages)},
+        {"mark": "saved", "upto": details.get("last_consolidated", 0)},
     ]
 
 
@@ -704,13 +704,29 @@ def write_atomically(path: Path, content: str) -> None:
     """Replace a file's content. A crash leaves the old or the new text. Keeps links and modes."""
     path = path.resolve()
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with open_private(draft, "wb") as file:
-        file.write(content.encode("utf-8", errors="replace"))
-    fsync(draft)
-    if path.exists():
-        shutil.copymode(path, draft)
-    os.replace(draft, path)
+    try:
+        with open_private(draft, "wb") as file:
+            file.write(content.encode("utf-8", errors="replace"))
+        fsync(draft)
+        if path.exists():
+            shutil.copymode(path, draft)
+        patiently(os.replace, draft, path)
+    finally:
+        draft.unlink(missing_ok=True)  # it is there only if something has failed
     fsync(path)
+
+
+def patiently(work: Callable, *arguments: Any) -> Any:
+    """Windows refuses to replace, and sometimes to read, a file that a program has open: retry for
+    a second."""
+    for _ in range(50):
+        try:
+            return work(*arguments)
+        except PermissionError:
+            if os.name != "nt":
+                raise
+        time.sleep(0.02)
+    return work(*arguments)
 
 
 def fsync(path: Path) -> None:
@@ -741,7 +757,7 @@ def read_regular_file(path: Path) -> bytes:
         raise OSError("it is not a regular file but a directory, FIFO or device")
     if details.st_size > 100_000:
         raise OSError("it has more than 100,000 bytes")
-    return path.read_bytes()
+    return patiently(path.read_bytes)
 
 
 class SessionBusy(Exception):
@@ -753,18 +769,21 @@ def locked(path: Path, busy: str = "") -> Iterator[None]:
     """Lock `path`. If another program holds the lock, wait, or raise SessionBusy if `busy` is set.
     A kill unlocks `path`. Open protected files inside the `with` block."""
     with open_private(path) as file, contextlib.ExitStack() as unlock:
-        try:
-            if os.name == "nt":
-                import msvcrt
+        while True:
+            with contextlib.suppress(BlockingIOError, PermissionError):
+                if os.name == "nt":
+                    import msvcrt
 
-                msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK if busy else msvcrt.LK_LOCK, 1)
-            else:
-                import fcntl
+                    msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+                else:
+                    import fcntl
 
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB if busy else fcntl.LOCK_EX)
-                unlock.callback(fcntl.flock, file, fcntl.LOCK_UN)  # a child may hold `file` open
-        except (BlockingIOError, PermissionError):
-            raise SessionBusy(busy) from None
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    unlock.callback(fcntl.flock, file, fcntl.LOCK_UN)  # a child may hold it open
+                break
+            if busy:
+                raise SessionBusy(busy)
+            time.sleep(0.02)
         yield
 
 
@@ -790,6 +809,10 @@ class SessionManager:
         if key.startswith("cli:"):
             return Inbox(self.folder.parent / ".nanobot" / "terminal.inbox")
         return Inbox(self.path(key).with_suffix(".inbox"))
+
+    def outbox(self, key: str) -> Inbox:
+        """What the tool `message` has sent to this chat, until it has arrived."""
+        return Inbox(self.path(key).with_suffix(".outbox"))
 
     def new_key(self) -> str:
         """A new key for a conversation at a terminal, from the time: `cli:2026-11-23-0120-ab3f`.
@@ -837,7 +860,7 @@ class SessionManager:
         own = {"session": key, "created_at": lines[0].get("created_at") if lines else ""}.items()
         rounds = {}  # the last message number of a round → the summary of the round
         for entry in self.store.entries():
-            upto = entry.get("upto", entry.get("until"))  # an older version used the key `until`
+            upto = entry.get("upto")
             if entry.items() >= own and isinstance(upto, int):
                 rounds[upto] = str(entry.get("summary") or entry["content"])
         for line in lines:
@@ -1251,9 +1274,12 @@ def skill_of(path: Path, data: bytes) -> Skill:
         path,
         fields.get("description", ""),
         text[match.end() :].strip(),
-        fields.get("always") in ("true", "yes"),
+        fields.get("always", "").lower() in ("true", "yes"),
         missing,
     )
+
+
+ESCAPED = {"'": "''", '"': '\\"'}  # a quote inside quotes: 'it''s late'   "say \\"hi\\""
 
 
 def fields_of(front: str) -> dict[str, str]:
@@ -1263,8 +1289,10 @@ def fields_of(front: str) -> dict[str, str]:
     for line in re.sub(r"\n[ \t]+", " ", front).split("\n"):
         key, _, value = line.partition(":")
         value = value.strip()
-        if value.startswith(("'", '"')):
-            value = value[1:].partition(value[0])[0]
+        quote = value[:1]
+        if quote in ESCAPED:
+            value = value[1:].replace(ESCAPED[quote], "\0").partition(quote)[0]
+            value = value.replace("\0", quote)
         else:
             value = value.lstrip(">|+-").partition(" #")[0]
         fields[key] = value.strip()

@@ -89,12 +89,15 @@ from memory import (
     SessionManager,
     Skill,
     SkillsLoader,
+    append_lines,
     as_sent,
     counted,
     estimate,
     fitted,
+    has,
     locked,
     quoted,
+    read_records,
     total_tokens,
     write_atomically,
 )
@@ -1018,10 +1021,12 @@ class Project:
     def __init__(self, config: Config, turn: Turn):
         # tools may not open files whose name begins like that of the settings: Turn.is_secret
         self.file = config.path.with_name(f"{config.path.name}.trust")
-        self.answers = json.loads(self.file.read_bytes()) if self.file.exists() else {}
         self.path, self.text = self._find(turn)
         self.version = f"{self.path} {hashlib.sha256(self.text.encode()).hexdigest()}"
-        self.answer: bool | None = self.answers.get(self.version)  # None: the user was not asked
+        self.answer: bool | None = None  # None: the user was not asked about this version
+        for line in read_records(self.file, partial(has, version=str, follow=bool)):
+            if line["version"] == self.version:
+                self.answer = line["follow"]
 
     def _find(self, turn: Turn) -> tuple[Path, str]:
         """The path and the first 16,000 characters; a link out of the project is not followed."""
@@ -1032,7 +1037,9 @@ class Project:
         fenced = replace(turn, workspace=inside[-1], cwd=inside[-1], restrict=True, readable=())
         for name in ("AGENTS.md", "CLAUDE.md"):
             for folder in inside:
-                if folder != turn.workspace and os.path.exists(folder / name):
+                real = os.path.realpath(folder / name)
+                is_text = os.path.exists(real) and real.endswith(".md")  # not a link to .env
+                if is_text and folder != turn.workspace:
                     return folder / name, own_text(fenced, folder / name)[:16_000]
         return here, ""
 
@@ -1043,8 +1050,8 @@ class Project:
 
     def keep(self, answer: bool) -> None:
         """Remember the user's answer for this version of the file."""
-        self.answers[self.version] = self.answer = answer
-        write_atomically(self.file, json.dumps(self.answers, indent=1))
+        self.answer = answer
+        append_lines(self.file, [{"version": self.version, "follow": answer}])
 
     def part(self) -> str:
         """The part of the system prompt; "" if the user has not allowed this version."""
@@ -1289,11 +1296,12 @@ class WaitingHook(AgentHook):
 
 
 def tool_hint(call: ToolCallRequest) -> str:
-    """A call in one line: `read_file("a.txt")`, `$ ls`."""
+    """A call in one line: `read_file("a.txt")`, `cron("water the plants")`, `$ ls`."""
     if call.name == "exec":
         return "$ " + " ".join(str(call.arguments.get("command", "")).split())[:100]
-    telling = "path" if "path" in call.arguments else next(iter(call.arguments), "")
-    value = json.dumps(call.arguments[telling], ensure_ascii=False, default=str) if telling else ""
+    filled = {name: value for name, value in call.arguments.items() if value}
+    told = filled.get("path") or filled.get("message") or next(iter(filled.values()), None)
+    value = json.dumps(told, ensure_ascii=False, default=str) if told else ""
     return f"{call.name}({value if len(value) <= 80 else value[:79] + '…'})"
 
 
@@ -1316,7 +1324,7 @@ class BusService:
         """Queue a message in its chat. Commands run at once, except /new and /continue."""
         is_report = message.channel == "system"  # the `chat_id` of a report is a session key
         key = message.chat_id if is_report else message.session_key
-        conversation = self.conversations.setdefault(key, Conversation(self, key))
+        conversation = self._conversation(key)
         command = "" if is_report else slash_command(message.content)[0]
         if command in ("", "new", "continue"):
             kind = "report" if is_report else "command" if command else "user"
@@ -1324,6 +1332,9 @@ class BusService:
         else:
             self.work.start(conversation.obey(message.content), key)
             message.confirm()
+
+    def _conversation(self, key: str) -> Conversation:
+        return self.conversations.setdefault(key, Conversation(self, key))
 
     async def _hear_helpers(self) -> None:
         while True:
@@ -1349,22 +1360,20 @@ class BusService:
         missing = [str(path) for path in files if not path.is_file()]
         if missing:
             raise ToolError(f"There is no file {', '.join(missing)}.")
-        if key != turn.session_key and content:  # the other chat's journal must get the text too
-            self.work.start(self.bus.publish(InboundMessage("system", "message", key, content)))
-            content = ""
-        chat = key.split(":", 1)
-        if content:
-            self.bus.send(OutboundMessage(*chat, content))
+        conversation = self._conversation(key)
+        if content and key == turn.session_key:
+            await conversation.say("final", content)
+        elif content:  # the other chat's journal must get the text, too
+            await self.bus.publish(InboundMessage("system", "message", key, content))
         for file in files:
-            self.bus.send(OutboundMessage(*chat, "", "file", [file]))
+            await conversation.say("file", "", str(file))
         return f"Sent to {key}."
 
     async def go_on_after_restart(self) -> None:
         """Send all undelivered answers, resume open turns, and answer all waiting messages."""
         for key in self.loop.sessions.list_keys():
             if key.partition(":")[0] in self.bus.channels:
-                self.conversations[key] = Conversation(self, key)
-                self.work.start(self.conversations[key].go_on_after_restart())
+                self.work.start(self._conversation(key).go_on_after_restart())
 
     async def end(self) -> None:
         """Cancel running turns. The next start of the gateway resumes the cancelled turns."""
@@ -1381,10 +1390,12 @@ class Conversation:
         self.key = key
         self.chat = key.split(":", 1)  # channel and chat id
         self.inbox = service.loop.sessions.inbox(key)
+        self.outbox = service.loop.sessions.outbox(key)  # what the tool `message` sends
         self.order = asyncio.Lock()  # saves messages in the order of their arrival
         self.answering = asyncio.Lock()
         self.is_due = False  # True: resume the turn that the previous gateway left open
         self.reply_to = ""  # id of the newest message in this turn
+        self.said: list[str] = []  # what the tool `message` has sent in this turn
 
     async def take_in(self, message: InboundMessage, kind: str) -> None:
         """Append a message to the inbox file, then acknowledge the message to its channel. Until
@@ -1413,18 +1424,44 @@ class Conversation:
         GATEWAY_LOG.info("%s: received %d characters", self.key, len(message.content))
         await self._answer_what_waits()
 
+    async def say(self, kind: str, text: str, *files: str) -> None:
+        """Send what the tool `message` says. It stays in the outbox file until it has arrived."""
+        line = {"id": uuid.uuid4().hex, "kind": kind, "content": text, "media": files}
+        await asyncio.to_thread(self.outbox.append, line)
+        self._send_said(line)
+        self.said.append(text.strip())
+
+    def _send_said(self, line: dict) -> None:
+        said = OutboundMessage(*self.chat, line["content"], line["kind"], line["media"])
+        said.on_delivered = partial(self.outbox.remove, {line["id"]})
+        self.service.bus.send(said)
+
     async def obey(self, command: str) -> None:
         """Answer a command, also during a turn. If the command fails, the chat gets the error."""
         try:
+            if slash_command(command)[0] == "stop" and self._stops_sending():
+                return
             await self.loop.process_direct(command, self.key, self.emit)
         except Exception as problem:
             text = f"Sorry, {command.split()[0]} failed: {problem}"
             self.service.bus.send(OutboundMessage(*self.chat, text))
             raise
 
+    def _stops_sending(self) -> bool:
+        """Between turns, /stop ends the sending of a long answer. Returns False if none is sent."""
+        is_open = self.loop.sessions.get(self.key).is_open
+        outbox = self.service.bus.outboxes.get((*self.chat, False))
+        if is_open or outbox is None or not outbox.skip():
+            return False
+        text = "Stopped: the rest of the answer is not sent. The journal has all of it."
+        self.service.bus.send(OutboundMessage(*self.chat, text))
+        return True
+
     async def go_on_after_restart(self) -> None:
         """Resume a recent open turn, but at most twice, because the turn may crash the gateway."""
         session = self.loop.sessions.get(self.key)
+        for line in self.outbox.read():
+            self._send_said(line)
         self._send_answers(session)
         if session.is_open and session.resumed < 2:
             self.is_due = time.time() - session.path.stat().st_mtime < 86_400
@@ -1473,7 +1510,7 @@ class Conversation:
         """Returns None if a report was sent: a report belongs to no turn."""
         turn = self.loop.turn(self.key)
         images = []
-        self.reply_to = ""
+        self.reply_to, self.said = "", []
         if self.is_due:
             self.is_due = False
             session.mark("resumed")
@@ -1499,7 +1536,9 @@ class Conversation:
         """Append messages to the journal, so that the model gets them. Returns their images."""
         images = []
         for line in lines:
-            message, more = self.loop.context.user_message(line["content"], turn, line["media"])
+            message, more = self.loop.context.user_message(
+                line["content"], turn, line.get("media", [])
+            )
             session.append(message | {"id": line["id"]})
             self.reply_to = line["id"]
             images += more
@@ -1518,7 +1557,8 @@ class Conversation:
     def _deliver(self, session: Session, result: AgentRunResult) -> None:
         """Send a turn's result, even an empty one. The delivery writes the mark `delivered`."""
         GATEWAY_LOG.info("%s: %s", self.key, result.stop_reason)
-        self._send(session, text_for_chat(result, self.key), session.last)
+        text = text_for_chat(result)
+        self._send(session, "" if text in self.said else text, session.last)
 
     def _send_answers(self, session: Session, behind: int = 0) -> None:
         for answer in session.undelivered:
@@ -1543,16 +1583,13 @@ def report_line(line: dict) -> dict:
     return {"role": "assistant", "report": kind, **kept}
 
 
-def text_for_chat(result: AgentRunResult, key: str = "") -> str:
-    """The result of a run as text, or "" if the `message` tool sent the same text to this chat."""
+def text_for_chat(result: AgentRunResult) -> str:
     text = (result.final_content or "").strip()
     if result.stop_reason in ("error", "tool_error") and str(result.error) not in text:
         text += f"\n\nSorry, that failed: {result.error}"
     if result.stop_reason == "max_iterations":
         text += f"\n\n({LIMIT_REACHED})"
-    here = [call for call in result.tool_events if call["result"].startswith(f"Sent to {key}.")]
-    said = [str(call["arguments"].get("content")).strip() for call in here]
-    return "" if text.strip() in said else text.strip()
+    return text.strip()
 
 
 # ---- The gateway: channels, cron and heartbeat ----
@@ -2571,6 +2608,7 @@ class Talk:
         if not history.exists():
             self.terminal.note(template("welcome", version=__version__))
         self.terminal.note(self.first_line())
+        self.follow_project()
         self.background.complete(logged(self.show_reports(), "reports"))
         jobs = JobRunner(self.loop).run_for_terminal()
         for work in (jobs, self.watch_reports(), self.loop.remember_terminals()):
@@ -2611,7 +2649,9 @@ class Talk:
         prompt asks once; a single message says how to allow them."""
         project = Project(self.loop.config, self.loop.turn(self.key))
         if project.is_unknown and self.is_conversation:
-            typed = read_answer(f"The project has instructions: {project}. Follow them? [y/N] ")
+            typed = ""
+            with contextlib.suppress(EOFError):  # Ctrl-D
+                typed = read_answer(f"The project has instructions: {project}. Follow them? [y/N] ")
             project.keep(typed.strip().lower() in ("y", "yes"))
         elif project.is_unknown:
             self.terminal.note(NOT_FOLLOWED.format(project, self.trust))
@@ -2636,7 +2676,7 @@ class Talk:
                         line = report_line(report)
                         if report["id"] not in session.known_ids:
                             session.append(line)
-                        self.terminal.report(quoted(line, {}))
+                        self.terminal.report(quoted(line))
                     inbox.remove({report["id"] for report in reports})
         except SessionBusy as busy:  # the reports stay in the inbox until the next try
             log.info("%s", busy)

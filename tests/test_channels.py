@@ -39,7 +39,6 @@ from channels import (
     InboundMessage,
     JobStore,
     MessageBus,
-    NoSuchBot,
     OutboundMessage,
     PrintableFormatter,
     Telegram,
@@ -903,7 +902,7 @@ async def test_files_come_in_under_names_of_their_own(server, desk, caplog):
     messages = [await desk.take() for _ in range(6)]
     names = [message.media[0].name for message in messages]
     assert names[:4] == ["U1-a_b.pdf", "U2-a_b.pdf", "U3-3.oga", "U4-.._.._.._evil"]
-    assert names[4:] == ["U5-" + "é" * 50 + ".txt", "U6-x." + "y" * 9], "the id stays"
+    assert names[4:] == ["U5-" + "é" * 56 + ".txt", "U6-" + "y" * 60], "the id stays"
     assert {message.media[0].parent for message in messages} == {desk.bot.media_folder}
     contents = [message.media[0].read_bytes() for message in messages]
     assert contents == [b"one", b"two", b"three", b"four", b"", b"six"]
@@ -918,11 +917,69 @@ async def test_a_file_that_cannot_be_fetched_is_told_and_holds_up_nothing(server
     assert (message.content.splitlines()[0], message.media) == ("this", [])
     assert "cannot be fetched: getFile: 400 Bad Request: file is too big" in message.content
     server.say(document=server.file("a lost.bin", b"x"))  # its place has to be quoted
-    assert (
-        "it cannot be fetched: the file cannot be fetched: HTTP 404]" in (await desk.take()).content
-    )
+    assert "it cannot be fetched: Telegram no longer has the file]" in (await desk.take()).content
     server.say(document=server.file("b.bin", b"x"))
     assert (await desk.take()).media
+
+
+@telegram(allow_from=(7, 8))
+async def test_a_file_outlasts_an_outage_in_which_its_chat_waits_and_no_other(server, desk, caplog):
+    going_on = asyncio.Event()
+
+    async def sleep(seconds: float) -> None:
+        if seconds == 33:
+            await going_on.wait()
+        await desk.sleep(seconds)
+
+    desk.bot.sleep = sleep
+    flood = Refusal(429, "Too Many Requests: retry after 33", {"retry_after": 33})
+    server.refuse("getFile", Refusal(502, body=b"<html>bad gateway"), Refusal(0), flood)
+    server.say(caption="this", document=server.file("a.bin", b"x"))
+    server.say("after the file")
+    server.say("elsewhere", sender=8)
+    assert (await desk.take()).content == "elsewhere"
+    assert len(server.updates) == 3, "nothing is confirmed before it is stored"
+    going_on.set()
+    message = await desk.take()
+    assert (message.content, message.media[0].read_bytes()) == ("this", b"x")
+    assert (await desk.take()).content == "after the file"
+    await desk.until_confirmed()
+    assert desk.naps == [10, 10, 33]
+    server.refuse("getFile", *[Refusal(502, "Bad Gateway")] * 30)
+    server.say(caption="lost", document=server.file("a.bin", b"x"))
+    assert "cannot be fetched: getFile: 502 Bad Gateway" in (await desk.take()).content
+
+
+PLACE = {"latitude": 52.5, "longitude": 13.4}
+REPLIES = [
+    ({"location": PLACE}, '[location: {"latitude": 52.5, "longitude": 13.4}]'),
+    (
+        {"venue": {"title": "Café", "location": PLACE}, "location": PLACE},
+        '[venue: {"title": "Café",',
+    ),
+    ({"contact": {"first_name": "Ada", "phone_number": "+49 30"}}, '"phone_number": "+49 30"}]'),
+    ({"poll": {"question": "When?", "options": [{"text": "now"}]}}, '[poll: {"question": "When?",'),
+    ({"sticker": {"emoji": "👍"}}, "👍"),
+    ({"text": "why?", "reply_to_message": {"text": "It rains."}}, "It rains.]\nwhy?"),
+    ({"text": "why?", "reply_to_message": {"caption": "a cat"}}, "a cat]\nwhy?"),
+    (
+        {"text": "?", "reply_to_message": {"text": "a b", "from": {"first_name": "Bob"}}},
+        "[in reply to: a b]\n?",
+    ),
+    ({"text": "?", "reply_to_message": {"text": "a b"}, "quote": {"text": "b"}}, ": b]\n?"),
+    ({"text": "/stop", "reply_to_message": {"text": "It rains."}}, "/stop"),
+    ({"text": "hi", "reply_to_message": {"photo": []}}, "hi"),
+]
+
+
+@telegram()
+async def test_what_is_no_text_becomes_a_line_and_a_reply_comes_with_what_it_quotes(
+    server, desk, caplog
+):
+    for parts, shown in REPLIES:
+        server.say(**parts)
+        content = (await desk.take()).content
+        assert shown in content and content.count(shown[-5:]) == 1, content
 
 
 @telegram()
@@ -945,7 +1002,7 @@ async def test_a_rival_a_webhook_and_an_outage_are_told_once_and_waited_for(serv
         hint = (
             "Another program also reads this bot's messages"
             if rival in refusals
-            else "The request is retried"
+            else "Retried every "
         )
         assert [hint in line for line in caplog.messages] == [True]
     server.webhook = "https://elsewhere"
@@ -955,16 +1012,26 @@ async def test_a_rival_a_webhook_and_an_outage_are_told_once_and_waited_for(serv
 
 
 @pytest.mark.parametrize("token", ["123456:AAE-wrong", "nonsense", "12 34:x\ny"])
-def test_a_wrong_token_ends_the_channel_with_what_to_do(tmp_path, token):
+def test_a_wrong_token_is_told_once_with_what_to_do_and_tried_again_each_minute(
+    tmp_path, token, caplog
+):
     async def test(server):
-        desk = Desk(server, tmp_path, token=token)
-        with pytest.raises(
-            NoSuchBot, match="does not know this bot token. Copy it again from @BotFather"
-        ):
-            await asyncio.wait_for(desk.bot.start(desk.bus), PATIENCE)
-        assert desk.naps == []
+        async with Desk(server, tmp_path, token=token) as desk:
+            await settled(lambda: len(desk.naps) > 2)
+        assert set(desk.naps) == {60}
+        [line] = caplog.messages
+        assert "does not know this bot token. Copy it again from @BotFather" in line
 
     in_telegram(test)
+
+
+@telegram()
+async def test_a_404_of_a_moment_does_not_end_the_bot(server, desk, caplog):
+    server.refuse("getUpdates", Refusal(404, "Not Found"), Refusal(401, "Unauthorized"))
+    for text in ("one", "two"):  # the first call may be under way
+        server.say(text)
+        assert (await desk.take()).content == text
+    assert desk.naps == [60, 60] and "Retried every 60 s" in caplog.text
 
 
 def test_typing_ends_with_the_answer_and_with_the_next_message(tmp_path):
@@ -1214,6 +1281,8 @@ def test_the_token_is_in_no_log_and_no_error(tmp_path, caplog, base):
         ),
         ("\ue0000\ue001 lone \ud800", "0 lone ?"),
         ("[`run.py`](https://x.y) is `it`", '<a href="https://x.y">run.py</a> is <code>it</code>'),
+        ("[**a** b](https://x.y) **c**", '<a href="https://x.y">a b</a> <b>c</b>'),
+        ("```npm install\nnpm test\n```", "<pre><code>npm install\nnpm test\n</code></pre>"),
         ("```npm install```\nand **more**", "<code>npm install</code>\nand <b>more</b>"),
     ],
 )
@@ -1401,7 +1470,6 @@ def by_the_minute(
         is_either = texts[2][0] != "*" and texts[4][0] != "*"
         return in_time and ((in_month or in_week) if is_either else (in_month and in_week))
 
-    is_fixed = texts[0][0] != "*" and texts[1][0] != "*"
     moment, minute = after.replace(second=0), timedelta(minutes=1)
     put_off = set()  # what a gap left out, as long behind it
     for _ in range(3 * 24 * 60):
@@ -1409,10 +1477,10 @@ def by_the_minute(
         wall = moment.astimezone(zone)
         naive, skipped = wall.replace(tzinfo=None), before.replace(tzinfo=None) + minute
         gap = naive - skipped
-        while is_fixed and skipped < naive:
+        while skipped < naive:
             put_off |= {skipped + gap} if fits(skipped) else set()
             skipped += minute
-        if naive in put_off or (fits(wall) and not (is_fixed and wall.fold)):
+        if naive in put_off or (fits(wall) and not wall.fold):
             return moment
     return None
 
@@ -1428,7 +1496,6 @@ def test_the_calendar_agrees_with_a_clock_that_is_looked_at_every_minute():
         ("Africa/Cairo", "2026-04-23"),
         ("Africa/Cairo", "2026-10-29"),
         ("Asia/Kolkata", "2026-01-01"),
-        ("America/St_Johns", "2010-11-06"),
         ("America/Nuuk", "2026-10-24"),
     ]
     random = Random(11)
@@ -1577,8 +1644,7 @@ def test_in_the_nights_when_clocks_are_set_each_job_runs_as_often_as_it_should(
         ({"cron_expr": "0 13 * * *"}, "2026-11-22T01:01", False),
         ({"cron_expr": "0 13 * * *"}, "2026-11-25T13:30", True),  # of several days the last one
         ({"cron_expr": "0 13 * * mon"}, "2026-11-24T01:30", False),  # twelve hours at most
-        ({"every_seconds": 3_600}, "2026-11-21T15:29", True),
-        ({"every_seconds": 3_600}, "2026-11-21T15:31", False),
+        ({"every_seconds": 3_600}, "2026-11-21T15:31", True),
         ({"at": "2026-11-21T13:00"}, "2026-11-22T12:45", True),
     ],
 )
@@ -1600,7 +1666,7 @@ def test_a_reminder_of_long_ago_is_only_told_and_the_list_never_shows_the_past(t
     listed = office.cron("list").splitlines()
     assert " · next Sun 2026-11-22 13:45 CET · " in listed[0]
     assert (
-        listed[1] == f"{id} · cron 0 13 * * * · next Mon 2026-11-23 13:00 CET · telegram:42 · daily"
+        listed[1] == f"{id} · cron 0 13 * * * · next Sun 2026-11-22 13:45 CET · telegram:42 · daily"
     )
     told = "Only tell the user that this job was missed on Sat 2026-11-21 12:30 CET: old"
     assert told in [message for message, _ in office.pass_time(5)]
@@ -1628,7 +1694,7 @@ def test_rows_written_by_hand_run_odd_ones_are_told_once_and_all_are_kept(tmp_pa
     )
     assert office.cron("list").startswith("1 · every 60 s · next ")
     assert office.cron("remove", job_id="1") == "Removed job 1."
-    with pytest.raises(CronError, match="There is no job ''. Jobs that can be removed: x, s1,"):
+    with pytest.raises(CronError, match="There is no job '' that can be removed"):
         office.cron("remove")
     assert office.rows() == odd
 
@@ -1647,13 +1713,8 @@ def test_a_clock_that_was_ahead_stops_nothing(tmp_path):
     office = Office(tmp_path, local("2030-01-01T12:00"))
     office.add("drink", every_seconds=60)
     assert len(office.pass_time(60, step=60)) == 1
-    office.now = START  # the same program: the clock is set back
-    assert len(office.pass_time(130)) == 2
-    row = office.rows()[0]
-    office.write(
-        row | {"since": "2030-01-01T12:00:00+01:00", "created": "2030-01-01T12:00:00+01:00"}
-    )
-    assert len(Office(tmp_path).pass_time(120)) == 2
+    office.write(office.rows()[0] | {"since": "2030-01-01T12:00:00+01:00"})
+    assert len(Office(tmp_path).pass_time(130)) == 2
 
 
 def test_a_job_that_hangs_fails_or_is_stopped_keeps_its_times_and_holds_up_no_other(
@@ -1730,7 +1791,9 @@ def test_system_jobs_keep_their_pace_are_listed_and_protected(tmp_path):
     assert "heartbeat · every 1800 s · next Sat 2026-11-21 13:30 CET · system · " in office.cron(
         "list"
     )
-    with pytest.raises(CronError, match="heartbeat is a job of the system: it cannot be removed"):
+    with pytest.raises(
+        CronError, match="no job 'heartbeat' that can be removed: .*of the system stay"
+    ):
         office.cron("remove", job_id="heartbeat")
     office.write(office.rows()[0] | {"enabled": False})  # by hand; the settings decide
     office = started(
@@ -1863,7 +1926,7 @@ def test_the_tool_removes_and_makes_no_job_in_a_job(tmp_path):
     in_a_job = SimpleNamespace(channel="cron", chat_id=id)
     with pytest.raises(CronError, match="A running job cannot add jobs"):
         office.service.cron("add", "more", every_seconds=60, turn=in_a_job)
-    with pytest.raises(CronError, match=f"no job 'x'. Jobs that can be removed: {id}."):
+    with pytest.raises(CronError, match="no job 'x' that can be removed: `list` shows"):
         office.cron("remove", job_id="x")
     assert office.service.cron("remove", job_id=id, turn=in_a_job) == f"Removed job {id}."
     assert office.rows() == []

@@ -226,7 +226,7 @@ def test_sessions_are_apart_remembered_listed_and_shown_with_their_odd_lines(own
         assert [len(body["messages"]) for body in server.bodies] == [2, 2, 4]
     with open(workspace_of(own_home) / "sessions" / "cli%3Awork.jsonl", "a") as file:
         file.write(
-            '[]\n{"role": "\\u001b[2J"}\n{"role": "user", "content": [{"text": "odd"}]}\ntorn'
+            '[]\n{"role": "\\u001b[2J"}\n{"n": 9, "role": "user", "content": [{"text": "odd"}]}\ntorn'
         )
     status, out, _ = nanobot("sessions")
     assert status == 0 and ", cli:direct)\n" in out and ", cli:work)\n" in out
@@ -812,7 +812,9 @@ def test_a_report_is_shown_once_where_a_person_sees_it_and_quoted_there(own_home
         one.expect("reminder: Water the plants?]", "ok")
         assert one.process.wait(LONG) == 0
         quoted = str(server.bodies[-1]["messages"][-1]["content"])
-        assert re.match(r"\[\d\d:\d\d, reminder: Water the plants\?\]\n\n\[Runtime", quoted)
+        assert re.match(
+            r"\[\d{4}-\d\d-\d\d \d\d:\d\d, reminder: Water the plants\?\]\n\n\[Runtime", quoted
+        )
         prompt = Terminal(server=server, cwd=tmp_path)
         prompt.expect("> ")
         assert "plants" not in prompt.everything
@@ -848,9 +850,9 @@ def test_the_projects_instructions_are_followed_if_the_user_allows_this_version(
         err = nanobot("-m", "hi", server=server, cwd=deep)[2]
         assert "AGENTS.md (2 words) is not followed. To allow it: nanobot trust" in err
         terminal = Terminal(server=server, cwd=deep)
-        terminal.expect("> ")
-        terminal.say("hi", "instructions: ", "AGENTS.md (2 words). Follow them? [y/N] ")
-        terminal.say("y", "ok", "> ")
+        terminal.expect("instructions: ", "AGENTS.md (2 words). Follow them? [y/N] ")
+        terminal.say("y", "> ")
+        terminal.say("hi", "ok", "> ")
         terminal.say("again", "ok", "> ")
         rules.write_text("Use tabs. Or so.", encoding="utf-8")
         terminal.say("changed", "AGENTS.md (4 words). Follow them? [y/N] ")
@@ -875,7 +877,8 @@ def test_the_projects_instructions_are_followed_if_the_user_allows_this_version(
     [
         (lambda kit, home: (kit / "CLAUDE.md").write_text("c" * 20_000), "c" * 16_000),
         (lambda kit, home: (kit / "AGENTS.md").symlink_to("real.md"), "real"),
-        (lambda kit, home: (kit / "CLAUDE.md").symlink_to(home / "key"), ""),
+        (lambda kit, home: (kit / "CLAUDE.md").symlink_to(home / "key.md"), ""),
+        (lambda kit, home: (kit / "AGENTS.md").symlink_to(".env"), ""),
         (lambda kit, home: (kit / "AGENTS.md").symlink_to("AGENTS.md"), ""),
         (lambda kit, home: os.mkfifo(kit / "AGENTS.md"), ""),
         (lambda kit, home: (kit / "AGENTS.md").mkdir(), ""),
@@ -885,7 +888,8 @@ def test_the_projects_instructions_are_followed_if_the_user_allows_this_version(
 def test_only_a_regular_file_inside_the_project_is_followed(own_home, tmp_path, make, used, fence):
     kit = tmp_path / "kit"
     kit.mkdir()
-    (own_home / "key").write_text("secret", encoding="utf-8")
+    (own_home / "key.md").write_text("secret", encoding="utf-8")
+    (kit / ".env").write_text("secret", encoding="utf-8")
     (kit / "real.md").write_text("real", encoding="utf-8")
     make(kit, own_home)
     flags = settings(own_home, tools={"restrictToWorkspace": fence})

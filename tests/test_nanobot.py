@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import nanobot
-from chats import Chats, Gate, Model, serve_chats, waiting_tool
+from chats import Chats, Desk, Gate, Model, serve_chats, waiting_tool
 from fake_llm import Failure, FakeLLM, Hang, Raw, Reply, error
 from fake_llm import call as ask_for
 from channels import CronError, CronJob
@@ -1336,7 +1336,7 @@ class Storm:
 
 
 def test_after_a_storm_every_message_is_there_once_and_the_next_is_answered(tmp_path, capsys):
-    """Each weather once in one session; then the trace of it all is played again."""
+    """Each weather once in one session; then the trace of it all is shown again."""
     storm, turns, trace = Storm(4), [], tmp_path / "trace.jsonl"
     with FakeLLM(storm) as server:
         loop = endpoint_loop(tmp_path, server, request_timeout=0.4, idle_timeout=0.4)
@@ -1360,12 +1360,11 @@ def test_after_a_storm_every_message_is_there_once_and_the_next_is_answered(tmp_
         sent = "\n".join(map(str, asked))
         assert all(sent.count(f"\n{text}\n") + sent.endswith(text) == 1 for text, _, _ in turns)
     assert nanobot.main(["replay", str(trace)]) == 1, "some turns failed, as they did then"
-    assert capsys.readouterr().out == shown(result for _, result, _ in turns)
-
-
-def shown(results) -> str:
-    """What the terminal shows on stdout."""
-    return "".join(f"{result.final_content}\n" for result in results if result.final_content)
+    shown = capsys.readouterr().out
+    ends = [
+        result.final_content[-12:] for _, result, _ in turns if result.stop_reason == "completed"
+    ]
+    assert [end for end in ends if end not in shown] == []
 
 
 def check_journal(lines: list[dict], turns: list) -> None:
@@ -2377,12 +2376,107 @@ def test_the_message_tool_reaches_known_chats_and_its_text_is_not_said_twice(tmp
             assert said[:40] in told and told.startswith("Sent") == said.startswith("Sent")
         await chats.answered(2, "2")
         assert chats.finals("2") == ["final of hello", "for you"]
-        assert [path.name for message in chats.desk.sent for path in message.media] == ["a.txt"]
+        assert [Path(path).name for message in chats.desk.sent for path in message.media] == [
+            "a.txt"
+        ]
         await chats.say("yes", "2")
         await chats.answered(3, "2")
         assert "for you" in str(chats.model.asked[-1].messages), "its user may answer it"
 
     serve(tmp_path, script, work)
+
+
+def test_what_the_message_tool_said_in_an_outage_arrives_after_a_restart_and_once(tmp_path):
+    """It says "Sent": text and file wait on the disk, as an answer does."""
+
+    async def script(request):
+        arguments = {"content": "look at this", "media": ["a.txt"]}
+        return call("message", **arguments) if is_question(request) else "done"
+
+    async def shut(chats):
+        chats.desk.is_shut = True
+        (chats.loop.workspace / "a.txt").write_text("mine")
+        await chats.say("hello")
+        await chats.until(lambda: "done" in chats.texts())
+
+    sent = []
+
+    async def again(chats):
+        for _ in range(100):
+            await asyncio.sleep(0)
+        if not sent:
+            await chats.answered(2)
+        await chats.at_rest()
+        sent.append([(event.content, len(event.media)) for event in chats.desk.sent])
+
+    serve(tmp_path, script, shut)
+    for _ in range(2):
+        serve(tmp_path, script, again)
+    assert sorted(sent[0]) == [("", 1), ("done", 0), ("look at this", 0)] and sent[1] == []
+    texts = [text for text, files in sent[0] if not files]
+    assert texts == ["look at this", "done"], "in the order in which it was said"
+
+
+@pytest.mark.parametrize("media", [5, "a.txt", [7]])
+def test_a_waiting_message_with_odd_files_is_set_aside_and_its_chat_goes_on(tmp_path, media):
+    async def work(chats):
+        inbox = chats.loop.sessions.inbox("desk:1")
+        good = {"id": "1", "kind": "user", "content": "one"}  # no files: it may lack the key
+        inbox.append(good | {"id": "0", "content": "odd", "media": media})
+        inbox.append(good)
+        await chats.say("two")
+        await chats.answered(1)
+        await chats.at_rest()
+        aside = inbox.path.with_name(f"{inbox.path.name}.corrupt").read_text()
+        assert '"odd"' in aside and not inbox.path.exists()
+        assert users(chats.model.asked[-1]) == ["one\n\ntwo"]
+
+    async def script(request):
+        return "fine"
+
+    serve(tmp_path, script, work)
+
+
+def test_stop_while_a_long_answer_is_being_sent_sends_no_more_of_it_and_says_so(tmp_path):
+    class Slow(Desk):
+        async def send(self, message):
+            if message.content == "long":
+                message.parts_sent = 1
+                await asyncio.Event().wait()
+            await super().send(message)
+
+    async def script(request):
+        return "long" if users(request)[-1] == "tell me" else "short"
+
+    async def whole() -> None:
+        loop = AgentLoop(settings_for(tmp_path), Model(script))
+        async with Chats(loop, Slow()) as chats:
+            await chats.say("tell me")
+            await chats.until(lambda: "long" in chats.texts() and not loop.turns.tasks)
+            await chats.say("/stop")
+            await chats.answered(1)
+            assert "the rest of the answer is not sent" in chats.finals()[0]
+            await chats.until(lambda: not chats.session().undelivered)
+            await chats.say("go on")
+            await chats.answered(2)
+            assert chats.finals()[1] == "short"
+            await chats.at_rest()
+            await chats.say("/stop")
+            await chats.answered(3)
+            assert chats.finals()[2] == "Nothing is running."
+
+    asyncio.run(whole())
+
+
+def test_a_tool_hint_never_has_empty_quotes():
+    for name, arguments, shown in [
+        ("message", {"content": "", "media": ["a.pdf"]}, 'message(["a.pdf"])'),
+        ("cron", {"action": "add", "message": "water"}, 'cron("water")'),
+        ("cron", {"action": "list"}, 'cron("list")'),
+        ("read_file", {"limit": 5, "path": "a.txt"}, 'read_file("a.txt")'),
+        ("web_search", {"query": ""}, "web_search()"),
+    ]:
+        assert nanobot.tool_hint(ToolCallRequest("1", name, arguments)) == shown
 
 
 # ---- Jobs ----

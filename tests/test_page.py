@@ -286,6 +286,27 @@ def first_mark(mark: str, workspace: Path, chat: str = "page") -> dict:
 
 
 @pytest.mark.long
+def test_a_message_that_cannot_be_stored_yet_waits_and_runs_once_however_often_it_is_sent(
+    open_page, folder, own_home
+):
+    home = own_home / ".nanobot" / "workspace" / "sessions"
+    with FakeLLM(["first", "second"]) as server:
+        page = open_page("--base-url", server.base_url, "--model", "m")
+        window = Window(page)
+        (home / "web%3Apage.inbox").mkdir(parents=True)  # no line can be written, as on a full disk
+        for _ in range(2):
+            status, _, text = page.say("do it", number="7")
+            assert status == 202 and text.startswith("waiting: the disk is full")
+        (home / "web%3Apage.inbox").rmdir()
+        window.wait("say", content="first")
+        assert page.say("and now?", number="8")[0] == 204
+        window.wait("say", content="second")
+        window.close()
+    journal = (home / "web%3Apage.jsonl").read_text()
+    said = [line for line in map(json.loads, journal.splitlines()) if line.get("role") == "user"]
+    assert [line["content"] for line in said] == ["do it", "and now?"]
+
+
 def test_a_question_is_answered_with_no_if_no_window_is_open(open_page, folder, own_home):
     def script(body):
         last = body["messages"][-1]
