@@ -1804,13 +1804,14 @@ class MemoryModel:
 
     async def ask(self, messages: list[dict], tools: list[dict]) -> LLMResponse:
         most = self.loop.config.defaults.max_tokens
-        response = await self.loop.provider.chat(messages, tools, max_tokens=most)
-        add_up(self.loop.cost.total, response.usage)
-        if response.unclear_at is not None:  # a small model wrote some text before the call
-            told = {"role": "user", "content": template("only_the_call")}
-            messages = [*messages, response.to_message(), told]
+        for _ in range(2):
             response = await self.loop.provider.chat(messages, tools, max_tokens=most)
             add_up(self.loop.cost.total, response.usage)
+            if response.unclear_at is None:
+                break
+            # a small model wrote some text before the call
+            told = {"role": "user", "content": template("only_the_call")}
+            messages = [*messages, response.to_message(), told]
         return response
 
     async def edit(self, messages: list[dict], refuse: Callable) -> AgentRunResult:
