@@ -27,14 +27,12 @@ import secrets
 import shutil
 import stat
 import subprocess
-import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import lru_cache, partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
@@ -306,35 +304,34 @@ class MemoryStore:
             self._entries = (size, read_records(self.history, is_entry))
         return self._entries[1]
 
-    def append_history(self, *texts: str, **origin: Any) -> None:
-        """Append the texts as entries in one write. A text may begin with `[2026-04-03 00:02]`."""
+    def append_history(self, text: str, **origin: Any) -> None:
+        """Append an entry. The text may begin with its time, such as `[2026-04-03 00:02]`."""
         with locked(self.lock):
-            first = max([self.dream_cursor, *(entry["cursor"] for entry in self.entries())]) + 1
-            entries = []
-            for cursor, text in enumerate(texts, first):
-                stamp, content = re.match(STAMP, text).groups()
-                moment = stamp or time.strftime("%Y-%m-%d %H:%M")
-                entries.append({"cursor": cursor, "timestamp": moment, "content": content} | origin)
-            append_lines(self.history, entries)
+            last = max([self.dream_cursor, *(entry["cursor"] for entry in self.entries())])
+            stamp, content = re.match(STAMP, text).groups()
+            moment = stamp or time.strftime("%Y-%m-%d %H:%M")
+            entry = {"cursor": last + 1, "timestamp": moment, "content": content} | origin
+            append_lines(self.history, [entry])
             fsync(self.history)
-            self._entries = (file_size(self.history), [*self._entries[1], *entries])
 
     @property
     def dream_cursor(self) -> int:
-        """The number of the last entry that Dream has read; 0 if the file is missing or damaged."""
-        path = self.folder / ".dream_cursor"
-        digits = path.read_bytes().strip() if path.exists() else b""
-        return int(digits) if re.fullmatch(rb"\d{1,18}", digits) else 0
+        """The number of the last entry that Dream has read."""
+        return number_in(self.folder / ".dream_cursor")
 
     def unread(self) -> list[dict]:
         dreamt = self.dream_cursor
         return [entry for entry in self.entries() if entry["cursor"] > dreamt]
 
     def recent_history(self) -> list[str]:
-        """The newest entries that Dream has not read yet, at most 4,000 characters in total."""
-        entries = self.unread()[-50:]
-        lines = [f"[{e['timestamp']}] {middle_out(e['content'], 1_000)}" for e in entries]
-        while len("\n".join(lines)) > 4_000:
+        """The entries that Dream has not read yet, and the last five anyway: 2,000 tokens at most,
+        the newest ones."""
+        count = min(max(len(self.unread()), 5), 50)
+        recent = self.entries()[-count:]
+        lines = [
+            f"[{entry['timestamp']}] {middle_out(entry['content'], 1_000)}" for entry in recent
+        ]
+        while estimate("\n".join(lines)) > 2_000:
             lines.pop(0)
         return lines
 
@@ -385,30 +382,30 @@ class Consolidator:
     prompt: str
     budget: int = 56_320  # maximum number of tokens in a request
     window: int = 100  # maximum number of messages that are not in the long-term memory
-    counter: "TokenCounter" = field(default_factory=lambda: TokenCounter())
     one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock)
 
-    async def make_room(self, session: Session, tokens: int) -> int:
+    async def make_room(self, session: Session, tokens: int) -> str:
         """Runs before each request. If `tokens` is over 80 % of the budget, move turns until about
-        half of the budget is used. Returns the number of moved messages."""
+        half of the budget is used. Returns a line for the user, or ""."""
         if tokens <= 0.8 * self.budget:
-            return 0
-        upto = session.end_behind(tokens - self.budget // 2, self.counter.size)
+            return ""
+        upto = session.end_behind(tokens - self.budget // 2, message_tokens)
         return await self.move(session, upto)
 
-    async def after_turn(self, session: Session) -> int:
+    async def after_turn(self, session: Session) -> str:
         """Runs in the background. Move all turns older than `/new`. If more than `window` messages
-        remain, move turns until `window / 2` remain. Returns the number of moved messages."""
-        count = await self.move(session, session.start) if session.start > session.saved else 0
+        remain, move turns until `window / 2` remain. Returns a line for the user, or ""."""
+        upto = session.start
         unsaved = len(session.conversation())
         if unsaved > self.window:
-            upto = session.end_behind(unsaved - self.window // 2, lambda message: 1)
-            count += await self.move(session, upto)
-        return count
+            upto = max(upto, session.end_behind(unsaved - self.window // 2, lambda message: 1))
+        return await self.move(session, upto)
 
-    async def move(self, session: Session, upto: int) -> int:
-        """Move turns up to message `upto` in at most five rounds, because a user may be waiting."""
+    async def move(self, session: Session, upto: int) -> str:
+        """Move turns up to message `upto` in at most five rounds, because a user may be waiting.
+        Returns `12 older messages moved to the memory; memory: 2 lines removed, 1 added`."""
         numbers = [message["n"] for message in session.messages]
+        told = []
         async with self.one_at_a_time:
             for _ in range(5):
                 end, text = self._next_part(session, upto)
@@ -416,29 +413,35 @@ class Consolidator:
                 saved = await self._save(earlier, text) if end else None
                 if saved is None or session.size != file_size(session.path):
                     break  # no turn is left, the model failed, or another program changed the file
-                entries, summary = saved
+                entry, summary, changes = saved
+                if changes:
+                    told.append(f"memory: {changes}")
                 origin = {"session": session.key, "created_at": session.created_at, "upto": end}
                 try:
                     with self.sessions.lock(session.key):  # no `await`, so no cancellation here
-                        self.store.append_history(*entries, **origin, summary=summary)
+                        self.store.append_history(entry, **origin, summary=summary)
                         session.mark("saved", upto=end, summary=summary)
                 except SessionBusy:
                     break
-        return len([n for n in numbers if n <= session.saved])
+        count = len([n for n in numbers if n <= session.saved])
+        if not count:
+            return ""
+        return "; ".join([f"{counted(count, 'older message')} moved to the memory", *told])
 
     def _next_part(self, session: Session, upto: int) -> tuple[int, str]:
         """Choose the turns of the next round. Returns (last message number, text of the turns)."""
-        taken = estimate(self.prompt + self.store.read_facts() + session.summary) + 500
-        room = max(self.budget // 2 - taken, self.budget // 8)
+        room = self.budget // 4  # the request also holds MEMORY.md and the summary
         if session.saved < session.start:
             upto = min(upto, session.start)  # a round must not go past `/new`
         end, text = 0, ""
-        for turn_end in sorted(n for n in session.turn_ends if n > session.saved):
-            part = [readable(message) for message in session.messages if message["n"] <= turn_end]
-            longer = "\n".join(middle_out(line, 2_000) for line in part)
-            if turn_end > upto or (end and estimate(longer) > room):
-                break
-            end, text = turn_end, longer
+        part: list[dict] = []
+        for message in session.messages:
+            part.append(message)
+            if message["n"] in session.turn_ends and message["n"] <= upto:
+                longer = text_of_turns(part)
+                if end and estimate(longer) > room:
+                    break
+                end, text = message["n"], longer
         return end, fitted(text, room)  # even a single turn may be too long
 
     async def remember_terminals(self) -> None:
@@ -446,7 +449,7 @@ class Consolidator:
         conversations. The journals stay as they are, because `-c` may continue the conversations.
         A file keeps the time up to which everything is saved."""
         path = self.store.folder / ".terminals_saved"
-        since = float(self.store.text_of(path) or 0)
+        since = number_in(path)
         ended = {}  # key → the time of the last use
         for key, used in self.sessions.by_last_use():
             if since < used < time.time() - 3_600 and self.sessions.about(key).get("typed"):
@@ -455,23 +458,20 @@ class Consolidator:
             return
         parts = []
         for key in reversed(ended):
-            lines = [
-                middle_out(readable(message), 2_000)
-                for message in self.sessions.get(key).messages
-                if written_at(message) > since
-            ]
-            text = fitted("\n".join(lines), self.budget // 2 // len(ended))
-            parts.append(f"## In {self.sessions.about(key)['folder']}\n\n{text}")
+            messages = self.sessions.get(key).messages
+            text = text_of_turns([each for each in messages if written_at(each) > since])
+            parts.append(fitted(text, self.budget // 2 // len(ended)))
         async with self.one_at_a_time:
             saved = await self._save([], "\n\n".join(parts))
         if saved:
-            entries, _ = saved
-            self.store.append_history(*entries)
-            write_atomically(path, str(max(ended.values())))
+            self.store.append_history(saved[0])
+            write_atomically(path, str(int(max(ended.values())) + 1))
 
-    async def _save(self, earlier: list[str], text: str) -> tuple[list[str], str] | None:
-        """Returns None (error) or (entries, summary); entries are raw text if no call is valid.
-        `earlier`: the summary of the conversation so far."""
+    async def _save(self, earlier: list[str], text: str) -> tuple[str, str, str] | None:
+        """Returns (entry, summary, changes of MEMORY.md), or None if the model cannot be reached.
+        Without a valid call, the entry is a short piece of the text. `earlier`: the summary of the
+        conversation so far."""
+        repository = MemoryRepository(self.store.workspace)
         for _ in range(3):  # retry if MEMORY.md has changed, or if the answer was cut off
             facts = self.store.read_facts()
             question = "\n\n".join(["# MEMORY.md", facts, "# Conversation", *earlier, text])
@@ -482,14 +482,18 @@ class Consolidator:
                 continue
             calls = [call.arguments for call in response.tool_calls if call.name == "save_memory"]
             valid = [each for each in calls if has(each, history_entry=str, memory_update=str)]
-            entry = re.sub(THOUGHTS, "", valid[0]["history_entry"]).strip() if valid else ""
+            if not valid:
+                break
+            entry = re.sub(THOUGHTS, "", valid[0]["history_entry"]).strip()
             if not entry:
                 break
+            await asyncio.to_thread(repository.record, OUTSIDE)
             if self.store.write_facts(valid[0]["memory_update"], facts):
+                changes = await asyncio.to_thread(repository.record, "consolidation")
                 summary = str(valid[0].get("summary") or "\n\n".join([*earlier, entry]))
-                return [entry], summary[-4_000:]
-        raw = [f"[RAW] {text[n : n + 16_000]}" for n in range(0, len(text), 16_000)]
-        return raw, "\n\n".join([*earlier, middle_out(text, 2_000)])[-4_000:]
+                return entry, summary[-4_000:], changes
+        entry = f"[RAW] {middle_out(text, 2_000)}"
+        return entry, "\n\n".join([*earlier, entry])[-4_000:], ""
 
 
 # ======== Second reading: shorter requests, damage, files and locks, sizes, Dream, skills ========
@@ -498,82 +502,80 @@ class Consolidator:
 
 
 class Governed:
-    """Shortens a copy of a conversation to `budget` tokens. First, old tool results become notes.
-    Then these parts are removed in this order: the oldest turns, the summary, pictures, the oldest
-    steps of this turn, parts of results. The system prompt and this turn's user messages stay."""
+    """Shortens a copy of a conversation to `budget` tokens: a list of calls replaces the oldest
+    turns and steps, then pictures go, and at last parts of results. The system prompt, the summary
+    and this turn's user messages stay.
+
+    user "Find the bug"                 user "Find the bug"
+    assistant calls read_file({…})   →  user "[2 earlier messages are left out. Calls and …:]\\n
+    tool "1| import os\\n2| import re"        assistant: calls read_file({…})\\n
+    assistant calls grep({…})                 tool read_file: 1| import os"
+    tool "a.py:7: …"                    assistant calls grep({…}) …
+    """
 
     def __init__(
-        self,
-        messages: list[dict],
-        budget: float,
-        counter: "TokenCounter",
-        task: dict | None = None,
-        beside: int = 0,
+        self, messages: list[dict], budget: float, task: dict | None = None, beside: int = 0
     ):
-        self.counter = counter
         self.messages = list(messages)
-        self.notes: list[str] = []  # `8 turns left out (~7,900 tokens)`
+        self.notes: list[str] = []  # `8 messages left out (~7,900 tokens)`
+        self.tokens = total_tokens(messages) + beside  # `beside` is the size of the tools' schemas
         users = [n for n, message in enumerate(messages) if message["role"] == "user"]
-        tasks = [n for n in users if messages[n] is task]  # empty if a hook removed the task
-        self.begin = [len(messages), *users[-1:], *tasks][-1]  # where this turn begins
+        self.begin = users[-1] if users else 0  # where this turn begins
+        for n in users:
+            if messages[n] is task:  # not found if a hook has removed or copied the task
+                self.begin = n
         steps = [n for n, message in enumerate(messages) if message.get("tool_calls")]
-        self.last_step = [len(messages), *steps][-1]  # the model has not read this step yet
-        self.tokens = counter.total(messages) + beside  # `beside` is the size of the tools' schemas
-        if 4 * self.tokens > budget:  # a large request needs an exact count
-            counter.count_exactly_from_now_on()
-        for make_shorter in (self._leave_out, self._cut_results):
+        self.limit = max([self.begin, *steps])  # the model has not read the last step yet
+        for make_shorter in (self._leave_out, self._remove_pictures, self._cut_results):
             if self.tokens > budget:
-                make_shorter(self.tokens - budget)
-                self.tokens = counter.total(self.messages) + beside
+                make_shorter(self.tokens - budget, min(2_000, budget // 8))
+                self.tokens = total_tokens(self.messages) + beside
 
-    def _leave_out(self, excess: float) -> None:
-        kept: list[dict | None] = list(self.messages)
-        counts: Counter[str] = Counter()
-        freed: Counter[str] = Counter()
-        for what, changes in self._what_may_go():
-            if freed.total() >= excess + 30:  # 30 tokens for the note about left-out steps
+    def _leave_out(self, excess: float, list_size: float) -> None:
+        """Leave out the oldest turns, then the oldest steps of this turn."""
+        kept: list[dict] = []
+        left_out: list[dict] = []
+        freed = 0
+        for n, message in enumerate(self.messages[: self.limit]):
+            is_user = message["role"] == "user"
+            is_boundary = is_user if n <= self.begin else message["role"] != "tool"
+            if is_boundary and freed >= excess + list_size:
                 break
-            counts[what] += 1
-            for n, rest in changes.items():
-                freed[what] += self.counter.size(kept[n]) - (self.counter.size(rest) if rest else 0)
-                kept[n] = rest
-        if counts["step"]:
-            text = f"[{counts['step']} earlier steps of this turn are left out; they are done]"
-            kept.insert(self.begin + 1, {"role": "user", "content": text})
-        self.messages = [message for message in kept if message]
-        for what in counts:
-            self.notes.append(f"{counted(counts[what], what)} left out (~{freed[what]:,} tokens)")
+            is_own = is_user and n >= self.begin
+            if is_own or message["role"] == "system" or "is_summary" in message:
+                kept.append(message)
+            else:
+                left_out.append(message)
+                freed += message_tokens(message)
+        rest = self.messages[len(kept) + len(left_out) :]
+        lines = []
+        for message in left_out:
+            if message.get("tool_calls") or message["role"] == "tool":
+                first_line = str(message.get("content") or "").strip().partition("\n")[0]
+                lines.append(middle_out(readable(message | {"content": first_line}), 500))
+        if lines:
+            text = fitted("\n".join(lines), int(min(list_size, max(freed - excess, 50))))
+            told = f"[{counted(len(left_out), 'earlier message')} left out. The calls, and the"
+            text = f"{told} first line of each result:]\n{text}"
+            kept.append({"role": "user", "content": text})
+        self.messages = kept + rest
+        if left_out:
+            self.notes.append(f"{counted(len(left_out), 'message')} left out (~{freed:,} tokens)")
 
-    def _what_may_go(self) -> Iterator[tuple[str, dict[int, dict | None]]]:
-        """Yields, in order of removal: ("turn", {1: None, 2: None}), ("picture", {7: message})."""
-        messages, begin, last_step = self.messages, self.begin, self.last_step
-        for n, message in enumerate(messages[:last_step]):
-            length, name = len(message.get("content") or ""), message.get("name")
-            if message["role"] == "tool" and length >= 500:  # a note that models do not imitate
-                text = f"[{length:,} characters that {name} returned are left out here]"
-                yield "old tool result", {n: {**message, "content": text}}
-        past = [n for n in range(begin) if messages[n]["role"] != "system"]
-        summaries = [n for n in past if "is_summary" in messages[n]]
-        past = past[len(summaries) :]  # `past` begins with the summary
-        begins = [n for n in past if messages[n]["role"] == "user"]
-        turns = pairwise(sorted({*past[:1], *begins, begin}))
-        yield from (("turn", dict.fromkeys(range(first, end))) for first, end in turns)
-        yield from (("summary", {n: None}) for n in summaries)
-        for n in range(begin + 1, len(messages)):
-            if isinstance(messages[n].get("content"), list):
-                yield "picture", {n: without_images(messages[n])}
-        steps = [n for n in range(begin + 1, last_step) if messages[n]["role"] == "assistant"]
-        for first, end in pairwise([*steps, last_step]):
-            yield "step", {n: None for n in range(first, end) if messages[n]["role"] != "user"}
+    def _remove_pictures(self, *_) -> None:
+        count = sum(isinstance(message.get("content"), list) for message in self.messages)
+        if count:
+            self.messages = [without_images(message) for message in self.messages]
+            self.notes.append(f"pictures of {counted(count, 'message')} left out")
 
-    def _cut_results(self, excess: float) -> None:
+    def _cut_results(self, excess: float, _) -> None:
         """Last resort: cut each tool result to an equal share of the remaining tokens."""
         results = [n for n, message in enumerate(self.messages) if message["role"] == "tool"]
-        room = self.counter.total([self.messages[n] for n in results]) - excess
+        room = total_tokens([self.messages[n] for n in results]) - excess
         for n in results:
             text = str(self.messages[n].get("content") or "")
-            cut = fitted(text, max(int(room) // len(results) - 20, 10), self.counter.count)
-            if cut != text and len(text) > 200:  # the note would lengthen a short text
+            cut = fitted(text, max(int(room) // len(results) - 20, 10))
+            if cut != text:
                 cut += "\n[not all of it: ask for a part]"
                 self.messages[n] = {**self.messages[n], "content": cut}
         self.notes.append(f"{counted(len(results), 'tool result')} cut")
@@ -741,6 +743,12 @@ def file_size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
+def number_in(path: Path) -> int:
+    """The number in a file; 0 if the file is missing or damaged."""
+    digits = path.read_bytes().strip() if path.exists() else b""
+    return int(digits) if re.fullmatch(rb"\d{1,18}", digits) else 0
+
+
 def read_regular_file(path: Path) -> bytes:
     """Read a file. Raises OSError for FIFOs, devices, and more than 100,000 bytes."""
     details = path.stat()
@@ -904,12 +912,25 @@ class SessionManager:
 
 
 def readable(message: dict) -> str:
-    """[2026-04-03T10:00:00+0200] assistant: calls read_file({"path": "a.txt"})"""
+    """`[2026-04-03T10:00:00+0200] assistant: calls read_file({"path": "a.txt"})`; the result is
+    `[2026-04-03T10:00:01+0200] tool read_file: 1| hello`."""
     called = [call["function"] for call in message.get("tool_calls") or []]
     calls = [f"calls {each.get('name')}({each.get('arguments')})" for each in called]
     text = "\n".join(filter(None, [str(message.get("content") or ""), *calls]))
     cut = f" [broke off: {message['cut']}]" if message.get("cut") else ""
-    return f"[{message.get('timestamp', 'no time')}] {message['role']}: {text}{cut}"
+    moment = f"[{message['timestamp']}] " if message.get("timestamp") else ""
+    who = f"tool {message.get('name', '')}" if message["role"] == "tool" else message["role"]
+    return f"{moment}{who}: {text}{cut}"
+
+
+def text_of_turns(messages: list[dict]) -> str:
+    """The text of a conversation for `save_memory`. `runtime` names time, chat and folder."""
+    lines = []
+    for message in messages:
+        lines.append(middle_out(readable(message), 2_000))
+        if message.get("runtime"):
+            lines.append(message["runtime"])
+    return "\n".join(lines)
 
 
 def written_at(message: dict) -> float:
@@ -944,9 +965,9 @@ def middle_out(text: str, most: int) -> str:
     return f"{text[: most * 2 // 3]} […] {text[-most // 3 :]}"
 
 
-def fitted(text: str, most: int, count: Callable[[str], int] | None = None) -> str:
+def fitted(text: str, most: int) -> str:
     """Remove characters from the middle of a text until it has at most `most` tokens."""
-    while (count or estimate)(text) > most and len(text) > 50:  # do not cut very short texts
+    while estimate(text) > most and len(text) > 50:  # do not cut very short texts
         text = middle_out(text, len(text) * 3 // 4)
     return text
 
@@ -961,47 +982,28 @@ def estimate(text: str) -> int:
     data = text.encode("utf-8", errors="replace")
     rest = data.translate(None, b"abcdefghijklmnopqrstuvwxyz \n")
     foreign = rest.translate(None, bytes(range(128)))
-    letters, marks = len(data) - len(rest), len(rest) - len(foreign)
-    return int(letters / 5 + marks / 1.5 + len(foreign) / 4.5) + 1
+    letters = len(data) - len(rest)
+    marks = len(rest) - len(foreign)
+    # models know few words of rare scripts (Khmer, emoji): here each byte is a token
+    rare = 3 * data.count(b"\xe1") + 4 * data.count(b"\xf0")
+    return int(letters / 5 + marks / 1.5 + (len(foreign) - rare) / 4.5 + rare) + 1
 
 
-def load_vocabulary() -> Callable[[str], int]:
-    import tiktoken
-
-    encode = tiktoken.get_encoding("o200k_base").encode_ordinary
-    pieces = partial(re.findall, r"(?s).{1,2000}")  # tiktoken is slow if a text repeats one letter
-    return lambda text: sum(len(encode(piece)) for piece in pieces(text))
+cached_estimate = lru_cache(maxsize=1_000)(estimate)  # each request repeats most messages
 
 
-class TokenCounter:
-    """Counts tokens and caches the counts. Until `load()` has ended, the counts are estimates."""
+def message_tokens(message: dict) -> int:
+    """The estimated tokens of a message. An image counts as 1,000 tokens."""
+    content = message.get("content")
+    blocks = content if isinstance(content, list) else [{"text": content}]
+    images = [block for block in blocks if block.get("type") == "image_url"]
+    texts = [block["text"] for block in blocks if block.get("text")]
+    texts += [to_json(call) for call in message.get("tool_calls") or []]
+    return 4 + 1_000 * len(images) + sum(cached_estimate(text) for text in texts)
 
-    def __init__(self, load: Callable[[], Callable[[str], int]] = load_vocabulary):
-        self._fetching = threading.Thread(target=self._fetch, args=[load], daemon=True)
-        self.count = lru_cache(maxsize=1_000)(estimate)
 
-    def size(self, message: dict) -> int:
-        """The number of tokens in a message. An image counts as 1,000 tokens."""
-        content = message.get("content")
-        blocks = content if isinstance(content, list) else [{"text": content}]
-        images = [block for block in blocks if block.get("type") == "image_url"]
-        texts = [block["text"] for block in blocks if block.get("text")]
-        texts += [to_json(call) for call in message.get("tool_calls") or []]
-        return 4 + 1_000 * len(images) + sum(self.count(text) for text in texts)
-
-    def total(self, messages: list[dict]) -> int:
-        return sum(map(self.size, messages))
-
-    def count_exactly_from_now_on(self) -> None:
-        """Load the vocabulary in the background; until it is loaded, the counts are estimates."""
-        if not self._fetching.ident:
-            self._fetching.start()
-
-    def _fetch(self, load: Callable) -> None:
-        try:
-            self.count = lru_cache(maxsize=1_000)(load())
-        except Exception as problem:  # if the network or tiktoken is missing, keep the estimates
-            log.info("tokens are estimated: %s", problem)
+def total_tokens(messages: list[dict]) -> int:
+    return sum(message_tokens(message) for message in messages)
 
 
 # ---- Dream: turn history entries into facts and skills ----
@@ -1030,18 +1032,17 @@ class Dream:
     skills: "SkillsLoader"
     budget: int = 56_320  # maximum number of tokens in a request
     max_batch: int = 20  # maximum number of history entries per dream
-    failures: int = field(default=0, init=False)  # number of failed dreams in a row
+    failures: int = 0  # number of failed dreams in a row
 
     async def run(self) -> str:
         """Run one dream. Returns a text for the user. Raises SessionBusy if another dream runs."""
-        with locked(self.store.workspace / ".nanobot" / "dream.lock", "Another dream is running."):
+        repository = MemoryRepository(self.store.workspace)
+        with repository.lock():
             batch = self.store.unread()[: self.max_batch]
-            while len(batch) > 1 and estimate(str(batch)) > self.budget // 2:
-                batch.pop()  # the request must also hold the memory files
             if not batch:
                 return "There is nothing new to dream about."
-            repository = MemoryRepository(self.store.workspace)
-            problem, _ = await asyncio.to_thread(repository.commit, "changes outside of dreams")
+            with contextlib.suppress(OSError):  # if it fails, the second commit fails, too
+                await asyncio.to_thread(repository.commit, OUTSIDE)
             outcome = await self._dream(batch)
             self.failures = self.failures + 1 if outcome == "failed" else 0
             if outcome != "completed" and self.failures < 3:
@@ -1051,18 +1052,20 @@ class Dream:
                 self.failures = 0
             write_atomically(self.store.folder / ".dream_cursor", str(batch[-1]["cursor"]))
             self.store.archive_old()
-            second_problem, changes = await asyncio.to_thread(repository.commit, "dream")
-            problem = problem or second_problem or "/dream-log shows the changes."
             told = f"Dreamt about {counted(len(batch), 'entry', 'entries')}"
-            return f"{told}: {counted(changes, 'change')}. {problem}"
+            try:
+                changes = await asyncio.to_thread(repository.commit, "dream")
+            except OSError as problem:
+                return f"{told}. The changes cannot be shown or undone: {problem}"
+            return f"{told}: {changes or 'no change'}. /dream-log shows the changes."
 
     async def _dream(self, batch: list[dict]) -> str:
         """Run both phases. Returns "completed", "failed" or UNREACHABLE."""
-        most = self.budget // 2
+        most = self.budget // 2 // len(batch)
         lines = [f"[{entry['timestamp']}] {fitted(entry['content'], most)}" for entry in batch]
-        paths = [self.store.workspace / name for name in DREAM_FILES]
-        texts = [fitted(self.store.text_of(path), self.budget // 8) for path in paths]
-        files = [f"# {path}\n\n{text}" for path, text in zip(paths, texts, strict=True)]
+        files = []
+        for path in [self.store.workspace / name for name in DREAM_FILES]:
+            files.append(f"# {path}\n\n{fitted(self.store.text_of(path), self.budget // 8)}")
         question = "\n\n".join([time.strftime("Today: %Y-%m-%d, %A"), *files, "# History", *lines])
         response = await self.ask(request(self.find_prompt, question), [])
         if response.finish_reason == "error":
@@ -1080,101 +1083,99 @@ class Dream:
 
     def refuse(self, name: str, arguments: dict) -> str:
         """Returns why a call is refused, or "". Without this check, the text of a web page could
-        mislead Dream into writing harmful files. The tool gets exactly these `arguments`."""
-        home = self.store.workspace.resolve()
-        own, *kits = [folder.resolve() for folder in self.skills.folders]
-        try:
-            path = (home / os.path.expanduser(str(arguments.get("path", "")))).resolve()
-        except (OSError, ValueError, RuntimeError) as problem:  # a NUL raises a ValueError
-            return f"This path cannot be used: {problem}"
+        mislead Dream into writing elsewhere. The tool gets exactly these `arguments`. Raises
+        ValueError, for example for a path with a NUL."""
         if name == "read_file":
-            is_inside = any(path.is_relative_to(root) for root in (home, *kits))
-            return "" if is_inside else f"Read only files below {home}."
-        if name == "edit_file":
-            is_one = path in [(home / file).resolve() for file in DREAM_FILES]
-            return "" if is_one else f"Edit only {', '.join(DREAM_FILES)}."
-        if name != "write_file" or not path.is_relative_to(own) or path.parent == own:
-            return f"Write only skills, like {own}/NAME/SKILL.md."
-        content = str(arguments.get("content", "")).encode(errors="replace")
-        skill = skill_of(path, content)  # the same parser as in SkillsLoader
-        names = {skill.name, path.relative_to(own).parts[0]}
-        if skill.always or any((kit / known).exists() for kit in kits for known in names):
-            return "A skill may not set `always`, and may not have the name of a built-in skill."
-        return ""
+            return ""  # the turn's fence decides
+        home = self.store.workspace.resolve()
+        own = self.skills.folders[0].resolve()
+        path = (home / os.path.expanduser(str(arguments.get("path", "")))).resolve()
+        is_skill = path.is_relative_to(own) and path.parent != own
+        is_file = name == "edit_file" and path in [(home / file).resolve() for file in DREAM_FILES]
+        if is_skill or is_file:
+            return ""
+        return f"Edit only {', '.join(DREAM_FILES)}, and write skills, like {own}/NAME/SKILL.md."
 
 
-# ---- Git commits of dreams: show a dream's changes, or undo them ----
+# ---- Git commits of dreams and consolidations: show the changes, or undo them ----
+
+OUTSIDE = "other changes"
 
 
 class MemoryRepository:
     """A git repository. It is not named `.git`, so that the workspace is not a submodule."""
 
-    facts = (*DREAM_FILES, "skills")
-    files = (*facts, "memory/history.jsonl", "memory/history-archive.jsonl")
+    files = (*DREAM_FILES, "skills")  # an older version's repositories have the history, too
     attributes = "* !text !eol !diff !filter !ident !working-tree-encoding\n"  # replaces the user's
 
     def __init__(self, workspace: Path):
         self.workspace = workspace
         self.folder = workspace / ".nanobot" / "memory.git"
 
+    def lock(self) -> contextlib.AbstractContextManager:
+        """Lock the files for a dream or a restore. Raises SessionBusy."""
+        return locked(self.folder.with_name("dream.lock"), "Another dream is running.")
+
     def git(self, *arguments: str, text: str = "", why: str = "") -> str:
         """Run git. If git fails, raises OSError with the text `why`, or else with git's message."""
-        own = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-        own |= {"GIT_DIR": ".nanobot/memory.git", "GIT_WORK_TREE": ".", "LC_ALL": "C"}
-        own |= {"GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": os.devnull}
-        me = ["-c", "user.name=nanobot", "-c", "user.email=nanobot@localhost"]
+        if not shutil.which("git"):
+            raise OSError("git is not installed.")
+        env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+        env |= {
+            "GIT_DIR": ".nanobot/memory.git",
+            "GIT_WORK_TREE": ".",
+            "GIT_CONFIG_NOSYSTEM": "1",
+            "GIT_CONFIG_GLOBAL": os.devnull,
+            "LC_ALL": "C",
+        }
         done = subprocess.run(
-            ["git", *me, "-c", "gc.autoDetach=false", *arguments],
+            ["git", "-c", "user.name=nanobot", "-c", "user.email=nanobot@localhost", *arguments],
             cwd=self.workspace,
-            env=own,
+            env=env,
             input=text.encode(errors="surrogateescape"),
             capture_output=True,
         )
         if done.returncode:
             problem = done.stderr.decode(errors="replace").strip()
-            log.info("git %s: %s", arguments[0], problem)
-            raise OSError(why or problem)
+            remedy = f"If {self.folder} is damaged, remove it: the next dream begins a new one."
+            raise OSError(why or f"{problem}. {remedy}")
         return done.stdout.decode(errors="surrogateescape")  # keeps all bytes of a patch
 
-    def commit(self, subject: str) -> tuple[str, int]:
-        """Commit all files. Returns an error text ("" if there is none) and the changed lines."""
-        if not shutil.which("git"):
-            return "git is not installed, so a dream cannot be shown or undone.", 0
-        try:
-            return "", self._commit(subject)
-        except OSError as problem:
-            aside = self.folder.with_name(f"memory.git.broken-{time.time_ns()}")
-            told = f"The memory's repository is broken ({problem}). The folder is moved to {aside}."
-        log.warning("%s", told)
-        if self.folder.exists():
-            os.replace(self.folder, aside)
-        return told, self._commit("a new beginning")
-
-    def _commit(self, subject: str) -> int:
+    def commit(self, subject: str) -> str:
+        """Commit the files. Returns `2 lines removed, 1 added`, or "". Raises OSError."""
         if not (self.folder / "HEAD").exists():
             self.folder.parent.mkdir(exist_ok=True)
             self.git("init", "-q")
             write_atomically(self.folder / "info" / "attributes", self.attributes)
-        for lock in self.folder.glob("**/*.lock"):  # a killed git process leaves lock files
-            lock.unlink()
-        for name in self.files:
-            with contextlib.suppress(OSError):  # git refuses a missing file or a path with a link
-                self.git("add", "-A", "-f", "--ignore-errors", "--", name)
-        changed = self.git("diff", "--cached", "--numstat", "--no-renames", "--", *self.facts)
-        counts = re.findall(r"(?m)^(\d+)\t(\d+)", changed)
-        count = sum(int(added) + int(removed) for added, removed in counts)
-        if count:
-            title = f"{subject}: {time.strftime('%Y-%m-%d %H:%M')}, {count} change(s)"
-            self.git("commit", "-q", "-m", title)
-        return count
+        self.git("add", "-u")  # changed and deleted files
+        names = [name for name in self.files if (self.workspace / name).exists()]
+        self.git("add", "-f", "--", *names)
+        changed = self.git("diff", "--cached", "--numstat", "--no-renames", "--", *self.files)
+        if not changed:
+            return ""
+        counts = re.findall(r"(?m)^(\d+)\t(\d+)", changed)  # "1\t2\tmemory/MEMORY.md"
+        removed = sum(int(count) for _, count in counts)
+        told = f"{counted(removed, 'line')} removed, {sum(int(n) for n, _ in counts)} added"
+        title = f"{subject}: {time.strftime('%Y-%m-%d %H:%M')}, {told}"
+        self.git("commit", "-q", "-m", title)
+        return told
+
+    def record(self, subject: str) -> str:
+        """Commit unless a dream is running, whose commit then contains these changes, too."""
+        try:
+            with self.lock():
+                return self.commit(subject)
+        except (OSError, SessionBusy) as problem:
+            log.info("MEMORY.md is not committed: %s", problem)
+            return ""
 
     def log(self, sha: str = "") -> str:
-        """List all commits, one per line. With `sha`, show the changes of that commit."""
+        """List the last commits, one per line. With `sha`, show the changes of that commit."""
         try:
             commit = self._known(sha or "HEAD")
             if not sha:
-                return self.git("log", "--format=%h %s").strip()
-            shown = self.git("show", "--format=%h %s", commit, "--", *self.facts)[:16_000]
+                return self.git("log", "-50", "--format=%h %s").strip()
+            shown = self.git("show", "--format=%h %s", commit)[:16_000]
             return shown.encode(errors="surrogateescape").decode(errors="replace")
         except OSError as problem:
             return f"There is no log: {problem}"
@@ -1183,27 +1184,26 @@ class MemoryRepository:
         """Undo one commit (default: the last dream) with a new commit. Returns a message."""
         why = "the commit is undone already, or its lines have changed since then."
         try:
-            with locked(self.folder.with_name("dream.lock"), "Another dream is running."):
+            with self.lock():
                 commit = self._known(sha or ":/^dream:")
-                parent = self._known(f"{commit}^")
-                self._commit("changes outside of dreams")
-                patch = self.git("diff-tree", "-p", "--binary", parent, commit, "--", *self.facts)
-                files = [self.workspace / name for name in DREAM_FILES]
-                files += self.workspace.glob("skills/*/*")
-                modes = [(path, path.stat().st_mode) for path in files if path.is_file()]
+                self.commit(OUTSIDE)
+                patch = self.git("diff-tree", "-p", "--binary", commit, "--", *self.files)
+                tracked = self.git("ls-files", "-z").split("\0")[:-1]
+                modes = {name: (self.workspace / name).stat().st_mode for name in tracked}
                 self.git("apply", "-R", "--whitespace=nowarn", text=patch, why=why)
-                for path, mode in modes:  # restore the file modes that git has changed
+                for name, mode in modes.items():  # git has given new files the usual mode
+                    path = self.workspace / name
                     if path.exists():
                         path.chmod(stat.S_IMODE(mode))
-                return f"Undone: {counted(self._commit(f'restore of {commit[:7]}'), 'change')}."
+                return f"Undone: {self.commit(f'restore of {commit[:7]}')}."
         except (OSError, SessionBusy) as problem:
             return f"Nothing is changed: {problem}"
 
     def _known(self, sha: str) -> str:
         if not (self.folder / "HEAD").exists():
             raise OSError("there has been no dream yet, or git is not installed.")
-        why = "this commit does not exist or is the first commit. /dream-log lists all commits."
-        if not re.fullmatch(r":/\^dream:|HEAD|[0-9a-f]{4,40}\^?", sha):
+        why = f"there is no commit {sha[:40]!r}. /dream-log lists the commits."
+        if sha.startswith("-"):
             raise OSError(why)
         return self.git("rev-parse", "--verify", sha, why=why).strip()
 
@@ -1230,7 +1230,7 @@ class SkillsLoader:
     def __init__(self, *folders: Path, read: Read = read_regular_file):
         self.folders = folders  # if two folders have the same skill, the first folder wins
         self.read = read
-        self._warned: set[tuple[Path, str]] = set()
+        self._warned: set[Path] = set()
 
     def load(self) -> list[Skill]:
         """All skills. For an unreadable skill, `problem` says why."""
@@ -1243,9 +1243,9 @@ class SkillsLoader:
             return skill_of(path, self.read(path))
         except Exception as problem:  # a damaged skill must not stop the turn
             why = f"{type(problem).__name__}: {problem}"
-            if (path, why) not in self._warned:
+            if path not in self._warned:
                 log.warning("%s is left out: %s", path, why)
-            self._warned.add((path, why))
+            self._warned.add(path)
             return Skill(path.parent.name, path, problem=why)
 
 

@@ -1,6 +1,6 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["openai>=3", "json-repair", "tiktoken", "tzdata; sys_platform == 'win32'"]
+# dependencies = ["openai>=3", "json-repair", "tzdata; sys_platform == 'win32'"]
 # ///
 """The path of one message, from the user's question to the agent's answer.
 
@@ -89,15 +89,16 @@ from memory import (
     SessionManager,
     Skill,
     SkillsLoader,
-    TokenCounter,
     append_lines,
     as_sent,
     counted,
+    estimate,
     fitted,
     has,
     locked,
     quoted,
     read_records,
+    total_tokens,
     write_atomically,
 )
 from providers import (
@@ -164,7 +165,6 @@ class AgentRunSpec:
     context_window: int = 65_536  # tokens
     hook: AgentHook = field(default_factory=lambda: AgentHook())
     turn: Turn = field(default_factory=Turn)  # tools with a parameter `turn` get this object
-    counter: TokenCounter = field(default_factory=TokenCounter)  # caches token counts of messages
     append: Callable[..., None] = lambda *messages: None  # stores each new message at once
     arrivals: Callable[[], list[dict]] = list  # journals and returns new user messages
     make_room: Callable[[list[dict]], Awaitable[list[dict]]] | None = None  # before each request
@@ -232,7 +232,7 @@ class AgentRunner:
         spec = state.spec
         may_call = state.has_tools and not state.is_over_limit
         state.tools = spec.tools.get_definitions() if may_call else []
-        tools = spec.counter.count(lines_of_json(state.tools)) if state.tools else 0
+        tools = estimate(lines_of_json(state.tools)) if state.tools else 0
         budget = spec.context_window - spec.max_tokens - 1_024
         if budget <= 0:
             sizes = f"context_window is {spec.context_window}, max_tokens is {spec.max_tokens}"
@@ -242,7 +242,7 @@ class AgentRunner:
         budget = min(budget, state.room)
         users = [message for message in spec.messages if message["role"] == "user"]
         task = users[-1] if users else None  # the user's last message is never left out
-        request = Governed(state.context.messages, budget, spec.counter, task, tools)
+        request = Governed(state.context.messages, budget, task, tools)
         if state.draft.parts:  # to continue a cut answer, the model needs the parts so far
             request.messages.append({"role": "assistant", "content": state.draft.joined("")})
         if state.is_over_limit:
@@ -286,10 +286,11 @@ class AgentRunner:
             on_retry=spec.hook.on_retry,
             read_only=[name for name in names if is_read_only(name, spec.tools)],
         )
+        if response.usage.get("estimated"):  # one estimate everywhere, also in `nanobot prompt`
+            response.usage["prompt_tokens"] = request.tokens
         await spec.hook.after_response(response)
         add_up(state.context.usage, response.usage)
-        exact = 0 if response.usage.get("estimated") else response.usage.get("prompt_tokens")
-        state.result.context_tokens = exact or request.tokens
+        state.result.context_tokens = response.usage.get("prompt_tokens") or request.tokens
         state.context.response = response
         return response
 
@@ -501,8 +502,8 @@ class ContextBuilder:
 
     def parts(self, turn: Turn) -> dict[str, str]:
         """Name → text of each part of the system prompt, in order. "Memory" contains facts from
-        MEMORY.md. "Recent History" contains the history entries that Dream has not yet processed.
-        The model can find older history entries in `memory/` with the tool grep."""
+        MEMORY.md. "Recent History" has the history entries that Dream has not yet processed, and
+        the last five anyway. The model can find older ones in `memory/` with the tool grep."""
         own = partial(own_text, turn)
         parts = {"identity": identity(turn, own(turn.workspace / "IDENTITY.md"))}
         names = ("AGENTS.md", "SOUL.md", "USER.md", "TOOLS.md")
@@ -564,7 +565,6 @@ class AgentLoop:
         self.temperature = config.defaults.temperature
         if self.temperature == LOCAL_ONLY:
             self.temperature = 0.1 if self.provider.is_local else None
-        self.counter = TokenCounter()
         memory_model = MemoryModel(self)
         self.consolidator = memory_model.consolidator
         self.dream = memory_model.dream
@@ -656,7 +656,7 @@ class AgentLoop:
                 session.end_open_turn(why)
             await session.synced()  # fsync before the user sees the answer
             if is_kept:
-                self.background.start(self._after_turn(session))
+                self.background.start(self.after_turn(session))
 
     def run_spec(self, history: list[dict], images: list[dict], events: EventHook) -> AgentRunSpec:
         """The input of the runner: request, tools, hooks, and the limits from the settings."""
@@ -678,7 +678,6 @@ class AgentLoop:
             max_tokens=limits.max_tokens,
             temperature=self.temperature,
             context_window=limits.context_window_tokens,
-            counter=self.counter,
             **own,
         )
 
@@ -691,12 +690,12 @@ class AgentLoop:
 
     async def _make_room(self, session: Session, events: EventHook, messages: list) -> list:
         """Move old turns to the memory if a request is too long. Returns the remaining messages."""
-        tokens = self.counter.total(messages)
-        tokens += self.counter.count(lines_of_json(self.tools.get_definitions()))
-        count = await self.consolidator.make_room(session, tokens)
-        if count and events.turn.channel == "cli":
-            await events.on_retry(f"{counted(count, 'older message')} moved to the memory")
-        return session.without_saved(messages) if count else messages
+        tokens = total_tokens(messages)
+        tokens += estimate(lines_of_json(self.tools.get_definitions()))
+        told = await self.consolidator.make_room(session, tokens)
+        if told and events.turn.channel == "cli":
+            await events.on_retry(told)
+        return session.without_saved(messages) if told else messages
 
     async def remember_terminals(self) -> None:
         """Work for idle programs: save ended conversations in the memory, at most once an hour."""
@@ -706,10 +705,10 @@ class AgentLoop:
                 await logged(self.consolidator.remember_terminals(), "the memory")
                 await self.config.sleep(3_540.0)
 
-    async def _after_turn(self, session: Session) -> None:
-        count = await self.consolidator.after_turn(session)
-        if count and session.key.startswith("cli:"):
-            self.notes[session.key] = f"{counted(count, 'older message')} moved to the memory"
+    async def after_turn(self, session: Session) -> None:
+        told = await self.consolidator.after_turn(session)
+        if told and session.key.startswith("cli:"):
+            self.notes[session.key] = told
 
     async def run(self, bus: MessageBus) -> None:
         """Serve a bus until cancelled. If the program is killed, no message is lost:
@@ -1785,7 +1784,6 @@ class MemoryModel:
             template("consolidate"),
             settings.budget,
             settings.memory_window,
-            loop.counter,
         )
         self.dream = Dream(
             loop.memory,
@@ -1800,20 +1798,21 @@ class MemoryModel:
 
     async def ask(self, messages: list[dict], tools: list[dict]) -> LLMResponse:
         most = self.loop.config.defaults.max_tokens
-        response = await self.loop.provider.chat(messages, tools, max_tokens=most)
-        add_up(self.loop.cost.total, response.usage)
-        if response.unclear_at is not None:  # a small model wrote some text before the call
-            told = {"role": "user", "content": template("only_the_call")}
-            messages = [*messages, response.to_message(), told]
+        for _ in range(2):
             response = await self.loop.provider.chat(messages, tools, max_tokens=most)
             add_up(self.loop.cost.total, response.usage)
+            if response.unclear_at is None:
+                break
+            # a small model wrote some text before the call
+            told = {"role": "user", "content": template("only_the_call")}
+            messages = [*messages, response.to_message(), told]
         return response
 
     async def edit(self, messages: list[dict], refuse: Callable) -> AgentRunResult:
         """Phase 2 of Dream: the model edits MEMORY.md, USER.md, SOUL.md and the user's skills."""
         names = ("read_file", "edit_file", "write_file")
         editing = [tool for tool in FILE_TOOLS if tool.name in names]
-        turn = replace(self.loop.turn("system:dream"), cwd=self.loop.workspace)
+        turn = replace(self.loop.turn("system:dream"), cwd=self.loop.workspace, restrict=True)
         spec = self.loop.limited(
             messages,
             tools=FencedTools(editing, refuse),
@@ -1944,7 +1943,7 @@ class Commands:
         if command == "new":
             await session.synced()
             self.loop.turn(session.key).seen.clear()
-            self.loop.background.start(self.loop.consolidator.after_turn(session))
+            self.loop.background.start(self.loop.after_turn(session))
             return AgentRunResult("A new conversation begins; the journal keeps the old one.")
         if not session.unfinished:
             return AgentRunResult("There is no interrupted turn to resume.")
@@ -1965,9 +1964,6 @@ class Commands:
                 text = "Stopped; resume with /continue." if has_stopped else "Nothing is running."
             case "dream":
                 text = await self.loop.dream.run()
-            case "dream-log" | "dream-restore" if not re.fullmatch("[0-9a-f]{4,40}|", argument):
-                text = f"{argument[:40]!r} is not a commit id. Write /{command}, "
-                text += f"or add the id: /{command} 1f3a9c"
             case "dream-log":
                 text = await in_thread(repository.log, argument)
             case "dream-restore":
@@ -2773,7 +2769,7 @@ def prompt_command(arguments: argparse.Namespace) -> None:
     parts |= {"History": lines_of_json(history), "User": last["content"]}
     for name, text in parts.items():
         if text:
-            tokens = TokenCounter().total([{"content": text}])
+            tokens = estimate(text)
             print(f"==== {name} (~{tokens:,} tokens) ====\n{printable(text)}\n")
     window = loop.config.defaults.context_window_tokens
     print("\n".join([*request.notes, f"Total: context {request.tokens:,} of {window:,}"]))

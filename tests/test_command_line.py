@@ -1157,6 +1157,15 @@ def test_prompt_prints_what_is_sent_part_by_part_and_asks_no_model(own_home):
     assert "==== History" not in nanobot("prompt", "hi", "-s", "work", server=server)[1]
 
 
+def test_prompt_and_token_line_show_the_same_estimate(tmp_path):
+    """It was 3,072, 3,016 and 2,570 for one request."""
+    _, out, _ = nanobot("prompt", "hello", "--offline")
+    _, _, err = nanobot("-m", "hello", "--offline")
+    shown = int(re.search(r"Total: context ([\d,]+) of", out)[1].replace(",", ""))
+    sent, context = re.search(r"~([\d,]+) in .* context ([\d,]+) of", err).groups()
+    assert sent == context and abs(int(sent.replace(",", "")) - shown) < 20, "but for the key"
+
+
 def test_prompt_status_and_the_token_line_say_in_numbers_what_does_not_fit(own_home):
     narrow = settings(
         own_home, agents={"defaults": {"contextWindowTokens": 6_000, "maxTokens": 1_000}}
@@ -1168,7 +1177,7 @@ def test_prompt_status_and_the_token_line_say_in_numbers_what_does_not_fit(own_h
         _, out, _ = nanobot("prompt", "question 6", *narrow, server=server)
         _, status, _ = nanobot("-m", "/status", *narrow, server=server)
         _, _, err = nanobot("-m", "question 6", *narrow, server=server)
-    assert int(re.search(r"^(\d) turns left out \(~[\d,]+ tokens\)$", out, re.M)[1]) > 0
+    assert int(re.search(r"^(\d+) messages left out \(~[\d,]+ tokens\)$", out, re.M)[1]) > 0
     for text, pattern in ((out, "Total: context "), (status, "context "), (err, ".* context ")):
         used = re.search(rf"^{pattern}([\d,]+) of 6,000$", text, re.M)[1]
         assert 1_000 < int(used.replace(",", "")) < 6_000

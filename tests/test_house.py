@@ -38,7 +38,7 @@ def test_a_leaf_imports_no_other_file_and_works_alone_in_an_empty_folder(name, t
 
 
 def test_importing_the_kit_loads_the_standard_library_only():
-    heavy = ["openai", "tiktoken", "json_repair", "pydantic", "httpx2", "mcp"]
+    heavy = ["openai", "json_repair", "pydantic", "httpx2", "mcp"]
     code = f"import nanobot, sys; print([name for name in {heavy} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.strip() == "[]", done.stderr

@@ -15,7 +15,7 @@ import pytest
 from conftest import FORKS, fork
 from memory import MemoryStore, SessionManager
 from test_memory import CHAT, contents, gateway, history_of, lines_of, loaded
-from test_memory import no_network, posix, said, told, tokens_in  # noqa: F401
+from test_memory import posix, said, told, tokens_in
 
 
 class Line:

@@ -11,7 +11,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from dataclasses import replace
 from functools import partial
@@ -30,7 +29,7 @@ from memory import (
     SessionBusy,
     SessionManager,
 )
-from memory import SkillsLoader, TokenCounter, estimate
+from memory import SkillsLoader, counted, estimate, total_tokens
 from nanobot import AgentLoop, Config, JobRunner
 from providers import LLMProvider, LLMResponse, OfflineProvider, ToolCallRequest, legal
 from tools import FILE_TOOLS, Tool, ToolRegistry, tool
@@ -40,13 +39,6 @@ DATA = Path(__file__).parent / "data"
 KEY = "cli:direct"
 CHAT = "desk:1"
 posix = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="FIFOs and kill -9 are POSIX")
-
-
-@pytest.fixture(autouse=True)
-def no_network(monkeypatch):
-    """Sizes stay estimates: the vocabulary for exact ones comes over the network."""
-    for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"):
-        monkeypatch.setenv(name, "http://127.0.0.1:9")
 
 
 # ---- What the tests say and look at ----
@@ -140,6 +132,11 @@ def contents(messages: list[dict]) -> list[str]:
 def history_of(workspace: Path) -> list[str]:
     path = workspace / "memory" / "history.jsonl"
     return contents(lines_of(path)) if path.exists() else []
+
+
+def append(memory: MemoryStore, *texts: str) -> None:
+    for text in texts:
+        memory.append_history(text)
 
 
 def another_program(code: str, *arguments: object) -> subprocess.Popen:
@@ -1065,7 +1062,7 @@ def test_a_photo_that_came_in_mid_turn_may_go_but_not_what_was_said_with_it(tmp_
     model = Model(talk)
     serve(tmp_path, model, work, waiting_tool(gate), context_window_tokens=11_000, max_tokens=2_000)
     assert "image_url" in str(model.asked[1].messages), "shown"
-    assert "earlier steps of this turn are left out" in str(model.asked[-1].messages)
+    assert "earlier messages left out. The calls" in str(model.asked[-1].messages)
     assert all(
         {"<a>", "<b>"} <= set(tokens_in(said(request.messages))) for request in model.asked[1:]
     )
@@ -1138,10 +1135,9 @@ def test_a_turn_runs_within_80_percent_of_the_budget_and_its_system_prompt_stays
     assert len(model.saves) > 1, "before the turn, and between its steps"
     systems = {request.messages[0]["content"] for request in model.asked}
     assert len(systems) == 1, "although MEMORY.md has changed meanwhile"
-    counter = TokenCounter()
     budget = 16_000 - 2_000 - 1_024
     for request in model.asked:
-        size = counter.total(request.messages) + counter.count(json.dumps(request.tools))
+        size = total_tokens(request.messages) + estimate(json.dumps(request.tools))
         assert size <= 0.8 * budget + 50
         assert "<task>" in str(request.messages) and "left out" not in str(request.messages)
     moved = [kind for kind, text in loop.shown if "moved to the memory" in text]
@@ -1163,7 +1159,49 @@ def test_what_moves_is_told_in_one_line_except_in_chats(tmp_path, key):
     say(loop, "hi", "and now?", key=key)
     told = [text for _, text in loop.shown if "memory" in text]
     assert len(told) == (2 if key == KEY else 0) and loop.memory.entries()
-    assert all(re.fullmatch(r"\d+ older messages moved to the memory", text) for text in told)
+    line = r"\d+ older messages moved to the memory(; memory: \d lines? removed, \d added)?"
+    assert all(re.fullmatch(line, text) for text in told)
+
+
+def test_what_goes_to_save_memory_names_folder_tools_and_calls_with_results_in_order(tmp_path):
+    def talk(request):
+        is_first = request.messages[-1]["role"] == "user"
+        return call("read_file", path="a.txt") if is_first else "It says hello."
+
+    (tmp_path / "a.txt").write_text("hello\n")
+    loop = make_loop(tmp_path, model := Model(talk, saving("They read a.txt.")))
+    say(loop, "Read a.txt", "/new")
+    text = model.saves[0].messages[1]["content"].partition("# Conversation")[2]
+    wanted = (
+        "user: Read a.txt",
+        f"Working folder: {tmp_path}",
+        'calls read_file({"path": "a.txt"})',
+        "tool read_file: 1| hello",
+        "assistant: It says hello.",
+    )
+    places = [text.index(each) for each in wanted]
+    assert places == sorted(places)
+
+
+def test_a_consolidation_is_a_commit_that_can_be_shown_and_undone_by_its_id(tmp_path):
+    loop = make_loop(tmp_path, Model(save=saving("They talked.", "- one\n- three\n- four")))
+    loop.memory.facts.write_text("- one\n- two\n")
+    say(loop, "hi", "/new", "hi")
+    assert (
+        "retry",
+        "2 older messages moved to the memory; memory: 1 line removed, 2 added",
+    ) in loop.shown
+    last, first = say(loop, "/dream-log")[0].split("\n")
+    assert re.search(r"^[0-9a-f]{7,} consolidation: .*, 1 line removed, 2 added$", last)
+    assert "other changes" in first, "what the user wrote is a commit of its own"
+    assert "-- two\n+- three\n" in say(loop, f"/dream-log {last.split()[0]}")[0]
+    with open(tmp_path / "SOUL.md", "a") as file:
+        file.write("Be kind.\n")
+    told_text = say(loop, f"/dream-restore {last.split()[0]}")[0]
+    assert told_text == "Undone: 2 lines removed, 1 added."
+    assert loop.memory.read_facts() == "- one\n- two\n"
+    assert (tmp_path / "SOUL.md").read_text().endswith("Be kind.\n")
+    assert "is undone already" in say(loop, f"/dream-restore {last.split()[0]}")[0]
 
 
 ANSWERS = [
@@ -1211,8 +1249,9 @@ def test_new_without_a_model_puts_at_most_4000_characters_into_later_prompts(tmp
     say(loop, "one more", "/new", "hello")
     size = len(loop.context.parts(loop.turn(KEY)).get("Recent History", ""))
     assert size <= 4_100 and len(loop.provider.asked[-1].messages) == 2
-    everything = [*history_of(tmp_path), *contents(loaded(tmp_path).messages)]
-    assert set(tokens_in(everything)) >= {f"<q.{n}>" for n in range(30)}, "nothing is lost"
+    everything = SessionManager(tmp_path).transcript(KEY)
+    assert set(tokens_in(everything)) >= {f"<q.{n}>" for n in range(30)}, "the journal has it all"
+    assert all(len(text) < 2_100 and text.count("[RAW]") == 1 for text in history_of(tmp_path))
 
 
 def test_an_unreachable_model_makes_requests_shorter_and_costs_nothing(tmp_path):
@@ -1223,7 +1262,7 @@ def test_an_unreachable_model_makes_requests_shorter_and_costs_nothing(tmp_path)
     assert say(loop, "now?") == ["Fine."]
     assert session.path.read_bytes().startswith(before) and loaded(tmp_path).saved == 0
     [left_out] = [text for _, text in loop.shown if "left out" in text]
-    assert re.fullmatch(r"\d+ turns left out \(~[\d,]+ tokens\)", left_out)
+    assert re.fullmatch(r"\d+ messages left out \(~[\d,]+ tokens\)", left_out)
 
 
 def test_memory_that_changes_meanwhile_is_asked_for_again_and_never_overwritten(tmp_path):
@@ -1293,7 +1332,8 @@ def random_conversation(dice: random.Random) -> tuple[list[dict], dict]:
         return mark + dice.choice(letters) * (dice.choice(sizes) // 5)
 
     messages = [{"role": "system", "content": "You are <said>." + text()}]
-    messages += [user(text("[Summary]"), is_summary=True)] * (dice.random() < 0.3)
+    summary = user("[Summary] " + "word " * 200, is_summary=True)
+    messages += [summary] * (dice.random() < 0.3)
     for n in range(turns := dice.randint(1, 12)):
         begin, is_last = len(messages), n == turns - 1
         image = [
@@ -1316,17 +1356,17 @@ def random_conversation(dice: random.Random) -> tuple[list[dict], dict]:
 @pytest.mark.parametrize("count", [150, pytest.param(3_000, marks=pytest.mark.slow)])
 def test_every_request_fits_is_lawful_and_keeps_what_the_user_said_in_this_turn(count):
     dice = random.Random(4)
-    counter = TokenCounter(lambda: 1 / 0)
     for n in range(count):
         messages, task = random_conversation(dice)
         before = json.dumps(messages)
         stays = [m for m in messages[messages.index(task) :] if m["role"] == "user"]
-        least = counter.total([messages[0], *stays]) + 700
+        stays += [m for m in messages if "is_summary" in m]
+        least = total_tokens([messages[0], *stays]) + 700
         budget = least + dice.choice([0, 100, 2_000, 20_000, 200_000])
         with told(f"conversation {n}"):
-            request = Governed(messages, budget, counter, task)
+            request = Governed(messages, budget, task)
             assert json.dumps(messages) == before, "the conversation itself is not changed"
-            fits = counter.total(messages) <= budget
+            fits = total_tokens(messages) <= budget
             assert (request.messages == messages and not request.notes) is fits
             assert request.tokens <= budget, (request.tokens, budget, request.notes)
             sent = str(request.messages)
@@ -1347,19 +1387,54 @@ def test_the_estimate_is_within_0_6_and_2_4_of_the_true_count(name):
     assert 0.6 <= estimate(SAMPLES[name]["text"]) / SAMPLES[name]["tokens"] <= 2.4
 
 
+def test_rare_scripts_count_by_bytes():
+    for text in (
+        "\u12f0\u1205\u1293 \u12f0\u1205\u1293",
+        "\u178f\u17be\u17a2\u17d2\u1793\u1780",
+        "\U0001f600\U0001f680",
+    ):
+        assert len(text.encode()) - 2 <= estimate(text) <= len(text.encode()) + 2
+
+
+def test_a_turn_that_is_longer_than_the_window_keeps_what_it_did(tmp_path):
+    """Each request of a turn with twelve large pages: the oldest steps become one list of calls."""
+
+    def talk(request):
+        step = len(model.asked)
+        return "Done." if step == 13 else call("read_file", path=f"page{step}.txt")
+
+    for n in range(1, 13):
+        (tmp_path / f"page{n}.txt").write_text(f"Title {n}\n" + "some words of a line\n" * 200)
+    model = Model(talk)
+    loop = make_loop(tmp_path, model, context_window_tokens=11_000, max_tokens=2_000)
+    assert say(loop, "<task> Read all pages") == ["Done."]
+    _, task, *rest = model.asked[-1].messages
+    _, told_of = task["content"].split("<task> Read all pages\n\n")
+    assert len(rest) >= 2
+    listed, *lines = told_of.split("\n")
+    assert re.fullmatch(
+        r"\[\d+ earlier messages left out. The calls, and the first line of each result:\]", listed
+    )
+    for n in range(1, 9):
+        place = lines.index(f'assistant: calls read_file({{"path": "page{n}.txt"}})')
+        assert lines[place + 1] == f"tool read_file: 1| Title {n}"
+    assert "done" not in told_of.lower()
+    assert all(total_tokens(request.messages) < 8_000 for request in model.asked)
+
+
 # ---- The history ----
 
 
 def test_cursors_rise_whatever_happened_to_the_files(tmp_path):
     memory = MemoryStore(tmp_path)
-    memory.append_history(f"{HOUR}One.", "Two.")
+    append(memory, f"{HOUR}One.", "Two.")
     with open(memory.history, "a") as file:
         file.write(
             '{"cursor": 40, "timestamp": "x", "content": 5}\n{"cursor": true}\n{"cursor": 9, "time'
         )
     MemoryStore(tmp_path).append_history("Three.")
     (memory.folder / ".dream_cursor").write_text("50")
-    memory.append_history("Four.", "x" * 100_000)
+    append(memory, "Four.", "x" * 100_000)
     entries = MemoryStore(tmp_path).entries()
     assert [entry["cursor"] for entry in entries] == [1, 2, 3, 51, 52]
     assert entries[0]["timestamp"] == "2026-04-03 00:02" and len(entries[-1]["content"]) == 64_000
@@ -1393,13 +1468,22 @@ def test_programs_that_write_the_history_at_once_lose_and_double_nothing(tmp_pat
 
 def test_read_entries_beyond_1000_go_to_the_archive_and_unread_ones_never(tmp_path):
     memory = MemoryStore(tmp_path)
-    memory.append_history(*(f"entry {n}" for n in range(1_005)))
+    append(memory, *(f"{'so ' * 80}entry {n}" for n in range(1_005)))
     (memory.folder / ".dream_cursor").write_text("3")
     memory.archive_old()
-    assert contents(lines_of(memory.archive)) == ["entry 0", "entry 1", "entry 2"]
+    assert contents(lines_of(memory.archive)) == [f"{'so ' * 80}entry {n}" for n in range(3)]
     assert len(memory.entries()) == 1_002 and len(memory.unread()) == 1_002
-    assert len("\n".join(memory.recent_history())) <= 4_000
+    assert 1_000 < estimate("\n".join(memory.recent_history())) <= 2_000
     assert memory.recent_history()[-1].endswith("entry 1004")
+
+
+def test_recent_history_is_what_dream_has_not_read_and_the_last_five_anyway(tmp_path):
+    memory = MemoryStore(tmp_path)
+    append(memory, *(f"{HOUR}entry {n}" for n in range(1, 13)))
+    for read, first in ((0, 1), (6, 7), (9, 8), (12, 8)):
+        (memory.folder / ".dream_cursor").write_text(str(read))
+        wanted = [f"{HOUR}entry {n}" for n in range(first, 13)]
+        assert memory.recent_history() == wanted, read
 
 
 FACTS = [
@@ -1508,7 +1592,7 @@ def home(tmp_path):
     """A workspace in which three things have happened."""
     make_loop(tmp_path / "ws", Model())
     memory = MemoryStore(tmp_path / "ws")
-    memory.append_history(*(f"[2026-04-03 00:0{n}] Thing {n}." for n in range(3)))
+    append(memory, *(f"[2026-04-03 00:0{n}] Thing {n}." for n in range(3)))
     memory.facts.write_text(GREEN)
     return tmp_path / "ws"
 
@@ -1519,7 +1603,7 @@ def test_a_dream_reads_what_is_unread_edits_and_is_one_commit_and_the_users_edit
         home, edit("green", "blue"), found="Here:\n- [MEMORY] blue\n[MEMORY-REMOVE] green\nAll."
     )
     assert say(loop, "/dream") == [
-        "Dreamt about 3 entries: 2 changes. /dream-log shows the changes."
+        "Dreamt about 3 entries: 1 line removed, 1 added. /dream-log shows the changes."
     ]
     find, phase_2 = (request.messages[1]["content"] for request in loop.provider.asked[:2])
     assert (
@@ -1532,8 +1616,8 @@ def test_a_dream_reads_what_is_unread_edits_and_is_one_commit_and_the_users_edit
     )
     assert loop.memory.read_facts() == BLUE and loop.memory.unread() == []
     first, second = say(loop, "/dream-log")[0].split("\n")
-    assert re.fullmatch(r"[0-9a-f]{7,} dream: [\d-]+ [\d:]+, 2 change\(s\)", first)
-    assert "changes outside of dreams" in second
+    assert re.fullmatch(r"[0-9a-f]{7,} dream: [\d-]+ [\d:]+, 1 line removed, 1 added", first)
+    assert "other changes" in second
     assert f"-{GREEN}+{BLUE}" in say(loop, f"/dream-log {first.split()[0]}")[0]
     assert say(loop, "/dream") == ["There is nothing new to dream about."]
     assert "blue" in loop.context.system_prompt(loop.turn(KEY)), "known in a new session"
@@ -1590,9 +1674,7 @@ def test_a_batch_is_20_entries_or_half_the_budget_and_whatever_its_size_it_fits(
             "first line\n" + "a fact about the world\n" * 3_000 + "last line\n"
         )
     memory = MemoryStore(home)
-    memory.append_history(
-        *(f"entry {n}" for n in range(30)), f"from here {'x' * 60_000} to there", "last"
-    )
+    append(memory, *(f"entry {n}" for n in range(30)), f"from here {'x' * 60_000} to there", "last")
     loop = make_loop(home, Model("[SKIP]"), context_window_tokens=14_000, max_tokens=2_000)
     say(loop, *["/dream"] * 4)
     batches = [
@@ -1601,7 +1683,7 @@ def test_a_batch_is_20_entries_or_half_the_budget_and_whatever_its_size_it_fits(
     ]
     assert batches[0] == 20 and sum(batches) == 35 and memory.unread() == []
     for request in loop.provider.asked:
-        assert TokenCounter(lambda: 1 / 0).total(request.messages) <= 14_000 - 2_000
+        assert total_tokens(request.messages) <= 14_000 - 2_000
     assert re.search(
         "from here .* to there", str([request.messages for request in loop.provider.asked[1:]])
     )
@@ -1621,19 +1703,14 @@ REFUSED = [
     ("read_file", {"path": "{secret}"}),
     ("read_file", {"path": "~/id_rsa"}),
     ("read_file", {"path": "a\0b"}),
+    write("x", "skills/a\0b/SKILL.md"),
     ("read_file", {"arguments": {"path": "{secret}"}}),
     ("read_file", {"arguments": '{"path": "{secret}"}'}),
     ("write_file", {"arguments": {"path": "SOUL.md", "content": "Be rude."}}),
     write("x", "skills/SKILL.md"),
     write("x", "skills/../SOUL.md"),
-    write("x", "skills/weather/x.md"),
     write("x", "skills/link/SKILL.md"),
     write("x", "/etc/no-such"),
-    write("---\nname: memory\n---\nx"),
-    write("---\nalways: true\n---\nx"),
-    write("---\r\nname: mine\r\nalways: yes\r\n---\r\nx"),
-    write("\ufeff---\nalways: true\n---\nx"),
-    write("\ufeff---\r\nalways: 'true' # why\r\n---\r\nx"),
 ]
 FENCE = [*((step, True) for step in FINE), *((step, False) for step in REFUSED)]
 
@@ -1660,41 +1737,43 @@ def test_a_dreamer_edits_three_files_and_its_own_skills_only(home, own_home, tmp
     [outcome] = [m["content"] for m in loop.provider.asked[-1].messages if m["role"] == "tool"]
     assert "sk-secret" not in str([request.messages for request in loop.provider.asked])
     assert (files() != before) is (may and step[0] != "read_file"), outcome
-    assert not may or not re.match("Read only|Edit only|Write only|A skill may", outcome)
-    assert not any(skill.always for skill in SkillsLoader(home / "skills").load())
+    assert not may or not outcome.startswith("Edit only")
 
 
 # ---- What was dreamt can be undone ----
 
 UNDONE = {  # before and after a dream, how many lines it changed, a setting of the user's
-    "lines that look like a diff's own": (b"- a\n-- x\n++ y\n", b"- a\n+++ z\n", 3, ""),
-    "lines behind a missing line end": (b"old", b"new\nmore", 3, ""),
-    "bytes that are no UTF-8": (b"caf\xe9\nold\n", b"caf\xe9\nnew\n", 2, ""),
+    "lines that look like a diff's own": (b"- a\n-- x\n++ y\n", b"- a\n+++ z\n", (2, 1), ""),
+    "lines behind a missing line end": (b"old", b"new\nmore", (1, 2), ""),
+    "bytes that are no UTF-8": (b"caf\xe9\nold\n", b"caf\xe9\nnew\n", (1, 1), ""),
     "line ends of Windows, which git may change": (
         b"- a\r\n",
         b"- b\r\n",
-        2,
+        (1, 1),
         "* text=auto eol=crlf",
     ),
-    "what git could fill in": (b"- $Id$\n", b"- $Id$\n- b\n", 1, "*.md ident"),
+    "what git could fill in": (b"- $Id$\n", b"- $Id$\n- b\n", (0, 1), "*.md ident"),
 }
 
 
 @pytest.mark.parametrize("name", UNDONE)
 def test_what_a_dream_changed_is_undone_to_the_byte_with_modes_kept(home, name):
-    before, after, changes, attributes = UNDONE[name]
+    before, after, (removed, added), attributes = UNDONE[name]
     (home / ".gitattributes").write_text(f"{attributes}\n")
     path, soul = home / "memory" / "MEMORY.md", home / "SOUL.md"
     path.write_bytes(before)
     path.chmod(0o600)
     repository = MemoryRepository(home)
-    assert repository.commit("changes outside of dreams")[0] == ""
+    repository.commit("other changes")
+    repository.git("add", "-f", "memory/history.jsonl")  # as an older version did
+    MemoryStore(home).append_history("Something.")
     path.write_bytes(after)
-    assert repository.commit("dream") == ("", changes)
+    assert repository.commit("dream") == f"{counted(removed, 'line')} removed, {added} added"
     soul.write_text("later\n")
-    assert repository.restore() == f"Undone: {changes} change{'s' * (changes > 1)}."
+    assert repository.restore() == f"Undone: {counted(added, 'line')} removed, {removed} added."
     assert (path.read_bytes(), path.stat().st_mode & 0o777) == (before, 0o600)
     assert soul.read_text() == "later\n", "what came later stays"
+    assert len(MemoryStore(home).entries()) == 4, "and the history"
     assert "the commit is undone already" in repository.restore()
 
 
@@ -1705,15 +1784,15 @@ def test_what_a_dream_wrote_is_gone_when_it_is_undone_and_not_dreamt_again(home)
     say(loop, "/dream")
     assert "Use to publish." in [skill.description for skill in loop.skills.load()]
     (home / "skills" / "mine" / "SKILL.md").chmod(0o640)
-    assert say(loop, "/dream-restore") == ["Undone: 6 changes."]
+    assert say(loop, "/dream-restore") == ["Undone: 5 lines removed, 1 added."]
     assert (
         loop.memory.read_facts() == GREEN and not (home / "skills" / "mine" / "SKILL.md").exists()
     )
     assert say(loop, "/dream") == ["There is nothing new to dream about."]
     log = [re.sub(r"^\w+ |:.*", "", line) for line in say(loop, "/dream-log")[0].split("\n")]
-    assert re.match("restore of", log[0]) and log[1:] == ["dream", "changes outside of dreams"]
+    assert re.match("restore of", log[0]) and log[1:] == ["dream", "other changes"]
     for sha in ("0123456", "HEAD; rm", "--help", ".."):
-        assert "/dream-log lists all commits" in MemoryRepository(home).restore(sha)
+        assert "/dream-log lists the commits" in MemoryRepository(home).restore(sha)
 
 
 DAMAGE = {
@@ -1722,31 +1801,31 @@ DAMAGE = {
     "a file": lambda folder: (shutil.rmtree(folder), folder.write_text("no repository")),
     "gone": shutil.rmtree,
     "the index locked by a git that was killed": lambda folder: (folder / "index.lock").touch(),
-    "a branch locked by it": lambda folder: (folder / "refs" / "heads" / "master.lock").touch(),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_repository_is_said_put_aside_and_begun_anew(home, damage):
-    """Fault 5: "0 changes" for ever, restore impossible, a 0600 MEMORY.md became 0644."""
+def test_with_a_damaged_repository_it_dreams_all_the_same_and_says_what_to_do(home, damage):
     memory = MemoryStore(home)
-    memory.facts.chmod(0o600)
     say(dreamer(home, found="[SKIP]"), "/dream")
     folder = home / ".nanobot" / "memory.git"
     DAMAGE[damage](folder)
     memory.append_history("More.")
     [told_text] = say(dreamer(home, edit("green", "blue")), "/dream")
-    asides = list(folder.parent.glob("memory.git.broken-*"))
-    if damage == "gone" or "locked" in damage:
-        assert (
-            told_text == "Dreamt about 1 entry: 2 changes. /dream-log shows the changes."
-            and not asides
-        )
-    else:
-        assert "repository is broken" in told_text and str(asides[0]) in told_text
     assert memory.read_facts() == BLUE
-    assert say(dreamer(home), "/dream-restore")[0] == "Undone: 2 changes."
-    assert memory.read_facts() == GREEN and memory.facts.stat().st_mode & 0o777 == 0o600
+    if damage == "gone":
+        assert "1 line removed, 1 added" in told_text
+    else:
+        remedy = f"If {folder} is damaged, remove it: the next dream begins a new one."
+        assert "cannot be shown or undone" in told_text and remedy in told_text
+        assert memory.read_facts() == BLUE
+        folder.unlink() if folder.is_file() else shutil.rmtree(folder)
+        say(dreamer(home, found="[SKIP]"), "/dream")
+        memory.append_history("More.")
+        say(dreamer(home, edit("blue", "red"), found="[MEMORY] red"), "/dream")
+        assert "red" in memory.read_facts()
+    assert say(dreamer(home), "/dream-restore")[0] == "Undone: 1 line removed, 1 added."
+    assert memory.read_facts() == (GREEN if damage == "gone" else BLUE)
 
 
 def git(*arguments: str, cwd: Path) -> str:
@@ -1962,7 +2041,7 @@ def test_100000_characters_of_anything_are_read_within_a_second(tmp_path, monkey
         f"---\n{piece}: ",
     ]
     loop = dreamer(tmp_path, found=text)
-    loop.memory.append_history(text, "[2026-04-03 00:02]" + text, "[2026-" + text)
+    append(loop.memory, text, "[2026-04-03 00:02]" + text, "[2026-" + text)
     store = MemoryStore(tmp_path)
     takes = {}
     for n, head in enumerate(heads):
@@ -1972,7 +2051,7 @@ def test_100000_characters_of_anything_are_read_within_a_second(tmp_path, monkey
         partial(say, loop, "/dream"),
         store.recent_history,
         partial(estimate, text),
-        partial(Governed, [user(text)], 100, TokenCounter(lambda: 1 / 0)),
+        partial(Governed, [user(text)], 100),
         partial(store.append_history, f"[{text}"),
     ]
     for work in works:
@@ -1980,23 +2059,6 @@ def test_100000_characters_of_anything_are_read_within_a_second(tmp_path, monkey
         work()
         takes[work] = time.process_time() - began
     assert max(takes.values()) < 1
-
-
-def test_exact_counts_come_in_the_background_and_are_never_waited_for():
-    wanted, here = threading.Event(), threading.Event()
-
-    def load():
-        wanted.set()
-        here.wait(20)
-        return lambda text: 7
-
-    counter = TokenCounter(load)
-    Governed([user("short")], 10_000, counter)
-    assert not wanted.is_set(), "not where there is room enough"
-    assert Governed([user("word " * 4_000)], 10_000, counter).tokens > 3_000 and wanted.wait(20)
-    here.set()
-    while counter.size(user("x")) != 4 + 7:
-        time.sleep(0.005)
 
 
 # ---- A long conversation ----

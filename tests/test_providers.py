@@ -2563,7 +2563,7 @@ def test_a_request_that_was_too_long_is_counted_in_the_cost():
         spec.hook = CostTrackingHook({}, "test-model")
         run = asyncio.run(AgentRunner(provider).run(spec))
     assert run.final_content == "Hi." and run.usage["estimated"]
-    assert run.usage == spec.hook.total and run.usage["prompt_tokens"] > 2_000
+    assert run.usage == spec.hook.total and run.usage["prompt_tokens"] > 1_600
 
 
 def test_a_broken_rule_is_named_at_start_and_by_status(tmp_path):
