@@ -31,6 +31,7 @@ import secrets
 import select
 import shutil
 import signal
+import stat
 import sys
 import threading
 import time
@@ -539,15 +540,15 @@ class CLI(Channel):
 
     def report(self, text: str) -> None:
         """Print a job's report at once, then the prompt again with the text typed so far."""
-        prompt, screen = self._prompt, self.out if self.live else self.err
+        prompt = self._prompt
         with contextlib.suppress(ImportError):
             import readline
 
             prompt = prompt and prompt + printable(readline.get_line_buffer())
         with self.waiting.silence():
-            print(end="\r\x1b[K" if prompt else "", file=screen, flush=True)
-            self._print(text.removesuffix("\n") + "\n")
-            print(end=prompt, file=screen, flush=True)
+            print(end="\r\x1b[K" if prompt else "", file=self.err)
+            print(printable(text.removesuffix("\n")), file=self.err)
+            print(end=prompt, file=self.err, flush=True)
 
     def converse(self, ask: Callable[[str], Any], history: Path) -> int:
         """Read and answer lines until the user exits. Ctrl-C stops a turn; Ctrl-D exits."""
@@ -598,10 +599,25 @@ class CLI(Channel):
 
     def read_piped(self, beside_message: bool, folder: Path) -> str:
         """Read standard input. With -m, wait at most 3 s, because a pipe may never send a byte."""
-        if beside_message and os.name == "posix" and not select.select([sys.stdin], [], [], 3.0)[0]:
+        if not beside_message:
+            return text_of_pipe(sys.stdin.buffer, folder)
+        if is_partly_read(sys.stdin.fileno()):
+            return ""
+        if os.name == "posix" and not select.select([sys.stdin], [], [], 3.0)[0]:
             self.note("nanobot: standard input is open but silent, going on without it")
             return ""
-        return text_of_pipe(sys.stdin.buffer, folder)
+        text = text_of_pipe(sys.stdin.buffer, folder)
+        if text:
+            lines = text.count("\n") + 1
+            self.note(f"attached: {lines:,} line{'s' * (lines > 1)} from standard input")
+        return text
+
+
+def is_partly_read(descriptor: int) -> bool:
+    """True for the list of `while read name; do nanobot -m "…"; done < list`: a file from which
+    another program reads line by line."""
+    is_file = stat.S_ISREG(os.fstat(descriptor).st_mode)
+    return is_file and os.lseek(descriptor, 0, os.SEEK_CUR) > 0
 
 
 def not_yet_shown(text: str, streamed: str) -> str:
@@ -1232,6 +1248,7 @@ class CronJob:
     at: str = ""
     channel: str = ""  # the chat that asked for the job
     chat_id: str = ""
+    folder: str = ""  # the job runs in the folder of the terminal at which it was made
     created: str = ""  # an `every_seconds` job runs at this time plus multiples of its period
     since: str = ""  # the next run is the first one that is due after this time
     error: str = ""  # the error of the last run
@@ -1491,6 +1508,8 @@ class CronService:
             raise CronError("A running job cannot add jobs. Do what the job's message says.")
         job = CronJob(os.urandom(4).hex(), message.strip(), every_seconds, cron_expr, tz, at)
         job.channel, job.chat_id = turn.channel, turn.chat_id
+        if turn.channel == "cli":  # a chat's jobs run in the gateway's own folder
+            job.folder = str(turn.cwd)
         job.created = job.since = self.now().isoformat()
         return self._add(job)
 

@@ -23,6 +23,7 @@ import json
 import logging
 import os
 import re
+import secrets
 import shutil
 import stat
 import subprocess
@@ -31,6 +32,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
+from datetime import datetime
 from functools import lru_cache, partial
 from itertools import pairwise
 from pathlib import Path
@@ -55,8 +57,10 @@ class Session:
         self.key = key
         self.path = path
         self.created_at = time.strftime(MOMENT)
+        self.about: dict = {}  # for the first line: the folder, and whether a person typed
         self.messages: list[dict] = []  # messages that are not in the long-term memory
-        self.last = 0  # the number of the last message
+        self.newest: dict = {}  # the last message that is no report
+        self.last = 0  # the number of this message
         self.highest = 0  # highest number so far: the next message gets `highest + 1`
         self.start = 0  # last message number before `/new`
         self.saved = 0  # the messages up to this number are in the long-term memory
@@ -79,7 +83,8 @@ class Session:
 
     def _write(self, lines: list[dict]) -> None:
         if not self.size:
-            lines = [{"mark": "session", "key": self.key, "created_at": self.created_at}, *lines]
+            first = {"mark": "session", "key": self.key, "created_at": self.created_at}
+            lines = [first | self.about, *lines]
         moment = {"timestamp": time.strftime(MOMENT)}
         lines = [line if "timestamp" in line else line | moment for line in lines]
         self.size += append_lines(self.path, lines)
@@ -108,12 +113,15 @@ class Session:
                 self.resumed += 1
             case {"mark": "session"}:
                 self.created_at = str(line.get("created_at") or self.created_at)
+            case {"n": int(), "role": "assistant", "report": str()}:  # it belongs to no turn
+                self.messages.append(line)
+                self.undelivered.append(line)
             case {"n": int(), "role": str()}:
                 if not self.is_open:
                     self.resumed = 0
                     if line["role"] == "user":
                         self.turn_ends.add(self.last)
-                self.last = line["n"]
+                self.newest, self.last = line, line["n"]
                 self.messages.append(line)
                 if is_answer(line) and line.get("content"):
                     self.undelivered.append(line)
@@ -129,13 +137,22 @@ class Session:
 
         user "a", runtime "It is Monday"           user "It is Monday\\n\\na"
         assistant "Well", cut "it was stopped"  →  assistant "Well"
-        user "b"                                   user "[the answer above broke off: …]\\n\\nb"
+        report "stretch!"
+        user "b"                                   user "[the answer above broke off: …]\\n\\n
+                                                         [10:00, reminder: stretch!]\\n\\nb"
         """
         sent = self.summary_messages()
         before: dict = {}
+        reports: list[dict] = []
         for message in [*self.conversation(), *later]:
-            if before or message["role"] == "user":  # skip a turn if its user message is lost
-                sent.append(as_sent(message, self.gap_behind(before)))
+            if "report" in message:
+                reports.append(message)
+            elif message["role"] == "user":
+                quotes = [quoted(report, message) for report in reports[-5:]]
+                sent.append(as_sent(message, self.gap_behind(before), *quotes))
+                before, reports = message, []
+            elif before:  # skip a turn if its user message is lost
+                sent.append(as_sent(message))
                 before = message
         if before.get("cut"):  # `/continue`
             request = f"{self.gap_behind(before)} Go on where the answer stops."
@@ -164,7 +181,7 @@ class Session:
     @property
     def unfinished(self) -> bool:
         """Can `/continue` resume the last turn?"""
-        return self.last > max(self.start, self.saved) and not is_answer(self.messages[-1])
+        return self.last > max(self.start, self.saved) and not is_answer(self.newest)
 
     @property
     def is_open(self) -> bool:
@@ -194,13 +211,24 @@ def is_answer(message: dict) -> bool:
     return message["role"] == "assistant" and not is_part
 
 
-def as_sent(message: dict, gap: str) -> dict:
-    """Convert a journal message for a request. `LLMProvider.chat` removes the key `n` later."""
+def quoted(report: dict, message: dict) -> str:
+    """A report in the next user message: `[10:00, reminder: stretch!]`; with the date if the
+    report is from another day."""
+    written = report.get("timestamp", "")
+    day, moment = written[:10], written[11:16]
+    if day != message.get("timestamp", "")[:10]:
+        moment = f"{day} {moment}"
+    return f"[{moment}, {report['report']}: {middle_out(report['content'], 2_000)}]"
+
+
+def as_sent(message: dict, *notes: str) -> dict:
+    """Convert a journal message for a request. In a user message, the `notes` precede the text.
+    `LLMProvider.chat` removes the key `n` later."""
     own_keys = ("timestamp", "runtime", "cut", "id")  # these keys are not sent
     sent = {key: value for key, value in message.items() if key not in own_keys}
-    notes = [note for note in (gap, message.get("runtime")) if note]
-    if notes and message["role"] == "user":
-        sent["content"] = "\n\n".join([*notes, str(message.get("content") or "")])
+    texts = [text for text in (*notes, message.get("runtime")) if text]
+    if texts and message["role"] == "user":
+        sent["content"] = "\n\n".join([*texts, str(message.get("content") or "")])
     return sent
 
 
@@ -388,7 +416,8 @@ class Consolidator:
         async with self.one_at_a_time:
             for _ in range(5):
                 end, text = self._next_part(session, upto)
-                saved = await self._save(session, text) if end else None
+                earlier = [message["content"] for message in session.summary_messages()]
+                saved = await self._save(earlier, text) if end else None
                 if saved is None or session.size != file_size(session.path):
                     break  # no turn is left, the model failed, or another program changed the file
                 entries, summary = saved
@@ -416,9 +445,37 @@ class Consolidator:
             end, text = turn_end, longer
         return end, fitted(text, room)  # even a single turn may be too long
 
-    async def _save(self, session: Session, text: str) -> tuple[list[str], str] | None:
-        """Returns None (error) or (entries, summary); entries are raw text if no call is valid."""
-        earlier = [message["content"] for message in session.summary_messages()]
+    async def remember_terminals(self) -> None:
+        """Save what people said at terminals, except in the last hour, with one request for all
+        conversations. The journals stay as they are, because `-c` may continue the conversations.
+        A file keeps the time up to which everything is saved."""
+        path = self.store.folder / ".terminals_saved"
+        since = float(self.store.text_of(path) or 0)
+        ended = {}  # key → the time of the last use
+        for key, used in self.sessions.by_last_use():
+            if since < used < time.time() - 3_600 and self.sessions.about(key).get("typed"):
+                ended[key] = used
+        if not ended:
+            return
+        parts = []
+        for key in reversed(ended):
+            lines = [
+                middle_out(readable(message), 2_000)
+                for message in self.sessions.get(key).messages
+                if written_at(message) > since
+            ]
+            text = fitted("\n".join(lines), self.budget // 2 // len(ended))
+            parts.append(f"## In {self.sessions.about(key)['folder']}\n\n{text}")
+        async with self.one_at_a_time:
+            saved = await self._save([], "\n\n".join(parts))
+        if saved:
+            entries, _ = saved
+            self.store.append_history(*entries)
+            write_atomically(path, str(max(ended.values())))
+
+    async def _save(self, earlier: list[str], text: str) -> tuple[list[str], str] | None:
+        """Returns None (error) or (entries, summary); entries are raw text if no call is valid.
+        `earlier`: the summary of the conversation so far."""
         for _ in range(3):  # retry if MEMORY.md has changed, or if the answer was cut off
             facts = self.store.read_facts()
             question = "\n\n".join(["# MEMORY.md", facts, "# Conversation", *earlier, text])
@@ -718,7 +775,37 @@ class SessionManager:
         return older if is_name and older.exists() and not path.exists() else path
 
     def inbox(self, key: str) -> Inbox:
+        """All terminals have the same inbox: whichever comes first shows the reports."""
+        if key.startswith("cli:"):
+            return Inbox(self.folder.parent / ".nanobot" / "terminal.inbox")
         return Inbox(self.path(key).with_suffix(".inbox"))
+
+    def new_key(self) -> str:
+        """A new key for a conversation at a terminal, from the time: `cli:2026-11-23-0120-ab3f`.
+        The lock file claims the key, because programs may start at the same time."""
+        while True:
+            key = f"cli:{time.strftime('%Y-%m-%d-%H%M')}-{secrets.token_hex(2)}"
+            with contextlib.suppress(FileExistsError):
+                open_private(self.path(key).with_suffix(".lock"), "xb").close()
+                return key
+
+    def about(self, key: str) -> dict:
+        """The first line of the journal. Terminals write their `folder`, and `typed: true` if a
+        person typed the message."""
+        with contextlib.suppress(OSError, ValueError):
+            with open(self.path(key), "rb") as file:
+                first = json.loads(file.readline(100_000))
+            if isinstance(first, dict):
+                return first
+        return {}
+
+    def latest(self, folder: Path) -> str:
+        """The key of the conversation that a person had last at a terminal in `folder`, or ""."""
+        for key in self.list_keys():
+            about = self.about(key)
+            if about.get("typed") and about.get("folder") == str(folder):
+                return key
+        return ""
 
     def get(self, key: str) -> Session:
         """Returns a session, reloaded if another program has changed its file. Raises OSError."""
@@ -752,17 +839,26 @@ class SessionManager:
         session.size = size if lines else 0
         return session
 
+    def messages(self, key: str) -> list[dict]:
+        return [line for line in journal_lines(self.path(key)) if "role" in line]
+
     def transcript(self, key: str) -> list[str]:
-        return [readable(line) for line in journal_lines(self.path(key)) if "role" in line]
+        return [readable(line) for line in self.messages(key)]
+
+    def by_last_use(self) -> list[tuple[str, float]]:
+        """(key, time of its last use) of all sessions, the most recently used first. Some sessions
+        have only an inbox."""
+        used: dict[str, float] = {}
+        for path in self.folder.glob("*"):
+            if path.suffix in (".jsonl", ".inbox") and path.exists():  # Emacs leaves broken links
+                name = unquote(path.stem)
+                key = name if ":" in name else name.replace("_", ":", 1)  # cli_direct
+                used[key] = max(path.stat().st_mtime, used.get(key, 0.0))
+        known = [row for row in used.items() if "\ufffd" not in row[0]]
+        return sorted(known, key=lambda row: row[1], reverse=True)
 
     def list_keys(self) -> list[str]:
-        """All session keys, the most recently used first. Some sessions have only an inbox."""
-        files = [path for path in self.folder.glob("*") if path.suffix in (".jsonl", ".inbox")]
-        there = [path for path in files if path.exists()]  # Emacs leaves broken links
-        there.sort(key=lambda path: path.stat().st_mtime, reverse=True)
-        names = [unquote(path.stem) for path in there]
-        keys = [name if ":" in name else name.replace("_", ":", 1) for name in names]  # cli_direct
-        return [key for key in dict.fromkeys(keys) if "\ufffd" not in key]
+        return [key for key, _ in self.by_last_use()]
 
     @contextlib.contextmanager
     def lock(self, key: str) -> Iterator[None]:
@@ -789,6 +885,14 @@ def readable(message: dict) -> str:
     text = "\n".join(filter(None, [str(message.get("content") or ""), *calls]))
     cut = f" [broke off: {message['cut']}]" if message.get("cut") else ""
     return f"[{message.get('timestamp', 'no time')}] {message['role']}: {text}{cut}"
+
+
+def written_at(message: dict) -> float:
+    """The time of a journal line in seconds; 0 if the line has no valid time."""
+    try:
+        return datetime.fromisoformat(message["timestamp"]).timestamp()
+    except (KeyError, ValueError):
+        return 0.0
 
 
 def without_images(message: dict) -> dict:

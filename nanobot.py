@@ -75,6 +75,7 @@ from channels import (
     page_chat,
     prepare_streams,
     printable,
+    read_answer,
     zone_named,
 )
 from memory import (
@@ -93,6 +94,7 @@ from memory import (
     counted,
     fitted,
     locked,
+    quoted,
     write_atomically,
 )
 from providers import (
@@ -104,14 +106,13 @@ from providers import (
     LLMResponse,
     OfflineProvider,
     OpenAIProvider,
-    RecordedTools,
-    ReplayDiffers,
-    ReplayProvider,
     ToolCallRequest,
     Trace,
     choose_endpoint,
     legal,
     parse_arguments,
+    read_trace,
+    recorded_answer,
     without_key_texts,
 )
 from tools import (
@@ -477,6 +478,7 @@ class ContextBuilder:
         self.zone = zone_named(config.defaults.timezone, machine_zone())
         self.now = lambda: config.now().astimezone(self.zone)
         self.memory_tokens = config.defaults.budget // 4  # limit for MEMORY.md in the prompt
+        self.project = ""  # the project's own instructions, if the user has allowed them
 
     def request(self, turn: Turn, history: list[dict], images: list[dict]) -> list[dict]:
         """The messages of a request. The images are in the last message, but not in the journal.
@@ -502,6 +504,8 @@ class ContextBuilder:
         parts = {"identity": identity(turn, own(turn.workspace / "IDENTITY.md"))}
         names = ("AGENTS.md", "SOUL.md", "USER.md", "TOOLS.md")
         parts |= {name: titled(f"## {name}", own(turn.workspace / name)) for name in names}
+        if turn.channel in ("cli", "web"):  # not in a job, and not in a chat
+            parts["Project"] = self.project
         parts["Memory"] = titled("# Memory", fitted(own(self.memory.facts), self.memory_tokens))
         parts |= skill_parts(self.skills.load())
         recent = "\n".join(self.memory.recent_history())
@@ -578,16 +582,20 @@ class AgentLoop:
     async def process_direct(
         self,
         text: str,
-        session_key: str = "cli:direct",
+        session_key: str = "",
         on_event: Emit | None = None,
         media: Media = (),
+        folder: Path | None = None,
     ) -> AgentRunResult:
-        """Answer one message. Raises SessionBusy, and OSError if the journal cannot be written."""
-        events = EventHook(on_event, self.turn(session_key), self.config.streaming)
+        """Answer one message, without a `session_key` in a new session; commands run in `folder`.
+        Raises SessionBusy, and OSError if the journal cannot be written."""
+        session_key = session_key or self.sessions.new_key()
+        events = EventHook(on_event, self.turn(session_key, folder), self.config.streaming)
         command, argument = slash_command(text)
         session = None
         if command in ("", "new", "continue"):
             async with self.turns.hold(session_key) as session:
+                session.about = session.about or {"folder": str(events.turn.cwd)}
                 result = await self._take_turn(session, text, command, events, media)
         else:  # other commands run at once, even during a turn
             result = await self.commands.answer(command, argument, events.turn)
@@ -679,6 +687,14 @@ class AgentLoop:
             await events.on_retry(f"{counted(count, 'older message')} moved to the memory")
         return session.without_saved(messages) if count else messages
 
+    async def remember_terminals(self) -> None:
+        """Work for idle programs: save ended conversations in the memory, at most once an hour."""
+        while True:
+            await self.config.sleep(60.0)
+            if not self.turns.tasks:
+                await logged(self.consolidator.remember_terminals(), "the memory")
+                await self.config.sleep(3_540.0)
+
     async def _after_turn(self, session: Session) -> None:
         count = await self.consolidator.after_turn(session)
         if count and session.key.startswith("cli:"):
@@ -714,17 +730,17 @@ class AgentLoop:
         await self.mcp.close()
         await self.provider.close()
 
-    def turn(self, session_key: str) -> Turn:
+    def turn(self, session_key: str, folder: Path | None = None) -> Turn:
         """The chat, the working folder and the accessible files for a turn of this session."""
         config = self.config
         channel, _, chat_id = session_key.partition(":")
         has_fence = config.tools.restrict_to_workspace or bool(config.tools.exec.sandbox)
         secret = (config.path.resolve(), path_of(USUAL_SETTINGS))
-        here = config.cwd.resolve()
+        here = (folder or config.cwd).resolve()
         is_too_wide = any(path.is_relative_to(here) for path in (Path.home().resolve(), *secret))
         return Turn(
             self.workspace,
-            self.workspace if has_fence and is_too_wide else config.cwd,
+            self.workspace if has_fence and is_too_wide else folder or config.cwd,
             channel,
             chat_id,
             session_key,
@@ -741,8 +757,9 @@ class AgentLoop:
 # ---- The function `run`, locks for turns, and background tasks ----
 
 
-def run(text: str, session_key: str = "cli:direct", config: Config | None = None) -> str:
-    """Answer `text`. Tools use the current folder. Raises RuntimeError if there is no answer."""
+def run(text: str, session_key: str = "", config: Config | None = None) -> str:
+    """Answer `text`. Tools use the current folder. To continue a conversation, give all its calls
+    the same key, like "cli:lesson". Raises RuntimeError if there is no answer."""
     loop = AgentLoop(config or load_config())
     if lacks_model(loop):
         warnings.warn(template("no_model"), stacklevel=2)
@@ -989,6 +1006,54 @@ def own_text(turn: Turn, path: Path) -> str:
         log.warning("%s is left out of the prompt: %s", path.name, problem)
         return ""
     return "\n".join(line for line in text.split("\n") if line not in PLACEHOLDERS).strip()
+
+
+NOT_FOLLOWED = "{} is not followed. To allow it: {}"
+
+
+class Project:
+    """The instructions in AGENTS.md of the working folder, or in the nearest one up to the root of
+    its git repository; else in CLAUDE.md. They may be a stranger's text (`git clone`): they are a
+    part of the prompt only if the user has allowed this version."""
+
+    def __init__(self, config: Config, turn: Turn):
+        # tools may not open files whose name begins like that of the settings: Turn.is_secret
+        self.file = config.path.with_name(f"{config.path.name}.trust")
+        self.answers = json.loads(self.file.read_bytes()) if self.file.exists() else {}
+        self.path, self.text = self._find(turn)
+        self.version = f"{self.path} {hashlib.sha256(self.text.encode()).hexdigest()}"
+        self.answer: bool | None = self.answers.get(self.version)  # None: the user was not asked
+
+    def _find(self, turn: Turn) -> tuple[Path, str]:
+        """The path and the first 16,000 characters; a link out of the project is not followed."""
+        here = turn.cwd.resolve()
+        inside = [here, *here.parents]
+        roots = [n for n, folder in enumerate(inside, 1) if os.path.exists(folder / ".git")]
+        inside = inside[: roots[0] if roots else 1]
+        fenced = replace(turn, workspace=inside[-1], cwd=inside[-1], restrict=True, readable=())
+        for name in ("AGENTS.md", "CLAUDE.md"):
+            for folder in inside:
+                if folder != turn.workspace and os.path.exists(folder / name):
+                    return folder / name, own_text(fenced, folder / name)[:16_000]
+        return here, ""
+
+    @property
+    def is_unknown(self) -> bool:
+        """True if there is a file, and the user was not asked about this version of it."""
+        return bool(self.text) and self.answer is None
+
+    def keep(self, answer: bool) -> None:
+        """Remember the user's answer for this version of the file."""
+        self.answers[self.version] = self.answer = answer
+        write_atomically(self.file, json.dumps(self.answers, indent=1))
+
+    def part(self) -> str:
+        """The part of the system prompt; "" if the user has not allowed this version."""
+        return titled(f"## Instructions of the project: {self.path}", self.text * bool(self.answer))
+
+    def __str__(self) -> str:
+        """~/kit/AGENTS.md (412 words)"""
+        return f"{short_path(self.path)} ({counted(len(self.text.split()), 'word')})"
 
 
 def titled(title: str, text: str) -> str:
@@ -1286,7 +1351,7 @@ class BusService:
         if missing:
             raise ToolError(f"There is no file {', '.join(missing)}.")
         if key != turn.session_key and content:  # the other chat's journal must get the text too
-            self.work.start(self.bus.publish(InboundMessage("system", "job", key, content)))
+            self.work.start(self.bus.publish(InboundMessage("system", "message", key, content)))
             content = ""
         chat = key.split(":", 1)
         if content:
@@ -1382,7 +1447,9 @@ class Conversation:
             lines = self._next_lines(session)
             try:
                 if self.is_due or lines:
-                    self._deliver(session, await self._answer(session, lines))
+                    result = await self._answer(session, lines)
+                    if result:
+                        self._deliver(session, result)
             except asyncio.CancelledError:
                 self._send_answers(session, before)  # send answers that are already complete
                 if not self.loop.is_ending:  # after /stop, start a task for the waiting messages
@@ -1403,7 +1470,8 @@ class Conversation:
         messages = itertools.takewhile(lambda line: line["kind"] == "user", waiting[:100])
         return list(messages) or waiting[:1]
 
-    async def _answer(self, session: Session, lines: list[dict]) -> AgentRunResult:
+    async def _answer(self, session: Session, lines: list[dict]) -> AgentRunResult | None:
+        """Returns None if a report was sent: a report belongs to no turn."""
         turn = self.loop.turn(self.key)
         images = []
         self.reply_to = ""
@@ -1416,11 +1484,10 @@ class Conversation:
             if result:
                 return result
         elif lines[0]["kind"] == "report" and lines[0].get("sender") != "subagent":
-            session.end_open_turn("interrupted")
-            text = lines[0]["content"]  # journal the report, because the user may reply to it
-            session.append({"role": "assistant", "content": text, "id": lines[0]["id"]})
+            session.append(report_line(lines[0]))
             await session.synced()
-            return AgentRunResult(text)
+            self._send(session, lines[0]["content"], session.highest)
+            return None
         else:
             session.end_open_turn("interrupted")
             images = self._enter(session, turn, lines)
@@ -1444,7 +1511,7 @@ class Conversation:
         lines = [line for line in self._next_lines(session) if line["kind"] == "user"][:3]
         before = session.last
         images = self._enter(session, turn, lines)
-        sent = [as_sent(message, "") for message in session.messages if message["n"] > before]
+        sent = [as_sent(message) for message in session.messages if message["n"] > before]
         if images:
             sent[-1]["content"] = [*images, {"type": "text", "text": sent[-1]["content"]}]
         return sent
@@ -1468,6 +1535,13 @@ class Conversation:
     async def emit(self, event: OutboundMessage) -> None:
         if event.kind in ("final", "delta", *kinds_to_show(self.loop.config.channels)):
             self.service.bus.send(event)
+
+
+def report_line(line: dict) -> dict:
+    """Convert a report from the inbox to a journal line, which the user's next message quotes."""
+    kind = "reminder" if line.get("sender") == "job" else "message"
+    kept = {name: line[name] for name in ("id", "content", "timestamp")}
+    return {"role": "assistant", "report": kind, **kept}
 
 
 def text_for_chat(result: AgentRunResult, key: str = "") -> str:
@@ -1521,7 +1595,12 @@ class Gateway:
         self.open_channels()
         jobs = JobRunner(self.loop, self.bus.publish)
         await in_thread(jobs.add_system_jobs)
-        parts = (self.loop.run(self.bus), jobs.run(), stop.wait())
+        parts = (
+            self.loop.run(self.bus),
+            jobs.run(),
+            self.loop.remember_terminals(),
+            stop.wait(),
+        )
         work = [asyncio.create_task(part) for part in parts]
         GATEWAY_LOG.info("serving %s", ", ".join([*self.bus.channels, "cron"]))
         try:
@@ -1617,7 +1696,7 @@ class JobRunner:
         chat, task = f"{job.channel}:{job.chat_id}", template("job", message=job.message)
         report = InboundMessage("system", "job", chat, "", message_id=run)
         try:
-            report.content = await self._answer(f"cron:{job.id}", task, chat)
+            report.content = await self._answer(f"cron:{job.id}", task, chat, job.folder)
         except Exception as failure:  # report each error, so that no reminder is lost silently
             report.content = f"The job {job.id} ({job.message[:80]}) failed. {failure}"
             raise
@@ -1625,19 +1704,23 @@ class JobRunner:
             if report.content:
                 await self.tell(report)
 
-    async def _answer(self, key: str, text: str, chat: str = "") -> str:
+    async def _answer(self, key: str, text: str, chat: str = "", folder: str = "") -> str:
         """Answer in a new conversation, not saved to the memory. A failure raises RuntimeError."""
+        if folder and not Path(folder).is_dir():
+            raise RuntimeError(f"The folder of the job, {folder}, does not exist any more.")
         self.loop.turns.chats[key] = chat  # /stop in this chat cancels the run
         async with self.loop.turns.hold(key) as session:
             session.mark("new")
             session.mark("saved", upto=session.last)
-        result = await self.loop.process_direct(text, key)
+        place = Path(folder) if folder else None
+        result = await self.loop.process_direct(text, key, folder=place)
         if result.stop_reason in NOT_ANSWERED:
             raise RuntimeError(text_for_chat(result))
         return text_for_chat(result)
 
     async def _into_inbox(self, report: InboundMessage) -> None:
         line = {"id": report.message_id, "kind": "report", "content": report.content}
+        line["sender"] = report.sender_id
         await in_thread(self.loop.sessions.inbox(report.chat_id).append, line)
 
     def cron_tool(self) -> Tool:
@@ -1758,7 +1841,7 @@ class SubagentManager:
         prompt = template("subagent", cwd=turn.cwd, workspace=turn.workspace)
         parts = [prompt, *skill_parts(self.loop.skills.load()).values()]
         message, _ = self.loop.context.user_message(task, turn)  # adds date and time to the task
-        messages = [{"role": "system", "content": "\n\n".join(parts)}, as_sent(message, "")]
+        messages = [{"role": "system", "content": "\n\n".join(parts)}, as_sent(message)]
         result = await self.run(
             messages,
             tools=ToolRegistry(tools),
@@ -1885,6 +1968,7 @@ class Commands:
             [
                 f"nanobot {__version__}, model {self.loop.provider.model}, "
                 f"session {turn.session_key}, {messages}",
+                f"folder {turn.cwd}, workspace {self.loop.workspace}",
                 f"{helpers} at work",
                 f"context {request.tokens:,} of {window:,}",
                 *request.notes,
@@ -2061,7 +2145,9 @@ class Config:
         # set by the program, not by the file:
         self.path: Path = path_of(USUAL_SETTINGS)
         self.base_url: str = ""  # from a flag or the environment; overrides config.json
-        self.cwd: Path = Path.cwd()  # the base of relative paths and the working folder of `exec`
+        self.cwd: Path = (
+            working_folder()
+        )  # the base of relative paths and the working folder of `exec`
         self.streaming: bool = True
         self.patience: float = 15.0  # seconds to wait for MCP servers that are starting
         self.now: Callable[[], datetime] = datetime.now
@@ -2092,6 +2178,14 @@ class Config:
             log.warning("tools.exec.sandboxNetwork has no effect without a sandbox")
         if search.api_key and not SEARCH_SERVICES[search.provider].headers:
             log.warning("tools.web.search.apiKey has no effect: %s takes no key", search.provider)
+
+
+def working_folder() -> Path:
+    try:
+        return Path.cwd()
+    except FileNotFoundError:
+        problem = "The current folder does not exist any more: cd to another folder."
+        raise ConfigError(problem) from None
 
 
 def path_of(text: str) -> Path:
@@ -2309,15 +2403,33 @@ def glass_html(**run: Any) -> str:
     return html.replace("%RUN%", escaped)  # the data cannot contain </script> or %NONCE%
 
 
-def recorded(file: Path) -> ReplayProvider:
-    """A model that replays the trace `file`, or the trace of this name in `templates/traces/`."""
+def recorded(file: Path) -> list[dict]:
+    """The records of the trace `file`, or of the trace of this name in `templates/traces/`."""
     shipped = {path.stem: path for path in (DATA / "templates" / "traces").glob("*.jsonl")}
     try:
-        return ReplayProvider(file if file.exists() else shipped.get(file.name, file))
+        return read_trace(file if file.exists() else shipped.get(file.name, file))
     except (OSError, ValueError) as problem:
         names = ", ".join(sorted(shipped))
         advice = f"Record a trace with `nanobot agent --trace FILE`, or use one of: {names}"
         raise ConfigError(f"{problem}. {advice}") from None
+
+
+async def play(records: list[dict], terminal: CLI) -> int:
+    """Show the recorded answers and calls. Returns the exit status that the run had."""
+    hook, status = EventHook(terminal.send, Turn(), wants_streaming=True), 0
+    for record in records:
+        answer = recorded_answer(record)
+        if record.get("outcome") in ("healed", "retried"):
+            continue
+        if answer.error:
+            terminal.note(f"nanobot: {answer.error}")
+            status = 1
+        elif answer.has_tool_calls:
+            await hook.before_iteration(AgentHookContext([], response=answer))
+            await hook.before_execute_tools(answer.tool_calls)
+        elif answer.content:
+            await hook.send("final", answer.content)
+    return status
 
 
 def summary_of(records: list[dict]) -> Iterator[str]:
@@ -2370,19 +2482,27 @@ def kinds_to_show(settings: ChannelSettings) -> tuple[str, ...]:
 class Talk:
     """Runs `nanobot agent`: answers one message, or holds a conversation with the user."""
 
-    def __init__(self, arguments: argparse.Namespace, background: BackgroundLoop):
+    def __init__(
+        self,
+        arguments: argparse.Namespace,
+        background: BackgroundLoop,
+        held: contextlib.ExitStack,
+    ):
         config = settings_of(arguments)
         config.streaming = not arguments.no_stream
         words = arguments.text + arguments.message
         self.message = " ".join(words) if words else None
-        self.key = arguments.session
-        self.resume = command_with_flags(arguments, "-s", self.key, "-m", "/continue")
         self.background = background
         self.terminal = CLI(kinds=kinds_to_show(config.channels))
         self.has_keyboard = sys.stdin.isatty()
+        self.is_conversation = self.has_keyboard and self.message is None
+        self.is_watched = self.terminal.err.isatty()  # does a person see the reports?
         ask = background.ask if self.has_keyboard else None
         self.loop = AgentLoop(config, make_provider(config, HumanProvider(ask)))
         self.folder = self.loop.workspace / ".nanobot"
+        self.key = self.open_session(arguments, held)
+        self.resume = command_with_flags(arguments, "-s", self.key, "-m", "/continue")
+        self.trust = command_with_flags(arguments, "trust")
         if arguments.trace:
             self.loop.provider.trace = Trace(arguments.trace)
         if arguments.approve:
@@ -2395,6 +2515,31 @@ class Talk:
         background.waiting = self.terminal.waiting
         background.close = self.loop.close
 
+    def open_session(self, arguments: argparse.Namespace, held: contextlib.ExitStack) -> str:
+        """Choose the session, and return its key. A prompt holds its session until it ends."""
+        sessions, folder = self.loop.sessions, self.loop.config.cwd
+        key = named_session(sessions, arguments.session)
+        if not key and (self.is_conversation or arguments.resume):
+            key = sessions.latest(folder)
+        if not key and arguments.resume:
+            self.terminal.note("There is no conversation in this folder yet: a new one begins.")
+        key = key or sessions.new_key()
+        if self.is_conversation:
+            try:
+                held.enter_context(sessions.lock(key))
+            except SessionBusy:
+                if arguments.session or arguments.resume:
+                    raise
+                self.terminal.note(
+                    f"Another program uses this folder's latest conversation, {key}: "
+                    "a new one begins."
+                )
+                key = sessions.new_key()
+                held.enter_context(sessions.lock(key))
+        is_typed = self.is_conversation or self.is_watched or arguments.resume
+        sessions.get(key).about = {"folder": str(folder), "typed": is_typed}
+        return key
+
     def run(self) -> int:
         """Answer one message, or hold a conversation. Returns the exit status."""
         loop, config = self.loop, self.loop.config
@@ -2403,10 +2548,7 @@ class Talk:
         if loop.turn(self.key).cwd != config.cwd:
             closed = f"The settings do not allow access to {config.cwd}"
             self.terminal.note(f"{closed}; nanobot works in {loop.workspace}.")
-        if self.terminal.live:
-            self.background.complete(logged(self.show_reports("While you were away:"), "reports"))
-        is_conversation = self.has_keyboard and self.message is None
-        status = self.converse() if is_conversation else self.answer_once()
+        status = self.converse() if self.is_conversation else self.answer_once()
         self.terminal.waiting.begin("the memory")
         with contextlib.suppress(KeyboardInterrupt):  # a later turn does the cancelled memory work
             self.background.complete(self.loop.background.settled())
@@ -2421,6 +2563,7 @@ class Talk:
         if not text:
             complain("there is no message: pass one with -m TEXT or on standard input")
             return 2
+        self.background.complete(logged(self.show_reports(), "reports"))
         try:
             return self.answer(text)
         except KeyboardInterrupt:
@@ -2431,20 +2574,28 @@ class Talk:
         threading.Thread(target=self.loop.provider.warm_up, daemon=True).start()
         self.loop.config.patience = 5.0  # the tools of a slow MCP server come with a later turn
         history = self.folder / "prompt-history"
-        self.terminal.note(
-            template(
-                "welcome_back" if history.exists() else "welcome",
-                version=__version__,
-                model=self.loop.provider.model,
-                workspace=self.loop.workspace,
-            )
-        )
-        for work in (JobRunner(self.loop).run_for_terminal(), self.watch_reports()):
+        if not history.exists():
+            self.terminal.note(template("welcome", version=__version__))
+        self.terminal.note(self.first_line())
+        self.background.complete(logged(self.show_reports(), "reports"))
+        jobs = JobRunner(self.loop).run_for_terminal()
+        for work in (jobs, self.watch_reports(), self.loop.remember_terminals()):
             asyncio.run_coroutine_threadsafe(logged(work, "jobs"), self.background.loop)
         return self.terminal.converse(self.answer, history)
 
+    def first_line(self) -> str:
+        """~/kit · qwen3 · continuing: 72 messages, last 2 hours ago · /new starts afresh"""
+        session = self.loop.sessions.get(self.key)
+        count = len(session.conversation())
+        state = "a new conversation · /help lists the commands"
+        if count:
+            age = ago(session.path.stat().st_mtime)
+            state = f"continuing: {counted(count, 'message')}, last {age} · /new starts afresh"
+        return " · ".join([short_path(self.loop.config.cwd), self.loop.provider.model, state])
+
     def answer(self, text: str) -> int:
         """Answer one message on the terminal. Returns the exit status."""
+        self.follow_project()
         self.terminal.waiting.begin("the model")
         work = self.loop.subagents.answer_with_helpers(text, self.key, self.terminal.send)
         result = self.background.complete(work)
@@ -2461,33 +2612,57 @@ class Talk:
             self.terminal.note(f"nanobot: {result.error or result.final_content}")
         return 1
 
+    def follow_project(self) -> None:
+        """Use the project's instructions if the user has allowed this version of the file. A
+        prompt asks once; a single message says how to allow them."""
+        project = Project(self.loop.config, self.loop.turn(self.key))
+        if project.is_unknown and self.is_conversation:
+            typed = read_answer(f"The project has instructions: {project}. Follow them? [y/N] ")
+            project.keep(typed.strip().lower() in ("y", "yes"))
+        elif project.is_unknown:
+            self.terminal.note(NOT_FOLLOWED.format(project, self.trust))
+        self.loop.context.project = project.part()
+
     async def watch_reports(self) -> None:
         while True:
             await self.loop.config.sleep(1.0)
             await logged(self.show_reports(), "reports")
 
-    async def show_reports(self, title: str = "") -> None:
-        """Show all waiting reports, then remove them. After a kill, a report may appear twice."""
+    async def show_reports(self) -> None:
+        """Show the reports that wait for a terminal, if a person sees this one; the user's next
+        message quotes them. After a kill, a report may appear twice."""
         inbox = self.loop.sessions.inbox(self.key)
-        if not inbox.path.exists():
+        if not self.is_watched or not inbox.path.exists():
             return
         try:
-            async with self.loop.turns.hold(self.key) as session:
-                reports = [line for line in inbox.read() if line["kind"] == "report"]
-                for report in reports:
-                    text = report["content"]
-                    if report["id"] not in session.known_ids:
-                        session.append({"role": "assistant", "content": text, "id": report["id"]})
-                    self.terminal.report(f"{title}\n\n{text}".strip())
-                    title = ""
-                inbox.remove({report["id"] for report in reports})
+            with locked(self.folder / "reports.lock", "Another terminal shows the reports."):
+                async with self.loop.turns.hold(self.key) as session:
+                    reports = inbox.read()
+                    for report in reports:
+                        line = report_line(report)
+                        if report["id"] not in session.known_ids:
+                            session.append(line)
+                        self.terminal.report(quoted(line, {}))
+                    inbox.remove({report["id"] for report in reports})
         except SessionBusy as busy:  # the reports stay in the inbox until the next try
             log.info("%s", busy)
 
 
 def agent_command(arguments: argparse.Namespace) -> int:
-    with BackgroundLoop() as background:
-        return Talk(arguments, background).run()
+    with BackgroundLoop() as background, contextlib.ExitStack() as held:
+        return Talk(arguments, background, held).run()
+
+
+def trust_command(arguments: argparse.Namespace) -> None:
+    """Allows the instructions of the project in the current folder, or forbids them."""
+    config = settings_of(arguments)
+    project = Project(config, AgentLoop(config).turn("cli:trust"))
+    if not project.text:
+        raise ConfigError(
+            f"{config.cwd} has no AGENTS.md or CLAUDE.md, and neither has its git repository."
+        )
+    project.keep(arguments.answer == "yes")
+    print(printable(f"{project}: {'followed' if project.answer else 'not followed'}"))
 
 
 def onboard_command(arguments: argparse.Namespace) -> None:
@@ -2562,8 +2737,11 @@ async def model_and_problem(provider: LLMProvider) -> tuple[str, str]:
 
 def prompt_command(arguments: argparse.Namespace) -> None:
     """Prints the next request part by part, but does not send it."""
-    loop = AgentLoop(settings_of(arguments))
-    turn = loop.turn(arguments.session)
+    config = settings_of(arguments)
+    loop = AgentLoop(config)
+    key = named_session(loop.sessions, arguments.session) or loop.sessions.latest(config.cwd)
+    turn = loop.turn(key or "cli:new")
+    loop.context.project = Project(config, turn).part()
     asyncio.run(loop.mcp.check())  # connects to MCP servers, so that their tools are printed
     message, _ = loop.context.user_message(arguments.text, turn)
     request = loop.commands.preview(turn, message)
@@ -2584,15 +2762,52 @@ def lines_of_json(records: list[dict]) -> str:
 
 
 def sessions_command(arguments: argparse.Namespace) -> None:
+    """Prints the last twenty conversations, or the transcript of one."""
     sessions = SessionManager(settings_of(arguments).workspace)
-    keys = sessions.list_keys()
-    lines = [f"{key}  {counted(len(sessions.transcript(key)), 'message')}" for key in keys]
     if arguments.show:
-        if arguments.show not in keys:
+        key = named_session(sessions, arguments.show)
+        if key not in sessions.list_keys():
             listing = command_with_flags(arguments, "sessions")
             raise ConfigError(f"There is no session {arguments.show!r}: see `{listing}`.")
-        lines = sessions.transcript(arguments.show)
-    print(printable("\n".join(lines)))
+        return print(printable("\n".join(sessions.transcript(key))))
+    for number, (key, used) in enumerate(conversations(sessions), 1):
+        if number > 20 and not arguments.all:
+            return print("Older conversations: nanobot sessions --all")
+        said = [line["content"] for line in sessions.messages(key) if line["role"] == "user"]
+        words = " ".join(str(said[0]).split())[:50] if said else "(no message yet)"
+        folder = sessions.about(key).get("folder")
+        place = f"{short_path(Path(folder))}, {key}" if folder else key
+        print(printable(f"{number:>3}  {ago(used):>14}  {words}  ({place})"))
+
+
+def conversations(sessions: SessionManager) -> list[tuple[str, float]]:
+    """(key, time of the last use) of all sessions except those of jobs, in which nobody talks."""
+    return [row for row in sessions.by_last_use() if not row[0].startswith("cron:")]
+
+
+def named_session(sessions: SessionManager, name: str) -> str:
+    """`work` → `cli:work`; `telegram:7` → `telegram:7`; `3` → the third of `nanobot sessions`"""
+    if not name.isdecimal():
+        return name if ":" in name or not name else f"cli:{name}"
+    rows = conversations(sessions)
+    if not 0 < int(name) <= len(rows):
+        raise ConfigError(f"There is no session number {name}: see `nanobot sessions --all`.")
+    return rows[int(name) - 1][0]
+
+
+def ago(moment: float) -> str:
+    """The time since `moment`, which is in seconds: "2 hours ago" """
+    seconds = int(time.time() - moment)
+    for unit, length in (("day", 86_400), ("hour", 3_600), ("minute", 60)):
+        if seconds >= length:
+            return f"{counted(seconds // length, unit)} ago"
+    return "a moment ago"
+
+
+def short_path(path: Path) -> str:
+    """/home/ada/kit → ~/kit"""
+    home = Path.home()
+    return f"~/{path.relative_to(home)}" if path.is_relative_to(home) else str(path)
 
 
 def gateway_command(arguments: argparse.Namespace) -> None:
@@ -2623,6 +2838,10 @@ def web_command(arguments: argparse.Namespace) -> None:
     if gateway_runs(config.workspace):
         raise ConfigError(SERVED.format(config.workspace))
     loop = AgentLoop(config, make_provider(config, HumanProvider()))
+    project = Project(config, loop.turn("web:page"))
+    loop.context.project = project.part()
+    if project.is_unknown:
+        print(printable(NOT_FOLLOWED.format(project, command_with_flags(arguments, "trust"))))
     html = glass_html(model=loop.provider.model, window=config.defaults.context_window_tokens)
     home = path_of("~")  # a browser in a sandbox (snap) cannot open hidden folders, like ~/.nanobot
     file = (home if os.access(home, os.W_OK) else loop.workspace) / "nanobot-page.html"
@@ -2669,7 +2888,7 @@ def web_command(arguments: argparse.Namespace) -> None:
 
 def trace_command(arguments: argparse.Namespace) -> None:
     """Prints a summary of a recorded run, or writes the run as an HTML page."""
-    records = recorded(arguments.file).records
+    records = recorded(arguments.file)
     if not arguments.html:
         print(printable("\n".join(summary_of(records))))
         return
@@ -2690,38 +2909,20 @@ def lesson_command(arguments: argparse.Namespace) -> int:
 
 
 def replay_command(arguments: argparse.Namespace) -> int:
-    """Replays a trace, turn after turn. No tool is executed, and no model is asked."""
-    limits = settings_of(arguments).defaults
-    terminal, status = CLI(), 0
-    model = recorded(arguments.file)
-    while model.rest:
-        hook = EventHook(terminal.send, Turn(), wants_streaming=True)
-        tools = RecordedTools(model.rest, ToolResult)
-        spec = AgentRunSpec(
-            model.rest[0]["messages"],
-            tools,
-            max_iterations=limits.max_tool_iterations,
-            hook=hook,
-            context_window=sys.maxsize,  # never shorten a recorded request
-        )
-        result = asyncio.run(AgentRunner(model).run(spec))
-        if result.final_content:
-            asyncio.run(hook.send("final", result.final_content))
-        if result.error:
-            terminal.note(f"nanobot: {result.error}")
-            status = 1
-    return status
+    """Shows a recorded run as it looked at the terminal. No tool runs, and no model is asked."""
+    return asyncio.run(play(recorded(arguments.file), CLI()))
 
 
 COMMAND_LINE = {  # command: (function, description in --help)
     "agent": (agent_command, "answer one message, or hold a conversation"),
     "prompt": (prompt_command, "print the next request, but do not send it"),
-    "sessions": (sessions_command, "list sessions, or `show KEY`"),
+    "sessions": (sessions_command, "list conversations, or `show NUMBER`"),
+    "trust": (trust_command, "follow this project's AGENTS.md, or `no`"),
     "onboard": (onboard_command, "create settings and workspace"),
     "status": (status_command, "check the settings, the model and other parts"),
     "gateway": (gateway_command, "run the channels and the cron jobs"),
     "cron": (cron_command, "list the jobs, or `remove ID`"),
-    "replay": (replay_command, "replay a trace without a network"),
+    "replay": (replay_command, "show a recorded run as it looked"),
     "trace": (trace_command, "show a recorded run"),
     "web": (web_command, "open a page that shows the agent at work"),
     "walk": (lesson_command, "show one turn, function by function"),
@@ -2729,12 +2930,9 @@ COMMAND_LINE = {  # command: (function, description in --help)
 }
 
 
-def session_key(name: str) -> str:
-    """`work` → `cli:work`; `telegram:123` → `telegram:123`"""
-    return name if ":" in name else f"cli:{name}"
-
-
 SWITCH = {"action": "store_true"}
+NAMED = {"metavar": "NUMBER|KEY", "default": ""}
+CONTINUES = "continue the latest conversation in this folder"
 FILE = {"metavar": "FILE", "type": path_of}
 OPTIONS = (  # rows: commands ("" means all), spellings of the option, argparse settings
     ("", ["--config"], FILE | {"help": "default: ~/.nanobot/config.json"}),
@@ -2746,14 +2944,17 @@ OPTIONS = (  # rows: commands ("" means all), spellings of the option, argparse 
     ("", ["--logs", "--verbose"], SWITCH | {"help": "write log messages to stderr"}),
     ("agent", ["text"], {"nargs": "*", "metavar": "TEXT", "help": "answer this text, then exit"}),
     ("agent", ["-m", "--message"], {"metavar": "TEXT", "action": "append", "default": []}),
-    ("agent prompt", ["-s", "--session"], {"type": session_key, "default": "direct"}),
+    ("agent prompt", ["-s", "--session"], NAMED | {"help": "a conversation's number or name"}),
+    ("agent", ["-c", "--continue"], SWITCH | {"dest": "resume", "help": CONTINUES}),
     ("agent", ["--no-stream"], SWITCH | {"help": "do not stream answers"}),
     ("agent", ["--step"], SWITCH | {"help": "stop before each request and tool call"}),
     ("agent web", ["--approve"], SWITCH | {"help": "ask before a tool writes or executes"}),
     ("agent web", ["--trace"], FILE | {"help": "record requests and answers"}),
     ("prompt", ["text"], {"nargs": "?", "default": "Hello!"}),
     ("sessions", ["action"], {"nargs": "?", "choices": ["show"]}),
-    ("sessions", ["show"], {"nargs": "?", "metavar": "KEY", "type": session_key}),
+    ("sessions", ["show"], NAMED | {"nargs": "?"}),
+    ("sessions", ["--all"], SWITCH | {"help": "list all sessions, not only the last twenty"}),
+    ("trust", ["answer"], {"nargs": "?", "choices": ["yes", "no"], "default": "yes"}),
     ("cron", ["action"], {"nargs": "?", "choices": ["list", "remove"], "default": "list"}),
     ("cron", ["job_id"], {"nargs": "?", "default": "", "metavar": "ID", "help": "job to remove"}),
     ("replay trace", ["file"], FILE),
@@ -2803,7 +3004,7 @@ def main(argv: list[str] | None = None) -> int:
         status = COMMAND_LINE[arguments.command][0](arguments) or 0
         sys.stdout.flush()  # if Python's own flush at exit fails, the exit status is 120
         return status
-    except (ConfigError, CronError, ReplayDiffers, SessionBusy) as problem:
+    except (ConfigError, CronError, SessionBusy) as problem:
         complain(str(problem))
     except BrokenPipeError:  # `nanobot … | head`: the reader has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

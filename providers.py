@@ -1647,86 +1647,25 @@ class Trace:
         self._append(to_json(without_key_texts(record)) + "\n")
 
 
-class ReplayDiffers(Exception):
-    """A request differs from the recorded request; the message shows 40 lines of the diff."""
-
-    def __init__(self, *requests: dict):
-        old, new = (json.dumps(each, ensure_ascii=False, indent=1).split("\n") for each in requests)
-        changes = difflib.unified_diff(old, new, "recorded", "now", lineterm="", n=2)
-        shown = "\n".join(line[:300] for line in itertools.islice(changes, 40))
-        super().__init__(f"This request differs from the recorded request:\n{shown}")
-
-
-class ReplayProvider(LLMProvider):
-    """Returns the recorded answers; raises ReplayDiffers if a request differs from its record."""
-
-    model = "replay"
-
-    def __init__(self, trace: Path):  # raises OSError, or ValueError with a line number
-        self.records: list[dict] = []  # all records of the file
-        self.rest: list[dict] = []  # records not yet replayed; each `answer` is an LLMResponse
-        text = trace.read_text(encoding="utf-8", errors="replace")
-        for number, line in enumerate(text.removesuffix("\n").split("\n"), 1):
-            try:
-                row = json.loads(line)
-                answer = LLMResponse(**(row["answer"] or asdict(failed("It was cancelled."))))
-                answer.tool_calls = [ToolCallRequest(**call) for call in answer.tool_calls]
-                self.records.append(row)
-                if row.get("outcome") not in ("healed", "retried"):
-                    self.rest.append(row | {"answer": answer, "messages": legal(row["messages"])})
-            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-                raise ValueError(f"{trace}, line {number}: this is not a trace record") from None
-
-    async def answer(self, request: LLMRequest) -> LLMResponse:
-        if not self.rest:
-            return failed("The trace has no further step.")
-        now = without_key_texts({"messages": request.messages, "tools": request.tools})
-        recorded = {name: self.rest[0][name] for name in now}
-        if recorded != now:
-            raise ReplayDiffers(recorded, now)
-        answer = self.rest.pop(0)["answer"]
-        await request.show(*words(answer.content or ""))
-        return answer
+def read_trace(path: Path) -> list[dict]:
+    """The records of a trace. Raises OSError, or ValueError with the number of a wrong line."""
+    records = []
+    text = path.read_text(encoding="utf-8", errors="replace")
+    for number, line in enumerate(text.removesuffix("\n").split("\n"), 1):
+        try:
+            record = json.loads(line)
+            recorded_answer(record)
+            legal(record["messages"])
+            records.append(record)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            raise ValueError(f"{path}, line {number}: this is not a trace record") from None
+    return records
 
 
-# The runner adds this line if the same call is made three times or more (templates/same_*.md).
-WARNING = re.compile(r"\n(?:You have this result already|This same call has failed)[^\n]*\Z")
-
-
-class RecordedTools:
-    """Replaces the tools in a replay: no tool runs, and each call gets the next recorded result.
-
-    `make_result` takes text, is_error and images, like ToolResult. Each WARNING is removed, because
-    the runner adds it again. Only results with "This same call has failed" mark a call as failed.
-    """
-
-    def __init__(self, records: list[dict], make_result: Callable[..., Any]):
-        self.make_result = make_result
-        self.definitions = records[0]["tools"]
-        self.results: list[tuple[str, list]] = []  # text and images
-        self.failing: set[str] = set()  # calls that failed three times or more
-        for record, later in itertools.pairwise(records):
-            new = [message for message in later["messages"] if message not in record["messages"]]
-            texts = [message["content"] for message in new if message["role"] == "tool"]
-            blocks = [message["content"] for message in new if isinstance(message["content"], list)]
-            images = {first.get("text"): rest for first, *rest in blocks}  # by the result's text
-            for call, text in zip(record["answer"].tool_calls, texts, strict=False):
-                if not call.error:  # the runner itself answers invalid calls
-                    self.results.append((text, images.get(text, [])))
-                    if "\nThis same call has failed " in text:
-                        self.failing.add(to_json([call.name, call.arguments]))
-
-    def get(self, name: str) -> None:
-        """Return None (unknown tool), so that the runner runs the calls one by one."""
-
-    def get_definitions(self) -> list[dict]:
-        return self.definitions
-
-    async def execute(self, name: str, params: dict, turn: Any = None) -> Any:
-        lost = "(the trace ends before this result)", []
-        text, images = self.results.pop(0) if self.results else lost
-        is_error = to_json([name, params]) in self.failing
-        return self.make_result(WARNING.sub("", text), is_error, images)
+def recorded_answer(record: dict) -> LLMResponse:
+    answer = LLMResponse(**(record["answer"] or asdict(failed("It was cancelled."))))
+    answer.tool_calls = [ToolCallRequest(**call) for call in answer.tool_calls]
+    return answer
 
 
 # ---- You are the model ----

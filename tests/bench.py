@@ -153,7 +153,7 @@ def long_session(turns: int) -> float:
     async def talk() -> None:
         for n in range(turns):
             start = time.process_time()
-            await loop.process_direct(f"question {n}")
+            await loop.process_direct(f"question {n}", "cli:bench")
             times.append(time.process_time() - start)
             loop.provider.asked, loop.provider.saves = [], []
 

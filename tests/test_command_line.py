@@ -76,6 +76,9 @@ def run_main(arguments, environ, folder, files) -> None:
     sys.exit(program.main(list(arguments)))
 
 
+DIRECT = ["-s", "direct"]  # one conversation for several commands
+
+
 def settings(home: Path, **sections) -> list[str]:
     """The flags that name a settings file with these sections."""
     file = home / "settings.json"
@@ -226,7 +229,7 @@ def test_sessions_are_apart_remembered_listed_and_shown_with_their_odd_lines(own
             '[]\n{"role": "\\u001b[2J"}\n{"n": 9, "role": "user", "content": [{"text": "odd"}]}\ntorn'
         )
     status, out, _ = nanobot("sessions")
-    assert status == 0 and "cli:direct  4 messages\n" in out and "cli:work  " in out
+    assert status == 0 and ", cli:direct)\n" in out and ", cli:work)\n" in out
     for name in ("work", "cli:work"):
         status, out, _ = nanobot("sessions", "show", name)
         assert (status, "\x1b" in out) == (0, False)
@@ -351,7 +354,7 @@ def test_status_tells_of_settings_that_others_can_read_and_how_to_mend_it(own_ho
         ),
         (["cron", "add"], 2, ["'add'", "list", "remove"]),
         (["replay"], 2, ["FILE"]),
-        (["sessions", "show", "x"], 1, ["cli:x", "`nanobot sessions`"]),
+        (["sessions", "show", "x"], 1, ["'x'", "`nanobot sessions`"]),
         (
             ["status", "--config", "gone.json"],
             1,
@@ -417,9 +420,9 @@ def test_whatever_ends_a_turn_its_children_end_too_and_the_session_goes_on(
     servers = {"test": mcp_server(**files)} if is_mcp else {}
     flags = settings(own_home, tools={"mcpServers": servers})
     with FakeLLM([*script, "still here"]) as server:
-        process = start("-m", "one", *flags, server=server, cwd=tmp_path)
+        process = start("-m", "one", *DIRECT, *flags, server=server, cwd=tmp_path)
         wait_until(lambda: server.bodies)
-        status, out, err = nanobot("-m", "no", server=server)
+        status, out, err = nanobot("-m", "no", *DIRECT, server=server)
         assert (status, out, "in use" in err, len(server.bodies)) == (1, "", True, 1)
         if script == [BUSY_FOR_A_MINUTE]:
             assert "60 s" in process.stderr.readline()
@@ -439,7 +442,7 @@ def test_whatever_ends_a_turn_its_children_end_too_and_the_session_goes_on(
             )
             assert "no business on the terminal" not in err
         wait_until(lambda: not child or is_gone(child))
-        assert nanobot("-m", "/continue", server=server)[:2] == (0, "still here\n")
+        assert nanobot("-m", "/continue", *DIRECT, server=server)[:2] == (0, "still here\n")
         check_grammar(server.bodies[1]["messages"])
         if name == "SIGKILL":
             assert server.bodies[1]["messages"][-1]["content"] == UNKNOWN
@@ -550,7 +553,7 @@ def test_a_conversation_at_the_prompt(own_home):
     half = Reply("half \x1b[31mof it\u202e", finish_reason="length")
     with FakeLLM(["Hello, human.", Hang(60), half, BOOM, "Good-bye."]) as server:
         terminal = Terminal(server=server)
-        terminal.expect(" is an agent: it answers, and ", str(own_home), "test-model", "> ")
+        terminal.expect(" is an agent: it answers, and ", " · test-model · a new conv", "> ")
         terminal.say("hi", "Hello, human.", "· context ", "> ")
         terminal.say("/status", "model test-model", "> ")
         terminal.type("one\n")
@@ -561,8 +564,8 @@ def test_a_conversation_at_the_prompt(own_home):
         terminal.say("bye", "Good-bye.", "> ")
         assert terminal.close("/exit\n") == 0
         terminal = Terminal(server=server)  # who comes back is greeted more briefly
-        terminal.expect("/help", "> ")
-        assert str(own_home) not in terminal.everything
+        terminal.expect(" · test-model · continuing: ", "a moment ago · /new starts afresh", "> ")
+        assert " is an agent" not in terminal.everything
         while (
             terminal.process.poll() is None
         ):  # one right before it waits is only seen with the next
@@ -577,14 +580,15 @@ def test_a_reminder_comes_to_the_prompt_while_no_gateway_runs(own_home):
     """What came while nobody was there is told at the start; what comes now, above the prompt."""
 
     def script(body):
-        found = re.findall(r"<[\w.]+>", str(body["messages"][-1]["content"]))
-        return f"Remember {found[-1]}!" if found else "Hello."
+        asked = str(body["messages"][-1]["content"])
+        found = re.findall(r"<[\w.]+>", asked)
+        return f"Remember {found[-1]}!" if "Channel: cron" in asked else "Hello."
 
     inbox = SessionManager(workspace_of(own_home)).inbox("cli:direct")
     inbox.append({"id": "j@1", "kind": "report", "sender": "job", "content": "Water the plants."})
     with FakeLLM(script) as server, FakeTelegram() as telegram:
-        terminal = Terminal(server=server)
-        terminal.expect("While you were away:", "Water the plants.", "> ")
+        terminal = Terminal(*DIRECT, server=server)
+        terminal.expect("reminder: Water the plants.]", "> ")
         write_reminders(own_home, "telegram:7", ["for.telegram"])
         write_reminders(own_home, "cli:direct", ["one"])
         terminal.type("half a li")
@@ -599,7 +603,7 @@ def test_a_reminder_comes_to_the_prompt_while_no_gateway_runs(own_home):
         assert terminal.close() == 0
         terminal = Terminal(server=server)
         terminal.expect("> ")
-        assert "Remember" not in terminal.everything and "away" not in terminal.everything
+        assert "Remember" not in terminal.everything and "Water" not in terminal.everything
         assert terminal.close() == 0
     assert said_by_model(own_home) == [
         "Water the plants.",
@@ -643,7 +647,7 @@ def test_approval_shows_the_escaped_command_and_obeys_what_is_typed_after_the_qu
 @needs_terminal
 def test_a_person_can_be_the_model_and_leave_in_mid_turn(own_home, tmp_path):
     (tmp_path / "a.txt").write_text("\x1b[31mred\u202e", encoding="utf-8")
-    terminal = Terminal("--provider", "human", cwd=tmp_path)
+    terminal = Terminal("--provider", "human", *DIRECT, cwd=tmp_path)
     terminal.expect("> ")
     terminal.say(
         "what is in a.txt?",
@@ -672,8 +676,239 @@ def test_a_person_can_be_the_model_and_leave_in_mid_turn(own_home, tmp_path):
     roles = ["user", *calls_made, "assistant", "user"]
     assert [line["role"] for line in journal(own_home)] == roles
     with FakeLLM(["went on"]) as server:
-        assert nanobot("-m", "/continue", server=server)[1] == "went on\n"
+        assert nanobot("-m", "/continue", *DIRECT, server=server)[1] == "went on\n"
         assert [each["role"] for each in server.bodies[0]["messages"]] == ["system", *roles]
+
+
+# ---- Which conversation, in which folder ----
+
+
+def texts_sent(body: dict) -> list[str]:
+    """What the user said, in the order of the request."""
+    said = [str(each["content"]) for each in body["messages"] if each["role"] == "user"]
+    return [text.split("[/Runtime Context]\n\n")[1] for text in said]
+
+
+CONVERSATIONS = [  # arguments, at a terminal?, folder, and which texts are sent
+    (["-m", "one"], True, "a", "one"),
+    (["two", "words"], True, "a", "two words"),  # a message begins a conversation
+    (["-c", "-m", "three"], True, "a", "two words, three"),
+    (["-c", "-m", "four"], True, "b", "four"),  # a folder has its own
+    (["-m", "five"], False, "a", "five"),  # a script, which `-c` does not continue
+    (["-c", "-m", "six"], False, "a", "two words, three, six"),
+    (["-c", "-m", "seven"], False, "c ä", "seven"),  # a script may use -c for its own
+    (["--continue", "eight"], True, "c ä", "seven, eight"),
+    (["-s", "work", "-m", "nine"], False, "a", "nine"),
+    (["-s", "cli:work", "-m", "ten"], False, "b", "nine, ten"),
+    (["-s", "1", "-m", "eleven"], False, "c ä", "nine, ten, eleven"),
+    (["-s", "direct", "-m", "twelve"], True, "b", "twelve"),
+    (["-c", "-m", "thirteen"], True, "b", "twelve, thirteen"),
+    (["-c", "-m", "fourteen"], True, "link to b", "twelve, thirteen, fourteen"),
+    ([], True, "a", "two words, three, six, typed"),  # the prompt
+    ([], True, "d" * 200, "typed"),
+]
+
+
+@needs_terminal
+def test_who_continues_which_conversation(tmp_path):
+    (tmp_path / "b").mkdir()
+    (tmp_path / "link to b").symlink_to("b")
+    with FakeLLM(lambda body: "ok") as server:
+        for arguments, at_terminal, folder, expected in CONVERSATIONS:
+            place = tmp_path / folder
+            place.mkdir(exist_ok=True)
+            if not at_terminal:
+                assert nanobot(*arguments, server=server, cwd=place)[0] == 0
+            else:
+                terminal = Terminal(*arguments, server=server, cwd=place)
+                if not arguments:
+                    terminal.expect("> ")
+                    terminal.say("typed", "ok", "> ")
+                    terminal.type("\x04")
+                assert terminal.process.wait(LONG) == 0
+                os.close(terminal.screen)
+            assert (arguments, ", ".join(texts_sent(server.bodies[-1]))) == (arguments, expected)
+    listed = nanobot("sessions")[1].splitlines()
+    assert "typed" in listed[0] and str(tmp_path / ("d" * 200)) in listed[0]
+    assert "  two words  (" in listed[1] and "a moment ago" in listed[1]
+    assert "  twelve  (" in listed[2] and "cli:direct" in listed[2]
+    assert "cli:walk" not in str(listed) and len(listed) == 8
+    assert "user: nine" in nanobot("sessions", "show", "4")[1]
+
+
+def test_sessions_lists_the_last_twenty_and_all_with_a_flag(own_home):
+    sessions = SessionManager(workspace_of(own_home))
+    for number in range(23):
+        session = sessions.get(f"cli:{number:02}x")
+        session.append({"role": "user", "content": f"question {number}"})
+        os.utime(session.path, (number, number))
+    sessions.get("cron:j1").append({"role": "user", "content": "a job"})
+    lines = nanobot("sessions")[1].splitlines()
+    assert len(lines) == 21 and "question 22" in lines[0] and lines[-1].endswith("sessions --all")
+    lines = nanobot("sessions", "--all")[1].splitlines()
+    assert len(lines) == 23 and "a job" not in str(lines)
+    status, _, err = nanobot("sessions", "show", "24")
+    assert status == 1 and "There is no session number 24" in err
+
+
+def test_four_commands_at_once_each_have_their_own_conversation(own_home, tmp_path):
+    with FakeLLM(lambda body: Reply("ok", delay=0.5)) as server:
+        running = [start("-m", f"question {n}", server=server, cwd=tmp_path) for n in range(4)]
+        assert [process.communicate(timeout=LONG)[0] for process in running] == ["ok\n"] * 4
+        assert {len(texts_sent(body)) for body in server.bodies} == {1}
+    assert len(SessionManager(workspace_of(own_home)).list_keys()) == 4
+
+
+@needs_terminal
+def test_a_prompt_holds_its_conversation_and_a_second_one_begins_anew_and_says_so(tmp_path):
+    with FakeLLM(lambda body: "ok") as server:
+        first = Terminal(server=server, cwd=tmp_path)
+        first.expect("a new conversation", "> ")
+        first.say("one", "ok", "> ")
+        status, _, err = nanobot("-c", "-m", "no", server=server, cwd=tmp_path)
+        assert status == 1 and "in use by another program" in err and "-s" in err
+        second = Terminal(server=server, cwd=tmp_path)
+        second.expect("a new one begins", "a new conversation", "> ")
+        second.say("two", "ok", "> ")
+        (tmp_path / "other").mkdir()
+        third = Terminal(server=server, cwd=tmp_path / "other")
+        third.expect("a new conversation", "> ")
+        assert "a new one begins" not in third.everything
+        third.say("three", "ok", "> ")
+        first.say("four", "ok", "> ")
+        code = "import nanobot; print(nanobot.run('five'))"
+        environ = surroundings(server) | {"PYTHONPATH": str(ROOT)}
+        run = [sys.executable, "-c", code]
+        subprocess.run(run, cwd=tmp_path, env=environ, check=True, capture_output=True)
+        sent = [", ".join(texts_sent(body)) for body in server.bodies]
+        assert sent == ["one", "two", "three", "one, four", "five"]
+        assert [each.close() for each in (first, second, third)] == [0, 0, 0]
+
+
+def test_in_a_deleted_folder_the_error_says_what_to_do(tmp_path):
+    code = (
+        f"mkdir gone && cd gone && rmdir ../gone && {sys.executable} {ROOT}/nanobot.py --offline hi"
+    )
+    done = subprocess.run(["sh", "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "does not exist" in done.stderr and "cd" in done.stderr
+
+
+# ---- Reports for the person at the terminal ----
+
+
+def wait_for_report(home: Path, content: str) -> None:
+    inbox = SessionManager(workspace_of(home)).inbox("cli:any")
+    inbox.append({"id": content, "kind": "report", "sender": "job", "content": content})
+
+
+@needs_terminal
+def test_a_report_is_shown_once_where_a_person_sees_it_and_quoted_there(own_home, tmp_path):
+    (tmp_path / "b").mkdir()
+    with FakeLLM(lambda body: "ok") as server:
+        wait_for_report(own_home, "Water the plants?")
+        assert "plants" not in nanobot("-m", "nightly", server=server, cwd=tmp_path)[2]
+        one = Terminal("-m", "yes, do it", server=server, cwd=tmp_path / "b")
+        one.expect("reminder: Water the plants?]", "ok")
+        assert one.process.wait(LONG) == 0
+        quoted = str(server.bodies[-1]["messages"][-1]["content"])
+        assert re.match(r"\[\d\d:\d\d, reminder: Water the plants\?\]\n\n\[Runtime", quoted)
+        prompt = Terminal(server=server, cwd=tmp_path)
+        prompt.expect("> ")
+        assert "plants" not in prompt.everything
+        wait_for_report(own_home, "Feed the cat?")
+        prompt.expect("reminder: Feed the cat?]", "> ")
+        prompt.say("/new", "A new conversation begins", "> ")
+        prompt.say("yes", "ok", "> ")
+        assert len(server.bodies[-1]["messages"]) == 2
+        assert "Feed the cat?" in server.bodies[-1]["messages"][-1]["content"]
+        prompt.say("and then?", "ok", "> ")
+        assert "Feed the cat?" not in server.bodies[-1]["messages"][-1]["content"]
+        assert prompt.close() == 0
+
+
+# ---- The project's own instructions ----
+
+
+def project_parts(server: FakeLLM) -> list[str]:
+    """The first words of the project's instructions in each request."""
+    systems = [body["messages"][0]["content"] for body in server.bodies]
+    return ["".join(re.findall(r"## Instructions of the project: .+\n\n(.*)", s)) for s in systems]
+
+
+@needs_terminal
+def test_the_projects_instructions_are_followed_if_the_user_allows_this_version(own_home, tmp_path):
+    rules = tmp_path / "kit" / "AGENTS.md"
+    deep = tmp_path / "kit" / "src" / "x"
+    deep.mkdir(parents=True)
+    (tmp_path / "kit" / ".git").mkdir()
+    rules.write_text("Use tabs.", encoding="utf-8")
+    (tmp_path / "kit" / "CLAUDE.md").write_text("Use spaces.", encoding="utf-8")
+    with FakeLLM(lambda body: "ok") as server:
+        err = nanobot("-m", "hi", server=server, cwd=deep)[2]
+        assert "AGENTS.md (2 words) is not followed. To allow it: nanobot trust" in err
+        terminal = Terminal(server=server, cwd=deep)
+        terminal.expect("> ")
+        terminal.say("hi", "instructions: ", "AGENTS.md (2 words). Follow them? [y/N] ")
+        terminal.say("y", "ok", "> ")
+        terminal.say("again", "ok", "> ")
+        rules.write_text("Use tabs. Or so.", encoding="utf-8")
+        terminal.say("changed", "AGENTS.md (4 words). Follow them? [y/N] ")
+        terminal.say("n", "ok", "> ")
+        terminal.say("quiet", "ok", "> ")
+        assert terminal.close() == 0
+        assert "AGENTS.md" not in nanobot("-m", "hi", server=server, cwd=deep)[2]
+        assert "followed" in nanobot("trust", cwd=deep)[1]
+        assert nanobot("-m", "hi", server=server, cwd=deep)[2].count("AGENTS.md") == 0
+        shown = nanobot("prompt", "hi", server=server, cwd=deep)[1]
+        assert "==== Project" in shown and "Use tabs. Or so." in shown
+        assert "not followed" in nanobot("trust", "no", cwd=deep)[1]
+        nanobot("-m", "hi", server=server, cwd=deep)
+        got = project_parts(server)
+    assert got == ["", "Use tabs.", "Use tabs.", "", "", "", "Use tabs. Or so.", ""]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs links and FIFOs")
+@pytest.mark.parametrize("fence", [False, True])
+@pytest.mark.parametrize(
+    ("make", "used"),
+    [
+        (lambda kit, home: (kit / "CLAUDE.md").write_text("c" * 20_000), "c" * 16_000),
+        (lambda kit, home: (kit / "AGENTS.md").symlink_to("real.md"), "real"),
+        (lambda kit, home: (kit / "CLAUDE.md").symlink_to(home / "key"), ""),
+        (lambda kit, home: (kit / "AGENTS.md").symlink_to("AGENTS.md"), ""),
+        (lambda kit, home: os.mkfifo(kit / "AGENTS.md"), ""),
+        (lambda kit, home: (kit / "AGENTS.md").mkdir(), ""),
+        (lambda kit, home: (kit.parent / "AGENTS.md").write_text("no repository"), ""),
+    ],
+)
+def test_only_a_regular_file_inside_the_project_is_followed(own_home, tmp_path, make, used, fence):
+    kit = tmp_path / "kit"
+    kit.mkdir()
+    (own_home / "key").write_text("secret", encoding="utf-8")
+    (kit / "real.md").write_text("real", encoding="utf-8")
+    make(kit, own_home)
+    flags = settings(own_home, tools={"restrictToWorkspace": fence})
+    with FakeLLM(lambda body: "ok") as server:
+        assert nanobot("trust", *flags, cwd=kit)[0] == (0 if used else 1)
+        nanobot("-m", "hi", *flags, server=server, cwd=kit)
+        assert project_parts(server) == [used]
+
+
+# ---- Standard input in a loop ----
+
+
+def test_a_command_in_a_loop_leaves_the_list_alone_and_names_what_it_attaches(tmp_path):
+    (tmp_path / "list").write_text("a\nb\nc\n", encoding="utf-8")
+    one_shot = f"{sys.executable} {ROOT}/nanobot.py -m"
+    loop = f'while read name; do {one_shot} "file $name"; done < list'
+    with FakeLLM(lambda body: "ok") as server:
+        options = {"cwd": tmp_path, "env": surroundings(server), "capture_output": True}
+        subprocess.run(["sh", "-c", loop], check=True, **options)
+        assert [texts_sent(body) for body in server.bodies] == [[f"file {name}"] for name in "abc"]
+        done = subprocess.run(["sh", "-c", f"{one_shot} count < list"], text=True, **options)
+        assert "attached: 3 lines from standard input" in done.stderr
+        assert texts_sent(server.bodies[-1]) == ["count\n\na\nb\nc"]
 
 
 # ---- A trace, and the same turn again ----
@@ -707,12 +942,7 @@ def test_a_trace_is_replayed_without_network_and_without_running_anything(own_ho
     records[0]["answer"]["tool_calls"][0]["arguments"]["command"] = "echo sang\x1b[2J"
     trace.write_text("".join(f"{json.dumps(record)}\n" for record in records))
     status, out, err = nanobot("replay", "t.jsonl", cwd=tmp_path)
-    assert (status, out, "\x1b" in err) == (1, "", False), (
-        "it stops where a request differs, and shows it"
-    )
-    assert re.search(r"^-.*echo ran", err, re.MULTILINE) and re.search(
-        r"^\+.*echo sang", err, re.MULTILINE
-    )
+    assert (status, "\x1b" in err, "echo sang" in err) == (0, False, True)
 
 
 def test_turns_add_up_in_one_trace_and_are_replayed_one_after_the_other(own_home, tmp_path):
@@ -726,9 +956,9 @@ def test_turns_add_up_in_one_trace_and_are_replayed_one_after_the_other(own_home
         call("list_dir"),
         "All done.",
     ]
-    trace = ["--trace", str(tmp_path / "t.jsonl")]
+    trace = [*DIRECT, "--trace", str(tmp_path / "t.jsonl")]
     with FakeLLM(script) as server:
-        nanobot("-m", "zero", server=server)
+        nanobot("-m", "zero", *DIRECT, server=server)
         status, out, err = nanobot("-m", "one", "--approve", *trace, server=server, cwd=tmp_path)
         assert (status, out, err.count("nobody can be asked")) == (0, "I may not.\n", 1)
         assert "nobody can be asked here" in server.bodies[2]["messages"][-1]["content"]
@@ -752,55 +982,6 @@ def test_turns_add_up_in_one_trace_and_are_replayed_one_after_the_other(own_home
     assert (status, out) == (1, "I may not.\nAll done.\n"), err
     assert "HTTP 400: boom" in err and "cancelled" in err
     assert not (tmp_path / "made").exists()
-
-
-GONE = [call("read_file", path="gone.txt")] * 5
-PLAYED_AGAIN = {  # the answers of the model, the status of the turn, and a part of what is shown
-    "the same result five times": (
-        [*[call("read_file", path="a.txt")] * 5, "It is: hello"],
-        0,
-        "It is: hello\n",
-    ),
-    "the same failure five times": (
-        [call("read_file", path="b.txt"), *GONE],
-        1,
-        "gone.txt: No such file",
-    ),
-    "the same call, first with a result": (
-        [
-            call("write_file", path="gone.txt", content="x"),
-            GONE[0],
-            call("exec", command="rm gone.txt"),
-            *GONE,
-        ],
-        1,
-        "gone.txt: No such file",
-    ),
-    "an image, and the same file with another one": (
-        [
-            call("read_file", path="dot.png"),
-            call("exec", command="printf x >> dot.png"),
-            call("read_file", path="dot.png"),
-            "It is a dot.",
-        ],
-        0,
-        "It is a dot.\n",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", PLAYED_AGAIN)
-def test_a_turn_with_equal_calls_or_an_image_ends_the_same_in_its_replay(own_home, tmp_path, name):
-    script, status, shown = PLAYED_AGAIN[name]
-    (tmp_path / "a.txt").write_text("hello\n", encoding="utf-8")
-    (tmp_path / "dot.png").write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(40))
-    trace = ["--trace", str(tmp_path / "t.jsonl")]
-    with FakeLLM([*script, "Next."]) as server:
-        first = nanobot("-m", "do it", *trace, server=server, cwd=tmp_path)
-        assert (first[0], shown in first[1]) == (status, True), first
-        assert nanobot("-m", "and now?", *trace, server=server, cwd=tmp_path)[:2] == (0, "Next.\n")
-    again = nanobot("replay", "t.jsonl", cwd=tmp_path)
-    assert again[:2] == (status, f"{first[1]}Next.\n"), again[2]
 
 
 KEY = "sk-proj-abcdefghijklmnopqrstuvwxyz0123456789"
@@ -954,10 +1135,10 @@ def test_the_setting_of_a_sandbox_reaches_status_and_exec(own_home, tmp_path, sa
 
 def test_prompt_prints_what_is_sent_part_by_part_and_asks_no_model(own_home):
     with FakeLLM(["ok", "fine"]) as server:
-        nanobot("-m", "Größe?", "--no-stream", server=server)
-        status, out, _ = nanobot("prompt", "What is in a.txt?", server=server)
+        nanobot("-m", "Größe?", *DIRECT, "--no-stream", server=server)
+        status, out, _ = nanobot("prompt", "What is in a.txt?", *DIRECT, server=server)
         assert (status, len(server.bodies), "stream" in server.bodies[0]) == (0, 1, False)
-        nanobot("-m", "What is in a.txt?", server=server)
+        nanobot("-m", "What is in a.txt?", *DIRECT, server=server)
         sent = server.bodies[1]
     assert re.findall(r"^==== (.+) \(~[\d,]+ tokens\) ====$", out, re.M)[-3:] == [
         "Tools",
@@ -976,9 +1157,10 @@ def test_prompt_status_and_the_token_line_say_in_numbers_what_does_not_fit(own_h
     narrow = settings(
         own_home, agents={"defaults": {"contextWindowTokens": 6_000, "maxTokens": 1_000}}
     )
+    narrow += DIRECT
     with FakeLLM(lambda body: "word " * 400) as server:
         for n in range(6):
-            nanobot("-m", f"question {n}", server=server)
+            nanobot("-m", f"question {n}", *DIRECT, server=server)
         _, out, _ = nanobot("prompt", "question 6", *narrow, server=server)
         _, status, _ = nanobot("-m", "/status", *narrow, server=server)
         _, _, err = nanobot("-m", "question 6", *narrow, server=server)

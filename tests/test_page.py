@@ -415,7 +415,7 @@ def test_a_trace_is_shown_as_text_and_as_a_page_that_needs_no_server(folder):
 @needs_terminal
 def test_at_the_terminal_a_step_waits_for_enter_and_a_call_runs_as_it_was_changed(own_home, folder):
     (folder / "b.txt").write_text("this is b\n")
-    terminal = Terminal("--offline", "--step", cwd=folder)
+    terminal = Terminal("--offline", "--step", "-s", "direct", cwd=folder)
     terminal.expect("> ")
     terminal.say("read a.txt", "Enter sends them")
     terminal.say("what?", "Enter sends them")  # neither Enter nor stop: asked again
@@ -467,7 +467,8 @@ def test_a_question_is_asked_and_answered_in_the_page_and_nothing_in_it_is_marku
     assert tab.run("document.title") == "nanobot behind glass"
     assert "hello <script>" in tab.run("byId('requests').textContent")
     assert tab.run("document.querySelectorAll('article').length") == 2
-    second = opened(browser, f"http://127.0.0.1:{page.port}/")  # another window, and a reload
+    again = tab.run("location.href")
+    second = opened(browser, again)  # another window of the same session
     second.wait("document.querySelectorAll('.said.agent').length === 1")
     second.say("what time is it?")
     tab.wait("document.querySelectorAll('.said.agent').length === 2")
@@ -477,6 +478,9 @@ def test_a_question_is_asked_and_answered_in_the_page_and_nothing_in_it_is_marku
     )
     tab.click("Journal")
     assert '"role": "user"' in tab.run("byId('journal').textContent")
+    third = opened(browser, f"http://127.0.0.1:{page.port}/")  # a session of its own
+    third.wait("byId('sessions').options.length === 2")
+    assert answers(third) == 0 and third.run("location.href") != again
 
 
 @pytest.mark.slow
@@ -547,7 +551,7 @@ def test_a_window_shows_and_answers_what_other_sessions_and_the_memory_ask(
     while not file.exists() or "url=" not in file.read_text():
         time.sleep(0.02)
     tab = opened(browser, file.as_uri())  # as the program opens it
-    assert tab.run("location.href") == f"http://127.0.0.1:{page.port}/"
+    assert tab.run("location.href").startswith(f"http://127.0.0.1:{page.port}/#")
     page.address()  # the browser has used this one
     tab.run("byId('text').value = 'half a line'; byId('text').focus()")
     page.say("What is in a.txt?", chat="work")
@@ -582,7 +586,7 @@ def test_a_long_session_stays_responsive_and_a_reminder_appears(browser, open_pa
     tab = opened(browser, page.address())
     tab.say("remind me in 1 second to drink water")
     for number in range(200):
-        assert page.say("hello", number=f"n{number}")[0] == 204
+        assert page.say("hello", tab.run("chat"), f"n{number}")[0] == 204
     tab.wait(
         "byId('chat').textContent.includes('drink water') && document.querySelectorAll('.said.user').length > 100",
         120,

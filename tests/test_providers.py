@@ -31,13 +31,13 @@ from providers import (
     LLMResponse,
     OfflineProvider,
     OpenAIProvider,
-    ReplayDiffers,
-    ReplayProvider,
     ScriptedProvider,
     ToolCallRequest,
     Trace,
     choose_endpoint,
     legal,
+    read_trace,
+    recorded_answer,
 )
 from tools import FILE_TOOLS, Exec, ToolRegistry, Turn, Web, WebFetch, WebSearch
 
@@ -2145,7 +2145,7 @@ def test_a_person_sees_what_a_model_sees_and_later_only_what_is_new():
 # ---- A trace of each attempt ----
 
 
-def test_a_trace_has_every_attempt_and_a_replay_plays_the_answers(tmp_path):
+def test_a_trace_has_every_attempt_and_gives_the_answers_back(tmp_path):
     unsupported = Failure(400, by_id("openai-max-tokens-renamed")["body"])
     with FakeLLM([unsupported, error(503, "busy"), "Here.", error(401, "no"), Hang(9)]) as server:
         provider = made(server)
@@ -2168,9 +2168,8 @@ def test_a_trace_has_every_attempt_and_a_replay_plays_the_answers(tmp_path):
     assert "Use 'max_completion_tokens'" in records[0]["answer"]["error"]
     assert records[1]["answer"]["error"] == "HTTP 503: busy"
     assert [each["answer"]["content"] for each in records[:4]] == [None, None, "Here.", None]
-    replay = ReplayProvider(tmp_path / "t")
-    assert [ask(replay)[0] for _ in range(2)] == answers
-    assert "cancelled" in ask(replay)[0].error and replay.rest == []
+    replayed = [recorded_answer(record) for record in read_trace(tmp_path / "t")]
+    assert replayed[2:4] == answers and "cancelled" in replayed[4].error
 
 
 SECRET = "0123456789abcdef"
@@ -2178,26 +2177,6 @@ SECRET = "0123456789abcdef"
 
 def a_record(messages, answer, **more):
     return {"messages": messages, "tools": [TOOL], "options": {}, "answer": answer, **more}
-
-
-def test_a_replay_stops_at_the_first_request_that_differs_and_goes_on_from_there(tmp_path):
-    records = [
-        a_record(HELLO, {"content": "One.", "tool_calls": []}, outcome="answered"),
-        a_record(HELLO, {"content": "Lost.", "tool_calls": []}, outcome="healed"),
-        a_record(HELLO, {"content": "Lost.", "tool_calls": []}, outcome="retried"),
-        a_record(HELLO, None, outcome="cancelled"),
-    ]
-    (tmp_path / "t").write_text("\n".join(map(json.dumps, records)))
-    replay = ReplayProvider(tmp_path / "t")
-    for messages, tools in ((HELLO, []), (HELLO[1:], [TOOL])):
-        with pytest.raises(ReplayDiffers):
-            ask(replay, messages, tools)
-    answer, shown = ask(replay, HELLO, [TOOL], stream=True)
-    assert (answer.content, answer.error, shown) == ("One.", None, ["One."])
-    assert ask(replay, HELLO, [TOOL])[0] == LLMResponse(
-        finish_reason="error", error="It was cancelled."
-    )
-    assert ask(replay, HELLO, [TOOL])[0].error == "The trace has no further step."
 
 
 NO_RECORDS = {
@@ -2221,7 +2200,7 @@ def test_a_line_that_is_no_record_is_named_by_its_number(name, tmp_path):
     good = json.dumps(a_record(HELLO, {"content": "x", "tool_calls": []}))
     (tmp_path / "t").write_text(f"{good}\n{NO_RECORDS[name]}\n")
     with pytest.raises(ValueError, match=r"t, line 2: this is not a trace record$"):
-        ReplayProvider(tmp_path / "t")
+        read_trace(tmp_path / "t")
 
 
 # ---- The offline model ----

@@ -56,9 +56,9 @@ async def talk(folder, model):
     loop.memory.facts.parent.mkdir(parents=True, exist_ok=True)
     loop.memory.facts.write_text(KNOWN, encoding="utf-8")
     for text in ("My name is Ada.", "I have a new bicycle.", "/new"):
-        await loop.process_direct(text)
+        await loop.process_direct(text, "cli:direct")
         await loop.background.settled()
-    await loop.process_direct("Who am I?")
+    await loop.process_direct("Who am I?", "cli:direct")
     await loop.close()
     return loop.memory.facts.read_text(encoding="utf-8")
 

@@ -84,7 +84,7 @@ def wait() -> str:
 
 loop = AgentLoop(load_config(Path(sys.argv[2]), environ={}), ScriptedProvider([[ToolCallRequest("c1", "wait", {})]]))
 loop.tools.register(wait)
-asyncio.run(loop.process_direct("Wait."))
+asyncio.run(loop.process_direct("Wait.", "cli:direct"))
 """  # no command: a machine of the class may have no bash
 
 
