@@ -1646,8 +1646,8 @@ class Gateway:
 
 
 class JobRunner:
-    """Runs each due job as its own turn. `tell(message)` sends the job's report to its chat. Without
-    `tell`, only the jobs of terminals run, while no gateway runs; reports wait in the inbox."""
+    """Runs each due job as its own turn. `tell(message)` sends the job's report to its chat.
+    Without `tell`, only jobs of terminals run, if no gateway runs; reports wait in the inbox."""
 
     def __init__(self, loop: AgentLoop, tell: Callable[[InboundMessage], Awaitable] | None = None):
         self.loop = loop
@@ -1669,11 +1669,8 @@ class JobRunner:
         """Run due jobs until cancelled, but only while no other program holds the lock `jobs`."""
         lock = self.loop.workspace / ".nanobot" / "jobs.lock"
         while True:
-            try:
-                with locked(lock, "another program runs the jobs"):
-                    await self.clock.run(self.may_run)
-            except SessionBusy:
-                pass  # the other program may end
+            with contextlib.suppress(SessionBusy), locked(lock, "another program runs the jobs"):
+                await self.clock.run(self.may_run)
             await self.loop.config.sleep(1.0)
 
     def add_system_jobs(self) -> None:

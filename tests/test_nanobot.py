@@ -2564,7 +2564,8 @@ def test_the_cron_tool_says_when_nothing_will_happen_and_what_is_wrong(tmp_path)
     refused = asyncio.run(cron(job))
     assert (
         refused.is_error
-        and refused.text == "Give exactly one of `every_seconds`, `cron_expr`, `at` and `in_seconds`."
+        and refused.text
+        == "Give exactly one of `every_seconds`, `cron_expr`, `at` and `in_seconds`."
     )
 
 
