@@ -1327,7 +1327,7 @@ class CronService:
     now: Callable = time.time
     sleep: Callable = asyncio.sleep
     is_wanted: Callable = lambda job: True
-    running: dict[str, asyncio.Task] = field(default_factory=dict)  # job id → its run
+    running: dict = field(default_factory=dict)  # job id → the task of its run
 
     def jobs(self) -> list[CronJob]:
         """The valid jobs of the file. A person may have written the file: values get defaults."""
@@ -1386,7 +1386,7 @@ class CronService:
 
     async def _run(self, job: CronJob, name: str, began: float) -> None:
         """Run a job and record the run. A run that ends with the program is repeated later."""
-        changes: dict | None = {"after": began, "error": ""}
+        changes = {"after": began, "error": ""}
         [outcome] = await asyncio.gather(self.fire(job, name), return_exceptions=True)
         if isinstance(outcome, asyncio.CancelledError):
             changes["error"] = "stopped"
