@@ -40,10 +40,10 @@ import zoneinfo
 from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import asdict, dataclass, field, fields, replace
-from datetime import UTC, date, datetime, timedelta, tzinfo
+from dataclasses import asdict, dataclass, field, fields
+from datetime import UTC, datetime, timedelta, tzinfo
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Literal, NamedTuple, TextIO
+from typing import Annotated, Any, BinaryIO, Literal, TextIO
 
 # ---- Many channels, one agent ----
 
@@ -1164,86 +1164,70 @@ def open_tags(part: str) -> list[str]:
 # ---- The calendar: the next time that matches a cron expression ----
 # In Berlin, 02:30 does not exist on one day in March, and exists twice on one day in October.
 
-ONE_DAY = timedelta(days=1)
+CRON_FIELDS = {  # the lowest number, the highest, and names for the numbers from the lowest on
+    "minute": (0, 59, ""),  # */15 * * * *: every quarter of an hour
+    "hour": (0, 23, ""),  # 0 8-18/2 * * *: every two hours by day
+    "day of month": (1, 31, ""),  # 0 9 1,15 * *: twice a month
+    "month": (1, 12, "jan feb mar apr may jun jul aug sep oct nov dec"),  # 0 9 1 jan *
+    "day of week": (0, 7, "sun mon tue wed thu fri sat"),  # 0 9 * * mon-fri
+}
 # *   */15   1-5   8-18/2   5; not 5/15, which cron programs interpret differently
-PART = r"(?:\*|([0-9]{1,2})-([0-9]{1,2}))(?:/([0-9]{1,2}))?|([0-9]{1,2})"
+PART = r"(?:\*|([0-9]{1,2})-([0-9]{1,2}))(?:/([1-9][0-9]?))?|([0-9]{1,2})"
 
 
-class CronField(NamedTuple):
-    """The allowed numbers of a cron field, and their names in order, like "jan feb mar …"."""
-
-    name: str
-    lowest: int
-    highest: int
-    names: str = ""
-
-    def values(self, text: str) -> set[int]:
-        """ "1-3,20" → {1, 2, 3, 20}; "*/20" → {0, 20, 40}; "sat-sun" → {6, 7}"""
-        text = text.replace("-sun", "-7")  # at the end of a range, Sunday is 7
-        for number, name in enumerate(self.names.split(), self.lowest):
-            text = text.replace(name, str(number))
-        return set().union(*(self._range(part) for part in text.split(",")))
-
-    def _range(self, part: str) -> range:
+def cron_numbers(field: str, text: str) -> set[int]:
+    """("minute", "1-3,20") → {1, 2, 3, 20}; ("day of week", "sat-sun") → {6, 7}"""
+    lowest, highest, names = CRON_FIELDS[field]
+    text = text.replace("-sun", "-7")  # at the end of a range, Sunday is 7
+    for number, name in enumerate(names.split(), lowest):
+        text = text.replace(name, str(number))
+    numbers = set()
+    for part in text.split(","):
+        complaint = (
+            f"{field}: {part!r} is not like 5, 1-5, 1,5, *, */15 or 0-30/5, "
+            f"within {lowest}-{highest}; 22-2 is written as 22-23,0-2"
+        )
         match = re.fullmatch(PART, part)
         if not match:
-            raise ValueError(f"{self.name}: {part!r} is not like 5, 1-5, 1,5, *, */15 or 0-30/5")
+            raise ValueError(complaint)
         first, last, step, single = match.groups()
-        low, high = int(first or single or self.lowest), int(last or single or self.highest)
-        if not self.lowest <= low <= high <= self.highest or step == "0":
-            allowed = f"{self.lowest}-{self.highest}; 22-2 is written as 22-23,0-2"
-            raise ValueError(f"{self.name}: {part!r} is not within {allowed}")
-        return range(low, high + 1, int(step or 1))
+        low, high = int(first or single or lowest), int(last or single or highest)
+        if not lowest <= low <= high <= highest:
+            raise ValueError(complaint)
+        numbers.update(range(low, high + 1, int(step or 1)))
+    return numbers
 
 
-CRON_FIELDS = (
-    CronField("minute", 0, 59),  # */15 * * * *: every quarter of an hour
-    CronField("hour", 0, 23),  # 0 8-18/2 * * *: every two hours by day
-    CronField("day of month", 1, 31),  # 0 9 1,15 * *: twice a month
-    CronField("month", 1, 12, "jan feb mar apr may jun jul aug sep oct nov dec"),  # 0 9 1 jan *
-    CronField("day of week", 0, 7, "sun mon tue wed thu fri sat"),  # 0 9 * * mon-fri
-)
+@functools.lru_cache(maxsize=1_000)  # the clock asks once a second, and the answer stays the same
+def next_run(expr: str, after: float, zone: tzinfo) -> float:
+    """The first time later than `after` that matches a cron expression, as in Vixie cron. Times are
+    seconds since 1970. Raises ValueError if the expression is invalid or no date matches, like
+    31 February. In Berlin in 2026:
 
-
-class CronExpression:
-    """A cron expression, as in Vixie cron. Raises ValueError if the expression is invalid."""
-
-    def __init__(self, text: str):
-        parts = text.lower().split()
-        if len(parts) != len(CRON_FIELDS):
-            names = "minute, hour, day of month, month, day of week"
-            raise ValueError(f"{text!r} has {len(parts)} fields instead of five: {names}")
-        sets = [field.values(part) for field, part in zip(CRON_FIELDS, parts, strict=True)]
-        self.minutes, self.hours, self.days, self.months, weekdays = sets
-        self.weekdays = {number % 7 for number in weekdays}
-        stars = [part.startswith("*") for part in parts]
-        self.either_day = not stars[2] and not stars[4]  # 0 9 13 * fri: each 13th, and each Friday
-
-    def moments(self, day: date, zone: tzinfo) -> list[datetime]:
-        """All matching times of one day, in UTC. In Berlin in 2026:
-
-        1 June, 12:00       10:00
-        29 March, 02:30     01:30, which is 03:30 there, because clocks skip an hour
-        25 October, 02:30   00:30, and not again at 01:30, when clocks repeat the hour
-        """
-        fits = [day.day in self.days, day.isoweekday() % 7 in self.weekdays]
-        day_fits = any(fits) if self.either_day else all(fits)
-        if not day_fits or day.month not in self.months:
-            return []
-        times = itertools.product(self.hours, self.minutes)
-        midnight = datetime(day.year, day.month, day.day, tzinfo=zone)
-        return [midnight.replace(hour=h, minute=m).astimezone(UTC) for h, m in times]
-
-
-def next_run(expr: str, after: datetime, zone: tzinfo) -> datetime | None:
-    """The first matching time later than `after`, in UTC; None if no date matches (31 February)."""
-    expression, today = CronExpression(expr), after.astimezone(zone).date()
+    29 March, 02:30     is 03:30, because clocks skip an hour
+    25 October, 02:30   is the first of two, because clocks repeat an hour; both for hour `*`
+    """
+    parts = expr.lower().split()
+    if len(parts) != len(CRON_FIELDS):
+        raise ValueError(
+            f"{expr!r} has {len(parts)} fields instead of five: "
+            "minute, hour, day of month, month, day of week"
+        )
+    minutes, hours, days, months, weekdays = map(cron_numbers, CRON_FIELDS, parts)
+    folds = [0, 1] if len(hours) == 24 else [0]  # 1: the second 02:30 of a day
+    times = list(itertools.product(hours, minutes, folds))
+    has_star = parts[2].startswith("*") or parts[4].startswith("*")
+    suffices = all if has_star else any  # 0 9 13 * fri: each 13th, and each Friday
     for number in range(-1, 9 * 366):  # "0 0 29 2 *", a leap day: 2096, 2104; not 2100
-        moments = expression.moments(today + number * ONE_DAY, zone)
-        later = [moment for moment in moments if moment > after]
-        if later:
-            return min(later)
-    return None
+        day = datetime.fromtimestamp(after, zone) + timedelta(days=number)
+        in_week = {day.isoweekday(), day.isoweekday() % 7} & weekdays
+        if day.month in months and suffices([day.day in days, in_week]):
+            day = day.replace(second=0, microsecond=0)
+            moments = [day.replace(hour=h, minute=m, fold=f).timestamp() for h, m, f in times]
+            later = [moment for moment in moments if moment > after]
+            if later:
+                return min(later)
+    raise ValueError("it never runs: no such date")
 
 
 # ---- Jobs, in a file that several programs change ----
@@ -1255,48 +1239,39 @@ class CronError(ValueError):
 
 @dataclass
 class CronJob:
-    """`every_seconds`, `cron_expr` or `at` says when the job runs. Times are ISO 8601 texts."""
+    """A row of the jobs file. `every_seconds`, `cron_expr` or `at` says when the job runs."""
 
     id: str
     message: str = ""
-    every_seconds: float = 0
+    every_seconds: int = 0
     cron_expr: str = ""
     tz: str = ""  # the time zone of `cron_expr` and `at`; "" means the agent's zone
-    at: str = ""
-    channel: str = ""  # the chat that asked for the job
+    at: str = ""  # 2026-11-21T17:00+01:00
+    channel: str = ""  # the chat that asked for the job; "system" for the agent's own jobs
     chat_id: str = ""
     folder: str = ""  # the job runs in the folder of the terminal at which it was made
-    since: str = ""  # the last run began at this time; the next run is the first one after it
+    first: int = 0  # an `every_seconds` job runs at this time (seconds since 1970) plus multiples
+    after: float = 0  # the next run is the first one that is due after this time
     error: str = ""  # the error of the last run
     enabled: bool = True
-    system: bool = False
 
-    row = None  # the row of the file from which this job was made
-    coming = None  # the time of the next run
-
-    def due(self, after: datetime, zone: tzinfo) -> datetime | None:
-        """The time of the next run in UTC, or None. Raises ValueError for an invalid schedule."""
-        after, own_zone = after.astimezone(UTC), zone_named(self.tz, zone)
-        if self.at:
-            at = as_moment(self.at, own_zone)
-            return at if at > after else None
+    def due(self, after: float, zone: tzinfo) -> float | None:
+        """The first time later than `after`, or None. Raises ValueError for a bad schedule."""
+        own_zone = zone_named(self.tz, zone)
         if self.cron_expr:
-            return next_run(self.cron_expr, after, own_zone)
+            return next_run(self.cron_expr, after // 60 * 60, own_zone)
+        if self.at:
+            at = datetime.fromisoformat(self.at)
+            moment = (at if at.tzinfo else at.replace(tzinfo=own_zone)).timestamp()
+            return moment if moment > after else None
         if self.every_seconds <= 0:
             raise ValueError("the schedule is missing or negative")
-        return after + timedelta(seconds=self.every_seconds)
+        return after + self.every_seconds - (after - self.first) % self.every_seconds
 
     def schedule(self) -> str:
-        if self.every_seconds:
-            return f"every {self.every_seconds:.10g} s"
-        return (f"at {self.at}" if self.at else f"cron {self.cron_expr} {self.tz}").rstrip()
-
-
-def as_moment(text: str, zone: tzinfo) -> datetime:
-    """ "2026-11-21T17:00" as a time in UTC; a text without offset or Z is in `zone`. All times are
-    compared in UTC, because a local time like 02:30 occurs twice on one day each autumn."""
-    moment = datetime.fromisoformat(text)
-    return (moment if moment.tzinfo else moment.replace(tzinfo=zone)).astimezone(UTC)
+        """0 9 * * * Europe/Berlin   2026-11-21T17:00:00+01:00   every 3600 s"""
+        cron = f"{self.cron_expr} {self.tz}".strip()
+        return self.at or cron or f"every {self.every_seconds} s"
 
 
 def zone_named(name: str, default: tzinfo) -> tzinfo:
@@ -1307,11 +1282,13 @@ def zone_named(name: str, default: tzinfo) -> tzinfo:
         raise CronError(f"there is no time zone {name!r}: {hint}") from None
 
 
+@dataclass
 class JobStore:
-    """Reads and writes the file `{"jobs": [{…}, …]}`. Unknown rows and keys stay unchanged."""
+    """Reads and writes the file `{"jobs": [{…}, …]}`. Unknown rows and keys stay unchanged. The
+    methods block the thread, and wait while another program changes the file."""
 
-    def __init__(self, path: Path, lock: Callable[[Path], Any]):
-        self.path, self.lock, self.own_lock = path, lock, threading.Lock()
+    path: Path
+    lock: Callable = contextlib.nullcontext  # `with lock(path):` waits for other programs
 
     def read(self) -> list:
         """Raises OSError if the file is damaged, so that a damaged file never looks empty."""
@@ -1323,13 +1300,24 @@ class JobStore:
                     return rows
             raise ValueError("the list of jobs is missing")
         except ValueError as problem:
-            raise OSError(f"{self.path} is damaged: {problem}") from None
+            told = f"{self.path} is damaged: {problem}. Repair the file, or move it away."
+            raise OSError(told) from None
 
-    def change(self, edit: Callable[[list], list]) -> None:
-        """Write the rows that `edit(rows)` returns to the file, atomically. Blocks the thread."""
+    def edit(self, id: str, changes: dict | None, is_new: bool = False) -> None:
+        """Change these keys of a job; None removes the job. Without `is_new`, an unknown id changes
+        nothing: another program may have removed the job. The file is written atomically."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.own_lock, self.lock(self.path.with_suffix(".lock")):
-            rows = edit(self.read())
+        with self.lock(self.path.with_suffix(".lock")):
+            rows = self.read()
+            found = [row for row in rows if isinstance(row, dict) and str(row.get("id")) == id]
+            if is_new and not found:
+                found = [{"id": id}]
+                rows += found
+            for row in found:
+                if changes is None:
+                    rows.remove(row)
+                else:
+                    row.update(changes)
             temporary = self.path.with_suffix(".tmp")  # overwrites a file that a crash has left
             with open(temporary, "w", encoding="utf-8", errors="replace") as file:
                 json.dump({"jobs": rows}, file, ensure_ascii=False, indent=1)
@@ -1338,154 +1326,107 @@ class JobStore:
             os.replace(temporary, self.path)
 
 
-def id_of(row: Any) -> str:
-    """The id of a row, or "" if the row has no id."""
-    return str(row.get("id", "")) if isinstance(row, dict) else ""
-
-
-def job_of(row: Any, now: datetime, zone: tzinfo) -> CronJob | None:
-    """Convert a row of the jobs file, which a person may have written. Missing values get defaults,
-    and a future `since` is replaced by `now`. Log an invalid row and return None."""
-    try:
-        given = [each for each in fields(CronJob) if row.get(each.name) is not None]
-        job = CronJob(**{each.name: each.type(row[each.name]) for each in given})
-        since = min(as_moment(job.since or now.isoformat(), zone), now)
-        job.row, job.coming = row, job.due(since, zone)  # `due` raises if the schedule is invalid
-        return job
-    except Exception as problem:
-        warn_once(f"cron: {str(row)[:100]} is no job: {problem}")
-        return None
-
-
-@functools.lru_cache(maxsize=100)
-def warn_once(text: str) -> None:
-    log.warning("%s", text)
+warn_once = functools.lru_cache(maxsize=100)(log.warning)  # the clock asks once a second
 
 
 # ---- The clock that runs the jobs ----
 
 
+@dataclass
 class CronService:
-    """`run()` awaits `fire(job, name)` for each job that is due. Each run has a unique `name`. If
-    the process is killed, the run is repeated with the same name. `lock(path)` locks the file."""
+    """`run()` awaits `fire(job, name)` for each job that is due, if `is_wanted(job)`. Each run has
+    a unique `name`. If the program is killed, the run is repeated with the same name. `now()` gives
+    seconds since 1970."""
 
-    longest_delay = timedelta(hours=12)  # a `cron_expr` job skips runs that are later than this
+    store: JobStore
+    fire: Callable
+    zone: tzinfo
+    now: Callable = time.time
+    sleep: Callable = asyncio.sleep
+    is_wanted: Callable = lambda job: True
+    running: dict = field(default_factory=dict)  # job id → the task of its run
 
-    def __init__(
-        self,
-        path: Path,
-        fire: Callable[[CronJob, str], Awaitable],
-        *,
-        now: Callable[[], datetime],
-        zone: tzinfo,
-        sleep: Callable[[float], Awaitable] = asyncio.sleep,
-        lock: Callable[[Path], Any] = contextlib.nullcontext,
-    ):
-        self.store, self.fire, self.now, self.zone = JobStore(path, lock), fire, now, zone
-        self.sleep = sleep
-        self.is_wanted: Callable[[CronJob], bool] = lambda job: True
-        self._system: dict[str, Callable[[], Awaitable]] = {}
-        self._running: dict[str, asyncio.Task] = {}
-        self._jobs: dict[str, CronJob] = {}
+    def jobs(self) -> list[CronJob]:
+        """The valid jobs of the file. A person may have written the file: values get defaults."""
+        jobs = []
+        for row in self.store.read():
+            try:
+                values = {
+                    each.name: each.type(row[each.name])
+                    for each in fields(CronJob)
+                    if row.get(each.name) is not None
+                }
+                job = CronJob(**values)
+                job.due(0, self.zone)  # raises an error if the schedule is invalid
+                jobs.append(job)
+            except Exception as problem:
+                warn_once(f"cron: {str(row)[:100]} is no job: {problem}")
+        return jobs
 
-    def _utc(self) -> datetime:
-        return self.now().astimezone(UTC)
-
-    def _shown(self, moment: datetime) -> str:
-        return moment.astimezone(self.zone).strftime("%a %Y-%m-%d %H:%M %Z")
-
-    def add_system(self, id: str, every_seconds: float, function: Callable[[], Awaitable]) -> None:
-        """Add a system job. The tool `cron` lists this job, but cannot remove it."""
-        self._system[id] = function
-
-        def edit(rows: list) -> list:
-            new = {"id": id, "system": True, "since": self.now().isoformat()}
-            known = {id_of(row): row for row in rows}
-            job = known.get(id, new) | {"every_seconds": every_seconds, "enabled": True}
-            return [*(row for row in rows if id_of(row) != id), job]
-
-        self.store.change(edit)
-
-    async def run(self, may_go_on: Callable[[], bool] = lambda: True) -> None:
+    async def run(self, may_go_on: Callable = lambda: True) -> None:
         """Check the clock and the jobs file once a second. If `run` is cancelled, cancel the
         running jobs. If `may_go_on` returns False, wait for the running jobs and return."""
         try:
             while may_go_on():
                 await self.tick()
                 await self.sleep(1)
-            await asyncio.gather(*self._running.values(), return_exceptions=True)
+            await asyncio.gather(*self.running.values(), return_exceptions=True)
         finally:
-            await end_all(self._running.values())
+            await end_all(self.running.values())
 
-    async def tick(self) -> list[asyncio.Task]:
-        """Start all jobs that are due. Returns the tasks of all running jobs."""
-        now = self._utc()
+    async def tick(self) -> None:
+        """Start all jobs that are due."""
+        busy = set(self.running)  # a run may end while the file is read
         try:
-            self._jobs = await in_thread(self._jobs_of_file, now)
-        except Exception as problem:  # if the file cannot be read, the known jobs still run
-            warn_once(f"cron: the jobs cannot be read: {problem}")
-        for job in self._jobs.values():
-            is_due = job.enabled and job.coming is not None and job.coming <= now
-            if is_due and job.id not in self._running and self.is_wanted(job):
-                self._start(job, now)
-        return list(self._running.values())
+            for job in await in_thread(self.jobs):
+                if job.enabled and job.id not in busy and self.is_wanted(job):
+                    busy.add(job.id)
+                    self._start_if_due(job, self.now())
+        except OSError as problem:
+            warn_once(f"cron: the jobs wait: {problem}")
 
-    def _jobs_of_file(self, now: datetime) -> dict[str, CronJob]:
-        """All jobs in the file. An unchanged row keeps its CronJob object. Blocks the thread."""
-        jobs: dict[str, CronJob] = {}
-        for row in self.store.read():
-            job = self._jobs.get(id_of(row))
-            if job is None or job.row != row:
-                job = job_of(row, now, self.zone)
-            if job and (job.id in self._system or not job.system):
-                jobs.setdefault(job.id, job)
-        return jobs
+    def _start_if_due(self, job: CronJob, now: float) -> None:
+        """A repeated job skips a run if it is over 12 hours late, or if the next run is nearer; of
+        several missed runs, it does only one. An `at` job that is over a day late is only told."""
+        after = job.after if job.after <= now else 0  # the clock may have been set back
+        if not job.at and job.channel != "system":
+            latest = min(job.due(now, self.zone) - now, 43_200)
+            after = max(after, now - latest)
+        due = job.due(after, self.zone)
+        if due is None or due > now:
+            return
+        if job.at and now - due > 86_400:
+            job.message = (
+                f"Only tell the user that this job was missed on {self._shown(due)}: {job.message}"
+            )
+        self.running[job.id] = asyncio.create_task(self._run(job, f"{job.id}@{due:.0f}", now))
 
-    def _start(self, job: CronJob, now: datetime) -> None:
-        """Start a job that is due. After missed runs, a repeated job runs once; a `cron_expr` job
-        only if a run was due in the last 12 hours. An `at` job of long ago is only reported."""
-        due, message, shown = job.coming, job.message, self._shown(job.coming)
-        job.coming = None if job.at else job.due(now, self.zone)
-        if job.at and now - due > ONE_DAY:
-            message = f"Only tell the user that this job was missed on {shown}: {message}"
-        elif job.cron_expr and now - due > self.longest_delay:
-            due = job.due(now - self.longest_delay, self.zone)
-            if due is None or due > now:
-                told = "cron: %s was due on %s, too long ago: the run is skipped"
-                return log.warning(told, job.id, shown)
-        self._running[job.id] = asyncio.create_task(self._run(replace(job, message=message), due))
-
-    async def _run(self, job: CronJob, due: datetime) -> None:
+    async def _run(self, job: CronJob, name: str, began: float) -> None:
         """Run a job and record the run. A run that ends with the program is repeated later."""
-        began, name, error = self.now().isoformat(), f"{job.id}@{due:%Y-%m-%dT%H:%M:%SZ}", ""
-        try:
-            work = self._system[job.id]() if job.system else self.fire(job, name)
-            [outcome] = await asyncio.gather(work, return_exceptions=True)
-            if isinstance(outcome, asyncio.CancelledError):
-                error = "stopped"
-            elif isinstance(outcome, Exception):
-                error = f"{type(outcome).__name__}: {outcome}"
-                log.warning("cron: job %s failed", job.id, exc_info=outcome)
-            await self._note(job, began, error)
-        finally:
-            del self._running[job.id]
+        changes = {"after": began, "error": ""}
+        [outcome] = await asyncio.gather(self.fire(job, name), return_exceptions=True)
+        if isinstance(outcome, asyncio.CancelledError):
+            changes["error"] = "stopped"
+        elif isinstance(outcome, Exception):
+            changes["error"] = repr(outcome)[:200]
+            log.warning("cron: job %s failed", job.id, exc_info=outcome)
+        elif job.at:
+            changes = None  # this removes the job
+        while job.id in self.running:
+            try:
+                await in_thread(self.store.edit, job.id, changes)
+                del self.running[job.id]
+            except OSError as problem:  # a full disk: the job waits, or its run would be repeated
+                log.error("cron: the run of %s cannot be recorded: %s", job.id, problem)
+                await self.sleep(60)
 
-    async def _note(self, job: CronJob, began: str, error: str) -> None:
-        """Record a run in the file. An `at` job is removed after success and disabled after an
-        error. Even if the write fails, this program does not start the same run twice."""
+    def _shown(self, moment: float) -> str:
+        return f"{datetime.fromtimestamp(moment, self.zone):%a %Y-%m-%d %H:%M %Z}"
 
-        def edit(rows: list) -> list:
-            changes = {"since": began, "error": error}
-            if job.at:
-                changes["enabled"] = False
-            if job.at and not error:
-                return [row for row in rows if id_of(row) != job.id]
-            return [row | changes if id_of(row) == job.id else row for row in rows]
-
-        try:
-            await in_thread(self.store.change, edit)
-        except Exception as problem:  # for example, a full disk
-            log.error("cron: the run of %s cannot be recorded: %s", job.id, problem)
+    def add_system(self, id: str, every_seconds: float, enabled: bool = True) -> None:
+        """Add a system job, or change its settings. The tool `cron` lists, but never removes it."""
+        settings = {"channel": "system", "every_seconds": every_seconds, "enabled": enabled}
+        self.store.edit(id, settings, is_new=True)
 
     def cron(
         self,
@@ -1495,67 +1436,81 @@ class CronService:
         cron_expr: Annotated[str, "Five fields, minute first: 30 8 * * mon-fri"] = "",
         tz: Annotated[str, "Time zone, like Europe/Berlin; default: the user's zone"] = "",
         at: Annotated[str, "Run once: 2026-11-21T17:00 (a UTC offset may follow)"] = "",
+        in_seconds: Annotated[int, "Run once, this many seconds from now"] = 0,
         job_id: Annotated[str, "For `remove`: the id of the job, from `list`"] = "",
         *,
         turn: Any,
     ) -> str:
         """Reminders and regular tasks. Each job runs later as a turn; this chat gets the answer.
 
-        `add` needs a message and one of `every_seconds`, `cron_expr` and `at`. For "in 10 minutes",
-        `at` is the time in the runtime context plus 10 minutes. For "daily at 8", `cron_expr` is
-        "0 8 * * *". Tell the user the job's time. To change a job, remove it, then add another.
+        `add` needs a message and one of `every_seconds`, `cron_expr`, `at` and `in_seconds`. For
+        "in 10 minutes", `in_seconds` is 600. For "daily at 8", `cron_expr` is "0 8 * * *". Tell
+        the user the job's time. To change a job, remove it, then add another.
         """
         if action == "list":
-            jobs = [job_of(row, self._utc(), self.zone) for row in self.store.read()]
-            return "\n".join(self._line(job) for job in jobs if job) or "There are no jobs."
+            return "\n".join(map(self._line, self.jobs())) or "There are no jobs."
         if action == "remove":
             return self._remove(job_id)
         if turn.channel == "cron":
             raise CronError("A running job cannot add jobs. Do what the job's message says.")
-        job = CronJob(os.urandom(4).hex(), message.strip(), every_seconds, cron_expr, tz, at)
-        job.channel, job.chat_id = turn.channel, turn.chat_id
+        if len([given for given in (every_seconds, cron_expr, at, in_seconds) if given]) != 1:
+            raise CronError(
+                "Give exactly one of `every_seconds`, `cron_expr`, `at` and `in_seconds`."
+            )
+        now = self.now()
+        if in_seconds:
+            at = datetime.fromtimestamp(now + in_seconds, UTC).isoformat()
+        job = CronJob(
+            os.urandom(4).hex(),
+            message.strip(),
+            every_seconds,
+            cron_expr,
+            tz,
+            at,
+            turn.channel,
+            turn.chat_id,
+            first=int(now),
+            after=now,
+        )
         if turn.channel == "cli":  # a chat's jobs run in the gateway's own folder
             job.folder = str(turn.cwd)
-        job.since = self.now().isoformat()
         return self._add(job)
 
     def _add(self, job: CronJob) -> str:
-        schedules = [job.every_seconds != 0, job.cron_expr != "", job.at != ""]
         if not job.message:
             raise CronError("message is empty: write what the job has to do.")
-        if schedules.count(True) != 1:
-            raise CronError("Give exactly one of `every_seconds`, `cron_expr` and `at`.")
         try:
-            if job.at:
-                moment = as_moment(job.at, zone_named(job.tz, self.zone))
-                job.at, job.tz = moment.astimezone(self.zone).isoformat(), ""
-            due = job.due(self.now(), self.zone)
+            due = job.due(job.after, self.zone)
+            if due is None:
+                raise CronError(f"it never runs. It is now {self._shown(job.after)}")
+            if job.at:  # stored with its offset, because other programs may have other zones
+                moment = datetime.fromtimestamp(due, self.zone)
+                job.at, job.tz = moment.isoformat(timespec="seconds"), ""
+            added = f"Added job {job.id}, {job.schedule()}: it runs next on {self._shown(due)}."
         except (ValueError, OverflowError) as problem:
             raise CronError(f"No job was added for {job.schedule()!r}: {problem}.") from None
-        if due is None:
-            raise CronError(f"{job.schedule()!r} never runs. It is now {self._shown(self.now())}.")
-        self.store.change(lambda rows: [*rows, asdict(job)])
-        return f"Added job {job.id}, {job.schedule()}: it runs next on {self._shown(due)}."
+        self.store.edit(job.id, asdict(job), is_new=True)
+        return added
 
     def _remove(self, job_id: str) -> str:
-        def edit(rows: list) -> list:
-            found = [row for row in rows if job_id and id_of(row) == job_id]
-            if not found or found[0].get("system"):
-                hint = "`list` shows the jobs; those of the system stay."
-                raise CronError(f"There is no job {job_id!r} that can be removed: {hint}")
-            return [row for row in rows if row not in found]
-
-        self.store.change(edit)
+        known = [job.id for job in self.jobs() if job.channel != "system"]
+        if job_id not in known:
+            raise CronError(
+                f"No job {job_id!r} can be removed. These can: {', '.join(known) or 'none'}."
+            )
+        self.store.edit(job_id, None)
         return f"Removed job {job_id}."
 
     def _line(self, job: CronJob) -> str:
-        """1a2b3c4d · cron 0 9 * * * · next Sun 2026-11-22 09:00 CET · telegram:42 · water plants"""
-        coming = "off"
-        if job.enabled and job.coming:
-            coming = f"next {self._shown(max(job.coming, self._utc()))}"
-        chat = "system" if job.system else f"{job.channel}:{job.chat_id}"
-        failed = f" · failed: {job.error[:200]}" if job.error else ""
-        return " · ".join([job.id, job.schedule(), coming, chat, job.message[:80]]) + failed
+        """1a2b3c4d · 0 9 * * * · next Sun 2026-11-22 09:00 CET · telegram:42 · water plants"""
+        now = self.now()
+        due = job.due(job.after if job.at else now, self.zone)
+        coming = f"next {self._shown(max(due, now))}" if due and job.enabled else "off"
+        failed = f" · failed: {job.error}" if job.error else ""
+        return (
+            f"{job.id} · {job.schedule()} · {coming} · {job.channel}:{job.chat_id} · "
+            f"{job.message}{failed}"
+        )
 
 
 def machine_zone(path: Path = Path("/etc/localtime")) -> tzinfo:

@@ -60,6 +60,7 @@ from channels import (
     CronJob,
     CronService,
     InboundMessage,
+    JobStore,
     MessageBus,
     OutboundMessage,
     PageChat,
@@ -1675,53 +1676,50 @@ class Gateway:
 
 
 class JobRunner:
-    """Runs each due job as its own turn. `tell(message)` sends the job's report to its chat."""
+    """Runs each due job as its own turn. `tell(message)` sends the job's report to its chat.
+    Without `tell`, only jobs of terminals run, if no gateway runs; reports wait in the inbox."""
 
     def __init__(self, loop: AgentLoop, tell: Callable[[InboundMessage], Awaitable] | None = None):
         self.loop = loop
+        self.is_gateway = tell is not None
         self.tell = tell or self._into_inbox
-        zone = loop.context.zone
         self.clock = CronService(
-            loop.workspace / "cron" / "jobs.json",
+            JobStore(loop.workspace / "cron" / "jobs.json", locked),
             self.run_job,
-            zone=zone,
-            lock=locked,
-            now=lambda: loop.config.now().astimezone(zone),
+            loop.context.zone,
+            now=lambda: loop.config.now().timestamp(),
             sleep=loop.config.sleep,
+            is_wanted=lambda job: self.is_gateway or job.channel == "cli",
         )
 
-    async def run(self, may_go_on: Callable[[], bool] = lambda: True) -> None:
+    def may_run(self) -> bool:
+        return self.is_gateway or not gateway_runs(self.loop.workspace)
+
+    async def run(self) -> None:
         """Run due jobs until cancelled, but only while no other program holds the lock `jobs`."""
         lock = self.loop.workspace / ".nanobot" / "jobs.lock"
         while True:
-            try:
-                if may_go_on():
-                    with locked(lock, "another program runs the jobs"):
-                        await self.clock.run(may_go_on)
-            except SessionBusy as busy:
-                log.info("cron: %s", busy)
+            with contextlib.suppress(SessionBusy), locked(lock, "another program runs the jobs"):
+                await self.clock.run(self.may_run)
             await self.loop.config.sleep(1.0)
-
-    async def run_for_terminal(self) -> None:
-        self.clock.is_wanted = lambda job: job.channel == "cli"
-        await self.run(lambda: not gateway_runs(self.loop.workspace))
 
     def add_system_jobs(self) -> None:
         hours = self.loop.config.defaults.dream.interval_h
-        self.clock.add_system("dream", hours * 3_600, self.loop.dream.run)
         heartbeat = self.loop.config.gateway.heartbeat
-        if heartbeat.enabled:
-            self.clock.add_system("heartbeat", heartbeat.interval_s, self._beat)
+        self.clock.add_system("dream", hours * 3_600)
+        self.clock.add_system("heartbeat", heartbeat.interval_s, heartbeat.enabled)
 
     async def _beat(self) -> None:
         """If HEARTBEAT.md has tasks, run a turn. The model reports with the tool `message`."""
         tasks = active_tasks(self.loop.memory.text_of(self.loop.workspace / "HEARTBEAT.md"))
         if tasks:
-            GATEWAY_LOG.info("heartbeat")
             await self._answer("cron:heartbeat", template("heartbeat", tasks=tasks))
 
     async def run_job(self, job: CronJob, run: str) -> None:
         """Run a job and send its answer or error to its chat. The report gets the id `run`."""
+        if job.channel == "system":
+            await {"dream": self.loop.dream.run, "heartbeat": self._beat}[job.id]()
+            return
         GATEWAY_LOG.info("cron %s: %s", job.id, job.message[:80])
         chat, task = f"{job.channel}:{job.chat_id}", template("job", message=job.message)
         report = InboundMessage("system", "job", chat, "", message_id=run)
@@ -1744,13 +1742,18 @@ class JobRunner:
             session.mark("saved", upto=session.last)
         place = Path(folder) if folder else None
         result = await self.loop.process_direct(text, key, folder=place)
+        answer = text_for_chat(result)
         if result.stop_reason in NOT_ANSWERED:
-            raise RuntimeError(text_for_chat(result))
-        return text_for_chat(result)
+            raise RuntimeError(answer)
+        return answer
 
     async def _into_inbox(self, report: InboundMessage) -> None:
-        line = {"id": report.message_id, "kind": "report", "content": report.content}
-        line["sender"] = report.sender_id
+        line = {
+            "id": report.message_id,
+            "kind": "report",
+            "sender": report.sender_id,
+            "content": report.content,
+        }
         await in_thread(self.loop.sessions.inbox(report.chat_id).append, line)
 
     def cron_tool(self) -> Tool:
@@ -1760,8 +1763,7 @@ class JobRunner:
                 text = self.clock.cron(action, turn=turn, **arguments)
             except CronError as mistake:
                 raise ToolError(str(mistake)) from None
-            lock = "jobs" if turn.channel == "cli" else "gateway"  # a terminal runs only `cli` jobs
-            if action == "add" and not gateway_runs(turn.workspace, lock):
+            if action == "add" and not gateway_runs(turn.workspace, "jobs"):
                 text += f"\n({template('no_gateway')} Tell the user.)"
             return text
 
@@ -2594,7 +2596,7 @@ class Talk:
         self.terminal.note(self.first_line())
         self.follow_project()
         self.background.complete(logged(self.show_reports(), "reports"))
-        jobs = JobRunner(self.loop).run_for_terminal()
+        jobs = JobRunner(self.loop).run()
         for work in (jobs, self.watch_reports(), self.loop.remember_terminals()):
             asyncio.run_coroutine_threadsafe(logged(work, "jobs"), self.background.loop)
         return self.terminal.converse(self.answer, history)

@@ -1305,7 +1305,8 @@ def test_from_a_message_over_its_answer_to_the_reminder(own_home):
         telegram.wait_until(lambda: len(telegram.texts()) == 1)
         moment = datetime.now(UTC).isoformat()  # nobody waits for a minute
         jobs = JobStore(workspace_of(own_home) / "cron" / "jobs.json", locked)
-        jobs.change(lambda rows: [row | {"at": moment} if row.get("at") else row for row in rows])
+        (id,) = [row["id"] for row in jobs.read() if row.get("at")]
+        jobs.edit(id, {"at": moment, "after": 0})
         telegram.wait_until(lambda: len(telegram.texts()) == 2)
         telegram.say("thanks")
         telegram.wait_until(lambda: len(telegram.texts()) == 3)
@@ -1472,11 +1473,12 @@ def write_reminders(home: Path, chat: str, names: list[str]) -> None:
             "at": datetime.now(UTC).isoformat(),
             "channel": channel,
             "chat_id": chat_id,
-            "since": "2026-01-01T00:00:00Z",
         }
         for name in names
     ]
-    JobStore(workspace_of(home) / "cron" / "jobs.json", locked).change(lambda old: [*old, *rows])
+    store = JobStore(workspace_of(home) / "cron" / "jobs.json", locked)
+    for row in rows:
+        store.edit(row["id"], row, is_new=True)
 
 
 @pytest.mark.slow

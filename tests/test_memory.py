@@ -1550,12 +1550,12 @@ def test_no_file_that_a_command_planted_gets_into_a_request_or_holds_it_up(
     PLANTED[odd](path, secret)
 
     async def work() -> None:
-        jobs = [partial(loop.process_direct, "hi", KEY)]
-        (runner := JobRunner(loop)).clock.add_system = lambda name, seconds, job: jobs.append(job)
+        runner = JobRunner(loop)
         runner.add_system_jobs()
-        for job in jobs:
+        runs = [runner.run_job(job, "name") for job in runner.clock.jobs()]
+        for run in [loop.process_direct("hi", KEY), *runs]:
             with contextlib.suppress(OSError, ValueError):  # a dream that may not read its files
-                await job()
+                await run
 
     asyncio.run(asyncio.wait_for(work(), 60))
     assert model.asked and "sk-secret" not in str([request.messages for request in model.asked])

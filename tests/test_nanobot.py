@@ -2569,7 +2569,7 @@ def test_a_job_of_a_terminal_runs_in_its_folder_and_fails_if_the_folder_is_gone(
         await chats.loop.tools.execute("cron", job, turn)
         await chats.loop.tools.execute("cron", job, chats.loop.turn("desk:1"))
         rows = json.loads((chats.loop.workspace / "cron" / "jobs.json").read_bytes())["jobs"]
-        mine, other = [CronJob(**row) for row in rows if not row.get("system")]
+        mine, other = [CronJob(**row) for row in rows]
         assert (mine.folder, other.folder) == (str(place), "")
         jobs = JobRunner(chats.loop, chats.bus.publish)
         await jobs.run_job(mine, "j@1")
@@ -2650,7 +2650,8 @@ def test_the_cron_tool_says_when_nothing_will_happen_and_what_is_wrong(tmp_path)
     refused = asyncio.run(cron(job))
     assert (
         refused.is_error
-        and refused.text == "Give exactly one of `every_seconds`, `cron_expr` and `at`."
+        and refused.text
+        == "Give exactly one of `every_seconds`, `cron_expr`, `at` and `in_seconds`."
     )
 
 
