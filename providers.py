@@ -1786,8 +1786,6 @@ WORD = r"<(\w+)>"
 TYPED_WORD = r"(?<![\w./'’-])[a-z]{3,20}(?![\w/'’-]|\.\w)"  # not the `txt` of a.txt
 # the signs of a sentence as parts of a regex; `...` stands for any words
 MARKS = {"[": "(?:", "]": ")?", "(": "(?:", ")": ")", "|": "|", "...": r"[^\w\s]*(?:\s+\S+)*?"}
-
-
 Steps = list[tuple[dict, dict]]  # the rule of each step, and what its <words> are
 
 
@@ -1837,8 +1835,9 @@ class Rules:
 
     def _check_field(self, key: str, value: str) -> None:
         if key not in FIELDS and "tool" not in self.last:
-            fix = "use tool, answer, offer, line, without, schedule or calculate"
-            raise ValueError(f"unknown key {key}: {fix}")
+            raise ValueError(
+                f"unknown key {key}: use tool, answer, offer, line, without, schedule or calculate"
+            )
         if key == "tool" and not re.fullmatch(self.kinds["tool"], value):
             raise ValueError(f"there is no tool {value}: if it is your own, add it to <tool>")
         for word in re.findall(r"<\w+>", value):
@@ -1856,8 +1855,9 @@ class Rules:
             said = self.kinds.get(f"said_{token}", rf"\s+{re.escape(token)}")
             if token[0] == "<":
                 if token[1:-1] not in self.kinds:
-                    fix = "define it, or write <files>, <a_file> or <text>"
-                    raise ValueError(f"{token} is not defined above: {fix}")
+                    raise ValueError(
+                        f"{token} is not defined above: define it, or write <files> or <text>"
+                    )
                 said = rf"\s+(?P{token}{self.kinds[token[1:-1]]})"
                 self.last["words"].append(token)
             regex += MARKS.get(token, said)
@@ -1881,14 +1881,13 @@ class Rules:
 
     def _readings(self, text: str) -> Iterable[str]:
         """Yields the text, and then the text with the nearest word of the rules for each word."""
+
+        def nearest(word: re.Match) -> str:
+            close = difflib.get_close_matches(word[0], self.vocabulary, 1, 0.75)
+            return close[0] if close else word[0]
+
         yield text
-        yield re.sub(
-            TYPED_WORD,
-            lambda word: [*difflib.get_close_matches(word[0], self.vocabulary, 1, 0.75), word[0]][
-                0
-            ],
-            text,
-        )
+        yield re.sub(TYPED_WORD, nearest, text)
 
     def _steps(self, pieces: list[str]) -> Steps:
         """Join pieces, as few as possible, until each step has a rule; [] if that is impossible.
@@ -1958,7 +1957,7 @@ class Plan:
             return "[SKIP]"  # tells Dream that there is nothing to save
         self.known["memory"] = [*re.findall(MEMORY_PATH, prompt), "MEMORY.md"][0]
         question = ""
-        for message in messages[-60:]:
+        for message in messages[-40:]:
             text = message["content"]
             if message["role"] == "tool":
                 self.results.append(text)
@@ -1985,14 +1984,15 @@ class Plan:
         """`a.txt and b.txt` → both; `it` → the file named last; `my essay` → `essay.md`"""
         if "name" in said:
             name = said["name"].lower()
-            pattern = f"*{name[1:]}*"  # finds essay.md and Essay.md
-            found = self._result("glob", {"pattern": pattern})
+            # *ssay* finds essay.md and Essay.md
+            found = self._result("glob", {"pattern": f"*{name[1:]}*"})
             same = re.findall(rf"(?im)^(?!No file).*{name}[^/\n]*$", found)
             return same if len(same) == 1 else [""]
         named = said.get("files") or said.get("document", "")
         files = re.findall(self.rules.kinds["a_file"], named, re.IGNORECASE)
-        plain = [re.sub(QUOTED, r"\1", file).replace("\\", "/") for file in files]
-        return plain or [self.known["file"]]
+        if not files:
+            return [self.known["file"]]
+        return [re.sub(QUOTED, r"\1", file).replace("\\", "/") for file in files]
 
     def _follow(self, rule: dict, said: dict, file: str) -> str:
         """Apply one rule to one file. Returns the rule's answer, or the error text of a tool."""
