@@ -1835,9 +1835,7 @@ class Rules:
 
     def _check_field(self, key: str, value: str) -> None:
         if key not in FIELDS and "tool" not in self.last:
-            raise ValueError(
-                f"unknown key {key}: use tool, answer, offer, line, without, schedule or calculate"
-            )
+            raise ValueError(f"unknown key {key}: use tool, answer, offer, line or calculate")
         if key == "tool" and not re.fullmatch(self.kinds["tool"], value):
             raise ValueError(f"there is no tool {value}: if it is your own, add it to <tool>")
         for word in re.findall(r"<\w+>", value):
@@ -1855,9 +1853,7 @@ class Rules:
             said = self.kinds.get(f"said_{token}", rf"\s+{re.escape(token)}")
             if token[0] == "<":
                 if token[1:-1] not in self.kinds:
-                    raise ValueError(
-                        f"{token} is not defined above: define it, or write <files> or <text>"
-                    )
+                    raise ValueError(f"{token} is not defined above: write <files> or <text>")
                 said = rf"\s+(?P{token}{self.kinds[token[1:-1]]})"
                 self.last["words"].append(token)
             regex += MARKS.get(token, said)
@@ -2067,7 +2063,8 @@ def arguments_of(rule: dict, known: dict) -> dict:
 
 SIGNS = {  # what is said → what it means to Python; the first one is for 1,000
     r",(?=\d{3})": "",
-    r"(?:square )?root of ([\d.]+)": r"\1**0.5",
+    "=": "",
+    r"(?:(?:square )?root of|sqrt) ?\(?([\d.]+)\)?": r"\1**0.5",
     r"(?<=[\d)]) ?\(": "*(",
     " squared": "**2",
     r"\^|to the power of": "**",
