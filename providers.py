@@ -32,6 +32,7 @@ import logging
 import os
 import re
 import shlex
+import shutil
 import time
 import warnings
 import zlib
@@ -375,7 +376,6 @@ class OfflineProvider(LLMProvider):
     """
 
     model = "offline"
-    intro = "[offline model: a few fixed rules, no language model]"
 
     def __init__(self, rules: str = ""):
         self.rules = Rules(rules or rules_beside_this_file())
@@ -1718,37 +1718,48 @@ class HumanProvider(LLMProvider):
 # sentence of a rule becomes a regular expression. Mistakes are reported with their line numbers.
 
 OFFLINE_RULES = "templates/offline/rules.md"  # nanobot_data/templates/… after pip install
-FIELDS = ("tool", "answer", "line", "schedule", "path")  # other fields are tool arguments
-BUILT_IN = {"result", "time", "memory", "file"}  # <words> that the code fills in
-MARKS = {"[": "(?:", "]": ")?", "(": "(?:", ")": ")", "|": "|"}
+# the fields of a rule; any other field is an argument of its tool
+FIELDS = ("tool", "answer", "offer", "line", "without", "schedule", "calculate", "title", "words")
+BUILT_IN = ("<result>", "<Time>", "<memory>", "<file>", "<count>")  # the code fills these in
+WORD = r"<(\w+)>"
+TYPED_WORD = r"(?<![\w./'’-])[a-z]{3,20}(?![\w/'’-]|\.\w)"  # not the `txt` of a.txt
+# the signs of a sentence as parts of a regex; `...` stands for any words
+MARKS = {"[": "(?:", "]": ")?", "(": "(?:", ")": ")", "|": "|", "...": r"[^\w\s]*(?:\s+\S+)*?"}
+Steps = list[tuple[dict, dict]]  # the rule of each step, and what its <words> are
 
 
 class Rules:
-    """The parsed rules file. A <word> in a sentence or a field is a placeholder, like <file>."""
+    """The parsed rules file. A <word> in a sentence or a field is a placeholder, like <file>.
+
+    A rule: {"title": "read files", "words": ["<file>"], "tool": "read_file", "path": "<file>"}
+    """
 
     def __init__(self, text: str):
-        self.kinds: dict[str, str] = defaultdict(lambda: "(?!)")  # {"url": "(?:https?://\\S+)"}
-        self.sentences: list[tuple[str, str, dict]] = []  # sentence, its regex, its rule
-        self.problems: list[str] = []
-        self.otherwise = {"title": "anything else", "answer": f"{OFFLINE_RULES} is missing."}
-        self.last: dict[str, str] = {}  # the rule of the current line
+        self.kinds = defaultdict(lambda: "(?!)")  # {"url": "(?:https?://\\S+)"}
+        self.sentences = []  # (sentence, its regex, its rule)
+        self.problems = []
+        self.otherwise = {"title": "no rules"}  # the rule for sentences that no other rule has
+        self.last = {}  # the rule of the current line
         for number, line in enumerate(text.split("\n"), 1):
             try:
                 self._read(line.rstrip())
             except (ValueError, re.error) as problem:
                 self.problems.append(f"{OFFLINE_RULES}, line {number}: {problem}")
-                log.warning("%s", self.problems[-1])
-                self.sentences = [row for row in self.sentences if row[2] is not self.last]
-                self.last = {}
+                log.warning(self.problems[-1])
+                self.last["broken"], self.last = "", {}  # the rule is left out
+        self.vocabulary = set(re.findall("[a-z]{3,}", text))
 
     def _read(self, line: str) -> None:
         """Read one line. Raises ValueError or re.error with a text that describes the mistake."""
         kind = re.fullmatch(r"<(\w+)>(?: \([^()]*\))?: (.+)", line)  # <files> (a.txt): …
         key = re.match(r"(\w+): ?(.*)", line)
+        spoken = "offer" if "offer" in self.last else "answer"
         if line.startswith("## "):
-            self.last = self.otherwise if line == "## anything else" else {"title": line[3:]}
+            self.last = {"title": line[3:], "words": []}
+            if line == "## anything else":
+                self.otherwise = self.last
         elif kind:
-            regex = re.sub(r"<(\w+)>", lambda name: self.kinds[name[1]], kind[2])
+            regex = re.sub(WORD, lambda name: self.kinds[name[1]], kind[2])
             re.compile(regex)
             self.kinds[kind[1]] = f"(?:{regex})"
         elif line.startswith("- ") and self.last:
@@ -1756,22 +1767,23 @@ class Rules:
         elif key and self.last:
             self._check_field(key[1], key[2])
             self.last[key[1]] = key[2]
-        elif "answer" in self.last:
-            self.last["answer"] += f"\n{line}"
+        elif spoken in self.last:
+            self.last[spoken] += f"\n{line}"
         elif line and self.last:
             raise ValueError("this is neither a sentence (- read <file>) nor a field (answer: Hi)")
 
     def _check_field(self, key: str, value: str) -> None:
         if key not in FIELDS and "tool" not in self.last:
-            raise ValueError(f"unknown key {key}: use one of {', '.join(FIELDS)}")
-        sentences = " ".join(text for text, _, rule in self.sentences if rule is self.last)
-        for word in re.findall(r"<(\w+)>", value):
-            if word not in BUILT_IN and f"<{word}>" not in sentences:
-                raise ValueError(f"<{word}> is in no sentence of this rule")
+            raise ValueError(f"unknown key {key}: use tool, answer, offer, line or calculate")
+        if key == "tool" and not re.fullmatch(self.kinds["tool"], value):
+            raise ValueError(f"there is no tool {value}: if it is your own, add it to <tool>")
+        for word in re.findall(r"<\w+>", value):
+            if word not in (*BUILT_IN, *self.last["words"]):
+                raise ValueError(f"{word} is in no sentence of this rule: add it to one")
 
     def _regex(self, sentence: str) -> str:
         """`show [me] <file>` → a regex that matches ` show a.txt` and ` show me "my notes"`."""
-        if any(sentence.count(pair[0]) != sentence.count(pair[1]) for pair in ("[]", "()", "<>")):
+        if len(re.findall(r"[\[(<]", sentence)) != len(re.findall(r"[])>]", sentence)):
             raise ValueError(f"`{sentence}`: a bracket is not closed")
         if re.search(r"<(\w+)>.*<\1>", sentence):
             raise ValueError(f"`{sentence}`: the same <word> occurs twice")
@@ -1780,171 +1792,241 @@ class Rules:
             said = self.kinds.get(f"said_{token}", rf"\s+{re.escape(token)}")
             if token[0] == "<":
                 if token[1:-1] not in self.kinds:
-                    raise ValueError(f"{token} is not defined above")
+                    raise ValueError(f"{token} is not defined above: write <files> or <text>")
                 said = rf"\s+(?P{token}{self.kinds[token[1:-1]]})"
+                self.last["words"].append(token)
             regex += MARKS.get(token, said)
         return regex
 
-    def find(self, text: str) -> list[tuple[dict, dict]]:
-        """Find the rules for a text. Two rules match `list docs and read a.txt`."""
-        head = text.partition("\n\n")[0]  # drop piped text, which begins after a blank line
-        parts = re.split(self.kinds["between"], head, maxsplit=9) if len(head) <= 1_000 else []
-        found = [self.match(part) for part in parts if part.count('"') % 2 == 0]
-        if len(parts) == len(found) > 1 and all(found):
-            return found
-        offered = self.otherwise | {"answer": self.suggestion(head) or self.otherwise["answer"]}
-        return [self.match(text) or self.match(head) or (offered, {})]
+    def find(self, text: str, read_only: Collection[str]) -> Steps:
+        """Find the rule of each step, and its <words>: `list docs and read a.txt` has two steps.
+
+        If a step has no rule, nothing runs: there is only one rule then, which has an `offer`.
+        If text is piped in (after a blank line) or words are misspelt, only rules that read run.
+        """
+        head = text.partition("\n\n")[0]
+        if len(head) > 1_000:
+            head = ""  # no rule is for such a long text
+        for spoken in self._readings(head):
+            steps = self._steps(re.split(f"({self.kinds['between']})", spoken, maxsplit=6))
+            only_reads = all(rule.get("tool", "") in ("", *read_only) for rule, _ in steps)
+            if steps and (only_reads or spoken == text):
+                return steps
+        return [self.match(head) or (self.otherwise, {})]
+
+    def _readings(self, text: str) -> Iterable[str]:
+        """Yields the text, and then the text with the nearest word of the rules for each word."""
+
+        def nearest(word: re.Match) -> str:
+            close = difflib.get_close_matches(word[0], self.vocabulary, 1, 0.75)
+            return close[0] if close else word[0]
+
+        yield text
+        yield re.sub(TYPED_WORD, nearest, text)
+
+    def _steps(self, pieces: list[str]) -> Steps:
+        """Join pieces, as few as possible, until each step has a rule; [] if that is impossible.
+
+        `list docs`, ` and `, `read a.txt`, `, `, `b.txt` → the rules of `list docs` and of the rest
+        """
+        for end in range(1, len(pieces) + 1, 2):
+            first = self.match("".join(pieces[:end]))
+            if first and "offer" not in first[0]:
+                rest = self._steps(pieces[end + 1 :])
+                if rest or end == len(pieces):
+                    return [first, *rest]
+        return []
 
     def match(self, text: str) -> tuple[dict, dict] | None:
         """Return the first rule that has a matching sentence, and the values of its <words>."""
-        if len(text) > 1_000:
-            return None
-        request = re.sub(self.kinds["after"], "", text.strip())
-        for spoken in (request, re.sub(self.kinds["before"], "", request)):
-            start = re.match(r"\w{0,2}", spoken.lower())[0]
-            for sentence, regex, rule in self.sentences:
-                if start not in sentence.lower() and "<" not in sentence[:2]:
-                    continue  # saves 100 ms, because most regexes are never compiled
+        spoken = re.sub(self.kinds["after"], "", text.strip())
+        spoken = re.sub(self.kinds["before"], "", spoken)
+        start = re.match(r"\w{0,2}", spoken.lower())[0]
+        for sentence, regex, rule in self.sentences:
+            if start in sentence.lower() or {*"<.["} & {*sentence[:3]}:  # saves 100 ms
                 found = re.fullmatch(regex, f" {spoken}", re.IGNORECASE | re.DOTALL)
-                if found:
+                if found and "broken" not in rule:
                     return rule, {name: said for name, said in found.groupdict().items() if said}
         return None
-
-    def suggestion(self, text: str) -> str:
-        """`delte c.txt` → "Did you mean: delete c.txt?"; nothing is run."""
-        spoken = text.strip(" .!?")[:100]
-        vocabulary = set(re.findall("[a-z]+", " ".join(row[0] for row in self.sentences)))
-        for word in spoken.split()[:9]:
-            for near in difflib.get_close_matches(word.lower(), vocabulary, 3, 0.7):
-                corrected = spoken.replace(word, near, 1)
-                if self.match(corrected):
-                    return f"Did you mean: {corrected}?"
-        return ""
 
 
 def rules_beside_this_file() -> str:
     here = Path(__file__).resolve().parent
-    places = [here / OFFLINE_RULES, here / "nanobot_data" / OFFLINE_RULES]
-    texts = (path.read_text("utf-8-sig", errors="replace") for path in places if path.is_file())
-    return next(texts, "")
+    for path in (here / OFFLINE_RULES, here / "nanobot_data" / OFFLINE_RULES):
+        if path.is_file():
+            return path.read_text("utf-8-sig", errors="replace")
+    return f"## anything else\noffer: {OFFLINE_RULES} is missing."
 
 
 RUNTIME_END = "[/Runtime Context]"
 QUOTED = "(?s)^[\"'`“‘](.+)[\"'`”’]$"
 MEMORY_PATH = r"[:`] ?((?:/|~|\w:\\)[^\n:`]*MEMORY\.md)"  # - Facts: /home/a b/memory/MEMORY.md
-USER_LINE = r"(?m)^\[[^\]\n]*\] user: (.+)$"  # [2026-04-03T10:00:00+0200] user: hi
-SUBJECT = r"- The user(?:'s .+? is |: I (?:live in|work) )"  # "- The user's name is "
 SECONDS_OF = {"sec": 1, "min": 60, "hour": 3_600, "hr": 3_600, "day": 86_400, "week": 604_800}
 # tool → pattern for a successful result; any other result is an error
 SUCCESS = {"read_file": r"\d+\| ", "edit_file": "--- ", "exec": r"(?s).*Exit code: 0$"}
+NOISE = r"(?m)^STDERR:\n|^MEMORY\.md:\d+: (?:- )?|^Exit code: 0\Z|\nExit code: \d+\Z"  # not shown
+WHICH_FILE = "Which file do you mean? Name it, like: read a.txt (or say: list the files here)"
+NO_BASH = "That needs bash, which is not installed. On Windows, install Git for Windows."
 
 
 class Plan:
-    """Plans the calls of a turn, based on the user's text and the results received so far."""
+    """Plans the calls of a turn, based on the user's text and the results received so far.
+
+    The earlier turns are planned again, too, because they say which file "it" is.
+    """
 
     def __init__(self, request: LLMRequest, rules: Rules):
-        self.rules = rules
-        self.matches: dict[str, dict] = {}  # title of a rule → the values of its <words>
-        self.next_call: tuple[str, dict] | None = None  # the first call that has no result yet
-        messages = [as_text(message) for message in request.messages]
-        # the previous answer (the last assistant message without calls) ends with a line such as
-        # [offline rule "read files", it is "a.txt", templates/offline/rules.md]
-        said = [place for place, each in enumerate(messages, 1) if each["role"] == "assistant"]
-        begin = max([place for place in said if "tool_calls" not in messages[place - 1]], default=0)
-        source = messages[begin - 1]["content"].rpartition("\n")[2] if begin else ""
-        self.it = "".join(re.findall(r'\A\[offline rule .*?, it is "([^"]*)", ', source))
-        asked = [each["content"] for each in messages[begin:] if each["role"] == "user"]
-        typed = [text for text in asked if RUNTIME_END in text] or asked[:1]  # from the user
-        self.prompt = messages[0]["content"]
-        self.results = [each["content"] for each in messages[begin:] if each["role"] == "tool"]
-        self.question = "\n".join(text.rpartition(RUNTIME_END)[2].strip() for text in typed)
-        self.saves_memory = "save_memory" in parameters_by_name(request.tools)
-        times = re.findall("(?m)^Time: (.*)", "\n".join(typed)) or [str(datetime.now())]
-        memory = re.findall(MEMORY_PATH, self.prompt) or ["MEMORY.md"]
-        self.known = {"time": times[-1], "memory": memory[0]}
+        self.request, self.rules = request, rules
+        self.known = {"file": "", "Time": str(datetime.now())}  # <words>; `file` is "it"
+        self.results = []  # of the calls in this turn that have a result
+        self.matches = {}  # title of a rule → the values of its <words>
+        self.next_call = None  # the first call that has no result yet
 
     def answer(self) -> str:
         """Return the text of the answer. The text is used only if `next_call` stays None."""
-        if self.saves_memory:
-            return self._result("save_memory", saved_memory(self.question))
-        if "[SKIP]" in self.prompt and "[MEMORY]" in self.prompt:
+        messages = [as_text(message) for message in self.request.messages]
+        prompt = messages[0]["content"]
+        if "save_memory" in parameters_by_name(self.request.tools):
+            return ""  # rules can sum up nothing: the history gets the text as it is
+        if "[SKIP]" in prompt and "[MEMORY]" in prompt:
             return "[SKIP]"  # tells Dream that there is nothing to save
-        reports = [OfflineProvider.intro]
-        for rule, said in self.rules.find(self.question):
-            self.matches[rule["title"]] = said
-            files = re.findall(self.rules.kinds["a_file"], said.get("files", ""), re.IGNORECASE)
-            for file in files or [self.it]:
-                named = [*said.items(), ("file", file)]
-                known = {name: re.sub(QUOTED, r"\1", text) for name, text in named}
-                self.it = known.get("target", known["file"])
-                reports.append(self._follow(rule, known | self.known))
-        titles = ", ".join(f'"{title}"' for title in self.matches)
-        it = f'it is "{self.it}", ' if self.it else ""
-        return "\n\n".join([*reports, f"[offline rule {titles}, {it}{OFFLINE_RULES}]"])
+        self.known["memory"] = [*re.findall(MEMORY_PATH, prompt), "MEMORY.md"][0]
+        question = ""
+        for message in messages[-40:]:
+            text = message["content"]
+            if message["role"] == "tool":
+                self.results.append(text)
+            elif message["role"] == "user" and (RUNTIME_END in text or not question):
+                runtime, _, typed = text.rpartition(RUNTIME_END)
+                question = f"{question}\n{typed.strip()}".strip()
+                self.known |= dict(re.findall("(?m)^(Time): (.*)", runtime))
+            elif message["role"] == "assistant" and "tool_calls" not in message:
+                self._reports(question)
+                question = ""
+        return "\n\n".join(self._reports(question))
 
-    def _follow(self, rule: dict, known: dict) -> str:
+    def _reports(self, question: str) -> list[str]:
+        """Plan one turn. Returns an answer for each step and file."""
+        self.matches, self.next_call = {}, None
+        reports = []
+        for rule, said in self.rules.find(question, self.request.read_only):
+            self.matches[rule["title"]] = said
+            reports += [self._follow(rule, said, file) for file in self._files(said)]
+        self.results.clear()
+        return reports
+
+    def _files(self, said: dict) -> list[str]:
+        """`a.txt and b.txt` → both; `it` → the file named last; `my essay` → `essay.md`"""
+        if "name" in said:
+            name = said["name"].lower()
+            # *ssay* finds essay.md and Essay.md
+            found = self._result("glob", {"pattern": f"*{name[1:]}*"})
+            same = re.findall(rf"(?im)^(?!No file).*{name}[^/\n]*$", found)
+            return same if len(same) == 1 else [""]
+        named = said.get("files") or said.get("document", "")
+        files = re.findall(self.rules.kinds["a_file"], named, re.IGNORECASE)
+        if not files:
+            return [self.known["file"]]
+        return [re.sub(QUOTED, r"\1", file).replace("\\", "/") for file in files]
+
+    def _follow(self, rule: dict, said: dict, file: str) -> str:
         """Apply one rule to one file. Returns the rule's answer, or the error text of a tool."""
-        if "<file>" in str(rule) and not known["file"]:
-            return "Which file do you mean? Name it, like: read a.txt"
+        self.known["file"] = file
+        known = self.known | {name: re.sub(QUOTED, r"\1", text) for name, text in said.items()}
+        if "offer" in rule:
+            return fill(rule["offer"].strip(), said)
+        if "<file>" in str(rule) and not file:
+            return WHICH_FILE
         result = ""
-        if "line" in rule:
-            result = self._add_line(fill(rule.get("path", ""), known), fill(rule["line"], known))
+        if "calculate" in rule:
+            result = calculate(fill(rule["calculate"], known))
+        elif "line" in rule:
+            result = self._change_lines(rule, known)
         elif "tool" in rule:
-            arguments = arguments_of(rule, known)
-            result = self._result(rule["tool"], arguments)
+            result = self._result(rule["tool"], arguments_of(rule, known))
+        shown = re.sub(NOISE, "", result).strip()
         if not re.match(SUCCESS.get(rule.get("tool"), ""), result):
-            return result
-        return fill(rule.get("answer", "<result>").strip(), known | {"result": result})
+            return shown
+        self.known["file"] = known.get("target", file)
+        return fill(
+            rule.get("answer", "<result>").strip(),
+            known | {"result": shown or "Done.", "count": str(len(shown.split("\n")))},
+        )
 
     def _result(self, tool: str, arguments: dict) -> str:
         """Return a call's result. If the call has no result yet, set `next_call` and return ""."""
         if self.results:
             return self.results.pop(0)
+        if tool == "exec" and not (shutil.which("bash") or shutil.which("sh")):
+            return NO_BASH
         self.next_call = self.next_call or (tool, arguments)
         return ""
 
-    def _add_line(self, path: str, line: str) -> str:
-        """Append a line. `- The user's name is Maria` replaces `- The user's name is Bob`."""
-        text = self._result("read_file", {"path": path})
+    def _change_lines(self, rule: dict, known: dict) -> str:
+        """Append `line` to a file; if `without` is set, remove the lines that begin with it."""
+        place, line = arguments_of(rule, known), fill(rule["line"], known)
+        text = self._result("read_file", place)
         page = re.findall(r"(?m)^\d+\| (.*)$", text)
         if text.endswith(" is empty)"):
-            return self._result("write_file", {"path": path, "content": line})
+            return self._result("write_file", {**place, "content": line})
         if "go on with offset=" in text:
-            return f"{path} is too long for me: I can only read one page."
-        if path == self.known["memory"] and line in page:
-            return f"I know that already: {line}"
-        subject = re.match(SUBJECT, line)
-        kept = [old for old in page if not (subject and old.startswith(subject[0]))]
-        edit = {"path": path, "old_text": "\n".join(page), "new_text": "\n".join([*kept, line])}
-        return self._result("edit_file", edit) if page else text
-
-
-def saved_memory(text: str) -> dict:
-    """Return arguments for `save_memory` that quote the user and leave MEMORY.md unchanged."""
-    memory, _, conversation = text.partition("\n# Conversation\n")
-    quotes = "; ".join(line[:200] for line in re.findall(USER_LINE, conversation)[:20])
-    entry = f"[{time.strftime('%Y-%m-%d %H:%M')}] The user said: {quotes}"
-    return {"history_entry": entry, "memory_update": memory.partition("# MEMORY.md\n")[2].strip()}
+            return "That file is too long for me: I can only read one page."
+        old_fact = fill(rule.get("without", "\n"), known)  # no line begins with a line break
+        kept = [each for each in page if not each.startswith(old_fact)]
+        edit = {"old_text": "\n".join(page), "new_text": "\n".join([*kept, line]).rstrip("\n")}
+        return self._result("edit_file", place | edit) if page else text
 
 
 def fill(template: str, known: dict, change: Callable[[str], str] = str) -> str:
-    """`<file> says:` → `a.txt says:`"""
-    return re.sub(r"<(\w+)>", lambda word: change(str(known.get(word[1], ""))), template)
+    """`<file> says:` → `a.txt says:`; a line with a <word> that is not known is left out"""
+    lines = []
+    for line in template.split("\n"):
+        if all(word in known for word in re.findall(WORD, line)):
+            lines.append(re.sub(WORD, lambda word: change(known[word[1]]), line))
+    return "\n".join(lines)
 
 
 def arguments_of(rule: dict, known: dict) -> dict:
     """Fill in a tool's arguments; omit an argument if the user did not say its <words>."""
-    arguments: dict[str, Any] = {}
+    arguments = {}
     for name, template in rule.items():
-        is_said = all(word in known for word in re.findall(r"<(\w+)>", template))
-        if name not in ("title", "tool", "answer", "schedule") and is_said:
-            is_put_together = name == "command" and template != "<command>"
-            text = fill(template, known, shlex.quote if is_put_together else str)
-            is_plain = re.fullmatch(r"\d+|true|false", template)  # a JSON number or boolean
-            arguments[name] = json.loads(template) if is_plain else text
-    if "schedule" in rule and "when" in known:
-        arguments |= schedule(known["when"].lower(), known["time"])
-    return arguments
+        if name in FIELDS:
+            continue
+        is_put_together = name == "command" and template != "<command>"
+        text = fill(template, known, shlex.quote if is_put_together else str)
+        if text or not template:
+            arguments[name] = text
+    when = fill(rule.get("schedule", ""), known)
+    return arguments | schedule(when.lower(), known["Time"]) if when else arguments
+
+
+SIGNS = {  # what is said → what it means to Python; the first one is for 1,000
+    r",(?=\d{3})": "",
+    "=": "",
+    r"(?:(?:square )?root of|sqrt) ?\(?([\d.]+)\)?": r"\1**0.5",
+    r"(?<=[\d)]) ?\(": "*(",
+    " squared": "**2",
+    r"\^|to the power of": "**",
+    "plus": "+",
+    "minus": "-",
+    "times|multiplied by|x": "*",
+    "divided by|over": "/",
+    "(?:%|percent) of": "/100*",
+    "%|percent": "/100",
+    r"\b(?<![\d.])(\d+)(?![\d.])": r"\1.",  # with fractions, 9**9**9 fails at once
+}
+
+
+def calculate(text: str) -> str:
+    """`15% of 240` → `36`; a text that is no sum → `not a number`"""
+    for said, sign in SIGNS.items():
+        text = re.sub(said, sign, text.lower())
+    if not re.fullmatch(r"[\d\s.+*/()-]+", text):
+        return "not a number"
+    try:
+        return f"{eval(text, {'__builtins__': {}}):.15g}"
+    except (ArithmeticError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return "not a number"
 
 
 def schedule(when: str, moment: str) -> dict:

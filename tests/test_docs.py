@@ -44,7 +44,7 @@ def test_the_first_command_stands_within_twelve_lines_and_gets_a_useful_answer(o
 
 def test_the_programs_in_readme_do_what_it_says(own_home, tmp_path):
     (tmp_path / "a.txt").write_text("x")
-    assert "offline model" in run("-c", blocks("python")[0], folder=tmp_path, PYTHONPATH=str(ROOT))
+    assert "a.txt" in run("-c", blocks("python")[0], folder=tmp_path, PYTHONPATH=str(ROOT))
     shutil.copy(ROOT / "tools.py", tmp_path)
     assert run("-c", blocks("python")[1], folder=tmp_path, PYTHONPATH="") == blocks("text")[-1]
 

@@ -1,6 +1,6 @@
 """★ A rule for the offline model
 
-Goal: teach the offline model to count: "how many words are in notes.txt?" and "count the words of notes.txt" run `wc -w` on
+Goal: teach the offline model to count: "how many characters are in notes.txt?" and "count the characters of notes.txt" run `wc -m` on
       that file. Other sentences about the file still go to their own rules.
 Read: templates/offline/rules.md (its first page says how a rule is written), providers.py:OfflineProvider
 Hint: copy the rule that comes nearest and change it. <a_file> stands for the name of a file. A rule that comes first wins; the
@@ -64,28 +64,28 @@ def test_the_rule(folder):
         )
         return done.stdout + done.stderr
 
-    first = ask("how many words are in notes.txt?")
+    first = ask("how many characters are in notes.txt?")
     mistakes = [
         line.partition("WARNING ")[2] for line in first.split("\n") if "rules.md, line" in line
     ]
     check(not mistakes, "a rule without a mistake", "\n".join(mistakes), LOOK)
-    check("wc -w" in first, "`how many words are in notes.txt?` runs wc -w", first, LOOK)
+    check("wc -m" in first, "`how many characters are in notes.txt?` runs wc -m", first, LOOK)
     if shutil.which("wc") and shutil.which("bash"):
-        check("7" in first, "the number, 7", first, LOOK)
-    other = ask("count the words of notes.txt")
+        check("34" in first, "the number, 34", first, LOOK)
+    other = ask("count the characters of notes.txt")
     check(
-        "wc -w notes.txt" in other.replace("-- ", ""),
-        "`count the words of notes.txt` runs wc -w notes.txt",
+        "wc -m notes.txt" in other.replace("-- ", ""),
+        "`count the characters of notes.txt` runs wc -m notes.txt",
         other,
         LOOK,
     )
     reading = ask("read notes.txt")
     check(
-        "six seven" in reading and "wc -w" not in reading,
+        "six seven" in reading and "wc -m" not in reading,
         "`read notes.txt` still reads the file",
         reading,
         LOOK,
     )
     for text in ("how many lines are in notes.txt?", "count the lines of notes.txt"):
         lines = ask(text)
-        check("wc -w" not in lines, f"`{text}` still goes to its own rule", lines, LOOK)
+        check("wc -m" not in lines, f"`{text}` still goes to its own rule", lines, LOOK)

@@ -1,6 +1,6 @@
 RULE = """
-## count words
-- how many words are in <a_file>
+## count characters
+- how many characters are in <a_file>
 tool: exec
-command: wc -w <a_file>
+command: wc -m <a_file>
 """

@@ -1,6 +1,6 @@
 RULE = """
-## count words
-- (how many words|count|read) [the words] [are] [of|in] <a_file>
+## count characters
+- (how many characters|count|read) [the characters] [are] [of|in] <a_file>
 tool: exec
-command: wc -w <a_file>
+command: wc -m <a_file>
 """

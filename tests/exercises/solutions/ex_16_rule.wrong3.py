@@ -1,7 +1,7 @@
 RULE = """
-## count words
+## count characters
 - how many <text> <a_file>
-- count [the] words (of|in) <a_file>
+- count [the] characters (of|in) <a_file>
 tool: exec
-command: wc -w <a_file>
+command: wc -m <a_file>
 """
