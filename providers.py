@@ -301,7 +301,7 @@ class OpenAIProvider(LLMProvider):
         is_weak = self.endpoint.spec.is_local or "tools" not in body  # calls may arrive as text
         reads_text = {"auto": is_weak, "on": True}.get(self.endpoint.text_tool_calls)
         known = parameters_by_name(request.tools)
-        reader = AnswerReader(known if reads_text else {}, request.read_only)
+        reader = AnswerReader(known if reads_text else {}, request.read_only, self.is_local)
         chunks = self.connection.chunks({"model": request.model, **body})
         try:
             async with contextlib.aclosing(chunks):
@@ -312,7 +312,7 @@ class OpenAIProvider(LLMProvider):
         except Failure as failure:
             failure.cause = self.endpoint.without_secrets(failure.cause)
             failure.shown = reader.shown if request.on_delta else ""
-            _, calls, _ = read_text_calls(failure.generation, known)  # Groq's error has the call
+            calls, _ = calls_in(failure.generation, known)  # Groq's error contains the call
             if not calls or failure.shown:
                 raise
             return LLMResponse(None, calls, "tool_calls", estimate_usage(request, LLMResponse()))
@@ -1294,10 +1294,12 @@ def parse_answer(data: bytes) -> dict:
 # ---- An answer is put together from chunks ----
 # Endpoints stream calls in eleven different ways, and may send an error after a "200 OK".
 
-# Some models write <think>…</think> before the answer; some send only the end tag.
-THOUGHT = re.compile(r"\s*</?(?:think|thinking|thought)>")
-END = re.compile(r"</(?:think|thinking|thought)>")
-UNCLEAR = re.compile(r"\s{0,200}(?:<[/a-z]{0,9})?")  # "<thi" may become "<think>"
+# Some models write <think>…</think> at the start of a line. If a chat template contains the tag
+# <think>, only </think> arrives.
+THOUGHT = re.compile(r"<(/?)(?:think|thinking|thought)>")
+THOUGHT_END = re.compile(r"</(?:think|thinking|thought)>")
+BLANKS = re.compile(r"\s*")
+FENCE_LINE = re.compile(r" {0,3}(`{3,}|~{3,})([^\n]*)")  # "```python"
 REASONS = {  # the endpoint's finish reason → OpenAI's; any other (`eos`, `end_turn`) → `stop`
     "none": None,
     "tool_calls": "tool_calls",
@@ -1321,6 +1323,17 @@ class CallParts:  # the pieces of one call that have arrived so far
     arguments: str = ""
     extra: dict = field(default_factory=dict)
 
+    def is_other(self, id_: str | None, name: str) -> bool:
+        """True if a piece with this id and name belongs to another call."""
+        if not name or not self.name:
+            return False
+        if name != self.name:
+            return True
+        if id_ and self.id:
+            return id_ != self.id
+        _, error = parse_arguments(self.arguments, repair=False)
+        return bool(self.arguments) and not error  # True: these arguments are complete
+
 
 @dataclass
 class AnswerReader:
@@ -1328,9 +1341,14 @@ class AnswerReader:
 
     tools: dict[str, dict]  # tools that may be called as text: {"read_file": {…parameters…}}
     read_only: Collection[str] = ()  # the tools that change nothing
+    is_local: bool = False
     shown: str = ""  # the text shown so far, without thoughts
     held: str = ""  # not shown yet, because this text may begin a thought or a call
-    is_thought: bool = False
+    is_within_line: bool = False  # False: the next character begins a line
+    fence: str = ""  # the marks of the code fence that is open, such as "```"
+    is_thought: bool = False  # True: `held` begins with <think>
+    is_call: bool = False  # True: `held` begins like a call
+    has_lost_tag: bool = False  # True: </think> was removed, but <think> had not arrived
     calls: list[CallParts] = field(default_factory=list)
     text_calls: list[ToolCallRequest] = field(default_factory=list)
     unclear_at: int | None = None  # where the text has a call that may be only an example
@@ -1369,57 +1387,109 @@ class AnswerReader:
     def _add_call(self, piece: dict) -> None:
         """Begin a call, or continue an earlier call. Examples with read_file({…}) and now({}):
 
-        by index     0 read_file {"pa    1 now {}            0 th":"a"}
-        by id        a read_file {"pa        th":"a"}        b now {}
-        all are 0    0 a read_file {"path":"a"}              0 b now {}
+        by index       0 read_file {"pa    1 now {}            0 th":"a"}
+        by id          a read_file {"pa        th":"a"}        b now {}
+        all are 0      0 a read_file {"path":"a"}              0 b now {}
+        without ids    0 read_file {"pa    0 th":"a"}          0 now {}
         """
         index, function = piece.get("index"), piece.get("function") or {}
-        name, arguments = function.get("name") or "", function.get("arguments") or ""
+        name, arguments = function.get("name") or "", function.get("arguments")
         fitting = [call for call in self.calls if index in (None, call.index)]
-        begins = not fitting
-        if fitting and name and piece.get("id") and fitting[-1].id:
-            begins = piece["id"] != fitting[-1].id
-        elif fitting and name and arguments and fitting[-1].arguments:
-            _, error = parse_arguments(fitting[-1].arguments, repair=False)
-            begins = not error  # the previous call is complete
-        if begins:
-            self.calls.append(CallParts(index))
-        call = self.calls[-1] if begins else fitting[-1]
+        if not fitting or fitting[-1].is_other(piece.get("id"), name):
+            fitting.append(CallParts(index))
+            self.calls.append(fitting[-1])
+        call = fitting[-1]
         call.id = call.id or piece.get("id")
-        if name != call.name:  # some endpoints repeat the name in every piece
-            call.name += name
-        call.arguments += arguments if isinstance(arguments, str) else to_json(arguments)
+        call.name = call.name or name
+        if arguments is not None:
+            call.arguments += arguments if isinstance(arguments, str) else to_json(arguments)
         known = ("index", "id", "type", "function")
         call.extra |= {key: value for key, value in piece.items() if key not in known}
 
-    def _ready(self, text: str) -> str:
+    def _ready(self, text: str, is_last: bool = False) -> str:
         """Return the text that may be shown now. Thoughts and possible calls are held back."""
         self.held += text
-        if not self.shown:  # later tags are plain text, as in "Wrap it in <think> tags."
-            while tag := (END.search(self.held) if self.is_thought else THOUGHT.match(self.held)):
-                self.is_thought = "/" not in tag[0]
-                self.held = self.held[tag.end() :]
-            self.held = self.held[-12:] if self.is_thought else self.held.lstrip("\n")
-            if self.is_thought or UNCLEAR.fullmatch(self.held):
-                return ""
-        start = len(self.held)
-        if self.tools:
-            before = self.shown[-1:]  # a call begins at the start of a line
-            match = CALL_START.search(before + self.held, len(before))
-            start = match.start() - len(before) if match else start
-        ready, self.held = self.held[:start], self.held[start:]
+        place, ready = 0, ""
+        while place < len(self.held) and not self.is_call:
+            if self.is_thought:
+                end = THOUGHT_END.search(self.held, max(place, len(self.held) - len(text) - 12))
+                if not end:
+                    break
+                place = end.end()
+                self.is_thought = False
+            elif self.is_within_line:
+                end_of_line = self.held.find("\n", place) + 1
+                self.is_within_line = end_of_line == 0
+                ready += self.held[place : end_of_line or None]
+                place = end_of_line or len(self.held)
+            else:
+                begin = place
+                if not self.shown + ready:
+                    begin = BLANKS.match(self.held, place).end()
+                match self._kind_of_line(begin, is_last):
+                    case "unclear":
+                        break
+                    case "end of a thought":
+                        place = THOUGHT_END.match(self.held, begin).end()
+                        self.has_lost_tag = True
+                    case "thought":
+                        place = begin
+                        self.is_thought = True
+                    case "call":
+                        place = begin
+                        self.is_call = True
+                    case "text":
+                        ready += self.held[place:begin].lstrip("\n")
+                        place = begin
+                        self.is_within_line = True
+        self.held = self.held[place:]
         self.shown += ready
         return ready
 
+    def _kind_of_line(self, place: int, is_last: bool) -> str:
+        """Classify the line that begins at `place` of `held`, and note an open code fence."""
+        tag = THOUGHT.match(self.held, place)
+        fence = FENCE_LINE.match(self.held, place)
+        if tag and not self.fence:
+            if not tag[1]:
+                return "thought"
+            if self.is_local or not self.shown:
+                return "end of a thought"
+        if self.tools and not self.fence and CALL.match(self.held, place):
+            return "call"
+        if not is_last and UNCLEAR.match(self.held, place):
+            return "unclear"
+        if fence and not self.fence:
+            self.fence = fence[1]
+        elif fence and fence[1].startswith(self.fence) and not fence[2].strip():
+            self.fence = ""
+        return "text"
+
     def close(self) -> str:
         """Finish the answer. Returns the text that is not shown yet."""
-        text = self.shown if self.is_thought else self.shown + self.held
-        before = len(self.shown)
-        if self.tools and not self.calls:
-            found = read_text_calls(text, self.tools, self.read_only)
-            text, self.text_calls, self.unclear_at = found
-        self.shown = text
-        return text[before : self.unclear_at]
+        ready = self._ready("", is_last=True)
+        if self.is_thought and not self.shown:
+            return ready
+        if self.is_call and not self.calls:
+            calls, end = calls_in(self.held, self.tools)
+            if calls and self._may_run(calls, end):
+                self.text_calls = calls
+                self.shown = self.shown.rstrip()
+                return ready
+            if calls:
+                self.unclear_at = len(self.shown)
+        rest = "" if self.unclear_at is not None else self.held
+        self.shown += self.held
+        return ready + rest
+
+    def _may_run(self, calls: list[ToolCallRequest], end: int) -> bool:
+        """Decide about calls that were written as text, by the rules 1 to 3 below."""
+        if not self.shown.strip():
+            return True
+        if self.has_lost_tag or THOUGHT.search(self.shown) or self.shown.count("```") % 2 == 1:
+            return False
+        has_own_tag = re.match(TAG, self.held) and END_TOKENS.match(self.held, end)
+        return bool(has_own_tag) and all(call.name in self.read_only for call in calls)
 
     def response(self, request: LLMRequest) -> LLMResponse:
         """Return the answer, even if it reached max_tokens. Raises Failure if it broke off."""
@@ -1469,24 +1539,24 @@ def estimate_usage(request: LLMRequest, answer: LLMResponse) -> dict:
 # 3. It ends with any other call after some text: nothing runs (`LLMResponse.unclear_at`).
 # 4. A quote, an example in a sentence, a schema, a log entry, a broken call: nothing runs.
 
-TAG = r"<(?:tool_calls?|tools)>|<function="
+TAG = r"<(?:tool_calls?|tools)>|<function=|\[TOOL_CALLS\]|<\|python_tag\|>"
 BARE = r'[\[{]\s{0,99}{?\s{0,99}"(?:name|type|id|function|arguments|parameters)"'
 FENCE = rf"```(?:json|tool_call)?[ \t\r]{{0,9}}\n\s{{0,80}}(?={TAG}|{BARE})"
-# the end of a piece of a stream: `<tool_c`, `{"na`, "```js"
-PARTIAL = r'(?:<\w{0,10}|[\[{]\s{0,99}{?\s{0,99}(?:"\w{0,10})?)\Z'
-PARTIAL_FENCE = rf"`{{1,3}}\w{{0,9}}\s{{0,99}}(?:\Z|{PARTIAL})"
 CALL = re.compile(f"{TAG}|{FENCE}|{BARE}")
-CALL_START = re.compile(
-    rf"(?:\A\s*|^)(?:{TAG}|{FENCE}|{BARE}|{PARTIAL}|{PARTIAL_FENCE})", re.MULTILINE
+# the end of a piece of a stream: `<tool_c`, `[TOOL_`, `{"na`, "```js"
+PARTIAL = r'(?:</?\|?\w{0,12}\|?|\[[A-Z_]{1,11}|[\[{]\s{0,99}(?:{?\s{0,99}(?:"\w{0,10})?)?)?\Z'
+UNCLEAR = re.compile(rf"(?: {{0,3}}(?:`{{1,9}}|~{{1,9}})\w{{0,20}}\s{{0,99}})?{PARTIAL}")
+AROUND = re.compile(
+    r"(?:\s|</?(?:tool_calls?|tools)>|</function>|<\|python_tag\|>|\[TOOL_CALLS\](?=\s{0,99}[\[{]))*"
 )
-AROUND = re.compile(r"(?:\s|</?(?:tool_calls?|tools)>|</function>)*")
 END_TOKENS = re.compile(r"(?:\s|<\|\w{1,30}\|>|</s>|<end_of_turn>)*\Z")
 # after a call: an end token, or a result that the model has invented
 INVENTED = re.compile(r"<\||</s>|<end_of_turn>|<tool_res(?:ponse|ult)>|```(?!json|tool_call)")
-THOUGHT_TAG = re.compile(r"</?(?:think|thinking|thought)>")
-OTHER_FENCE = re.compile(r" {0,3}(`{3,}|~{3,})")
 PARAMETER = r"<parameter=(\w+)>\n?((?:(?!<parameter=).)*?)\n?</parameter>"
-NAMED = re.compile(rf"(?s)<function=([\w-]+)>((?:\s*{PARAMETER})*)\s*")
+# <function=now>, Mistral's [TOOL_CALLS]now{} and [TOOL_CALLS]now[ARGS]{}, Groq's <function=now{}
+NAMED = re.compile(
+    rf"(?s)(?:<function=|\[TOOL_CALLS\])([\w-]+)(?:>|(?:\[ARGS\])?(?=\s{{0,9}}{{))((?:\s*{PARAMETER})*)\s*"
+)
 CALL_KEYS = {"name", "arguments", "parameters", "type", "id"}
 
 
@@ -1494,55 +1564,23 @@ def parameters_by_name(tools: list[dict]) -> dict[str, dict]:
     return {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
 
 
-def read_text_calls(
-    text: str, tools: dict[str, dict], read_only: Collection[str] = ()
-) -> tuple[str, list[ToolCallRequest], int | None]:
-    """Returns (text, calls that may run, start of an unclear call in the text). The first start of
-    a call decides: if no valid call is there, the whole answer is text.
+def calls_in(text: str, tools: dict[str, dict]) -> tuple[list[ToolCallRequest], int]:
+    """Read the calls at the start of a text. Returns the calls and where the last call ends; no
+    call if the text is not valid.
 
-    '```json\n{"name": "ls", "arguments": {}}\n```'             → ("", [ls({})], None)
-    'I look.\n```json\n{"name": "ls", "arguments": {}}\n```'   → (the whole text, [], 8)
+    '```json\n{"name": "ls", "arguments": {}}\n```'  → [ls({})], 40
+    '{"name": "ls", "arg'                            → [], 0
     """
-    start = first_start(text)
-    prose = text[:start].rstrip()
-    thoughts = THOUGHT_TAG.findall(prose)
-    if start < 0 or (thoughts and "/" not in thoughts[-1]):
-        return text, [], None
     try:
-        calls, end = calls_in(text, start, tools)
+        return read_calls(text, tools)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return text, [], None  # this is not a valid call
-    if prose:
-        has_tag = text[start] == "<"
-        is_last = END_TOKENS.match(text, end)
-        is_in_fence = prose.count("```") % 2 == 1
-        only_reads = all(call.name in read_only for call in calls)
-        may_run = has_tag and is_last and only_reads and not is_in_fence and not thoughts
-        if not may_run:
-            return text, [], start
-    return prose, calls, None
+        return [], 0
 
 
-def first_start(text: str) -> int:
-    """The place of the first line that begins like a call and is in no other code fence, or -1."""
-    place = len(text) - len(text.lstrip())
-    fence = ""  # the marks of the code fence that is open here, such as "```"
-    for line in text.lstrip().split("\n"):
-        if not fence and CALL.match(text, place):
-            return place
-        marks = OTHER_FENCE.match(line)
-        if marks and not fence:
-            fence = marks[1]
-        elif marks and marks[1].startswith(fence) and not line.strip().strip(fence[0]):
-            fence = ""
-        place += len(line) + 1
-    return -1
-
-
-def calls_in(text: str, place: int, tools: dict[str, dict]) -> tuple[list[ToolCallRequest], int]:
-    """Read the calls from `place` on, or raise an exception. Returns the calls and their end. A
-    JSON parser reads JSON calls, so a code fence or a tag inside a string stays in the string."""
-    calls, is_fenced = [], False
+def read_calls(text: str, tools: dict[str, dict]) -> tuple[list[ToolCallRequest], int]:
+    """Raises an exception for an invalid call, and for any other text between the calls. A JSON
+    parser reads JSON calls, so a code fence or a tag inside a string stays in the string."""
+    calls, is_fenced, place = [], False, 0
     while (place := AROUND.match(text, place).end()) < len(text):
         opening = re.compile(FENCE).match(text, place)
         named = NAMED.match(text, place)
@@ -1562,8 +1600,6 @@ def calls_in(text: str, place: int, tools: dict[str, dict]) -> tuple[list[ToolCa
                 found = {"name": named[1], "arguments": found}
             for each in found if isinstance(found, list) else [found]:
                 calls.append(text_call(*name_and_arguments(each), tools))
-    if not calls:
-        raise ValueError("no call, only tags")
     return calls, place
 
 

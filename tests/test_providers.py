@@ -844,6 +844,12 @@ CALL_STREAMS = {
         piece(index=1, id="2", name="b", arguments='{"y"'),
         piece(index=1, id="8", arguments=": 2}"),
     ],
+    "in pieces, every index 0, without ids": [
+        piece(index=0, name="a", arguments=""),
+        piece(index=0, arguments=X),
+        piece(index=0, name="b", arguments=""),
+        piece(index=0, arguments=Y),
+    ],
     "the name repeated in every chunk, without ids": [
         piece(name="a", arguments='{"x": 1'),
         piece(name="a", arguments="}"),
@@ -859,6 +865,13 @@ def test_streamed_calls_are_put_together(name):
     assert [(each.name, each.arguments) for each in answer.tool_calls] == TWO
     assert not any(each.error or each.extra for each in answer.tool_calls)
     assert len({each.id for each in answer.tool_calls}) == 2
+
+
+@pytest.mark.parametrize("arguments", [{}, "{}"])
+def test_an_empty_object_is_an_argument_and_the_next_name_begins_a_call(arguments):
+    pieces = [piece(index=0, id="", name="now", arguments=arguments) for _ in range(2)]
+    answer, _ = reply_to(sse(*pieces, delta("tool_calls")), stream=True)
+    assert [(each.name, each.arguments) for each in answer.tool_calls] == [("now", {})] * 2
 
 
 ARGUMENTS = {
@@ -975,7 +988,13 @@ THOUGHTS = {
     "only thoughts": ("<think>hm</think>\n", None),
     "a tag within a block": ("<think>a <think> b ` c</think>Hi.", "Hi."),
     "an end whose beginning was in the prompt": ("</think>\nHi.", "Hi."),
-    "a block between texts is text": ("A\n<think>hm</think>\nB", "A\n<think>hm</think>\nB"),
+    "a block between two lines": ("A\n<think>h\n\nm</think>\nB", "A\n\nB"),
+    "blocks at the start of some lines": ("A\n<think>x</think>B\n<thought>y</thought>C", "A\nB\nC"),
+    "a later block that is never closed is text": ("A\n<think>hm\nB", "A\n<think>hm\nB"),
+    "a lost beginning": ("Hm.\n</think>\nHi.", "Hm.\n\nHi."),
+    "a fence that is closed": ("```\n<think>\n```\n<think>a</think>B", "```\n<think>\n```\nB"),
+    "a fence of other marks": ("~~~~\n~~~\n<think>a</think>", "~~~~\n~~~\n<think>a</think>"),
+    "a log with tags": ("```\n```js\n</think>\n```", "```\n```js\n</think>\n```"),
     "a mention": ("Wrap it in <think> and </think> tags.", "Wrap it in <think> and </think> tags."),
     "a fence": ("```xml\n<think>a</think>", "```xml\n<think>a</think>"),
     "look-alikes": ("<thinker> <think-foo> <think/>", "<thinker> <think-foo> <think/>"),
@@ -990,7 +1009,7 @@ def test_thoughts_are_taken_out_of_the_beginning_of_an_answer_wherever_it_is_spl
     with FakeLLM(
         [sse(*(delta(content=part) for part in parts), delta("stop")) for parts in splits]
     ) as server:
-        provider = made(server)
+        provider = made(server, "local" if "lost" in name else "custom")
         for parts in splits:
             answer, shown = ask(provider, stream=True)
             assert answer.content == kept, parts
