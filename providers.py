@@ -254,7 +254,7 @@ class OpenAIProvider(LLMProvider):
         self.model, self.pace = endpoint.model, pace
         self.is_local = endpoint.spec.is_local
         self.connection = Connection(self.endpoint, request_timeout, idle_timeout)
-        self.learnt: dict[str, list[Healed]] = {}  # model name → remedies that the model needs
+        self.learnt: dict[str, list[Remedy]] = {}  # model name → remedies that the model needs
         self.is_warned = False  # True: the user was warned that the server cuts requests
 
     async def answer(self, request: LLMRequest) -> LLMResponse:
@@ -264,17 +264,17 @@ class OpenAIProvider(LLMProvider):
         429 "try again in 20s"               → retry after 20 s (if no time is given: 1, 2 and 4 s)
         401, or any error after shown text   → return an answer with cause and fix in `error`
         """
-        healed = list(self.learnt.get(request.model, []))
-        body = request_body(self.endpoint, request, healed)
+        tried = list(self.learnt.get(request.model, []))
+        body = request_body(self.endpoint, request, tried)
         tries = 0
         while True:
             try:
                 response = await self._ask(request, body)
-                await self._learn(request, response, healed)
+                await self._learn(request, response, tried)
                 return response
             except Failure as problem:
                 failure = problem
-            remedy, seconds = find_remedy(failure, body, healed), retry_after(failure, tries)
+            remedy, seconds = find_remedy(failure, body, tried), retry_after(failure, tries)
             answer = failed(failure.cause, content=failure.shown or None)
             if remedy is None and seconds is None:
                 answer.error = explanation(failure, self.endpoint)
@@ -286,8 +286,8 @@ class OpenAIProvider(LLMProvider):
             if self.trace:
                 self.trace(request, answer, "healed" if remedy else "retried")
             if remedy:
-                healed.append((remedy, failure.text))
-                body = remedy.change(body, failure.text)
+                tried.append(remedy)
+                body = remedy.change(body)
                 await request.tell(f"{self.endpoint.spec.name}, {request.model}: {remedy.notice}")
                 continue
             tries += 1
@@ -317,10 +317,10 @@ class OpenAIProvider(LLMProvider):
                 raise
             return LLMResponse(None, calls, "tool_calls", estimate_usage(request, LLMResponse()))
 
-    async def _learn(self, request: LLMRequest, answer: LLMResponse, healed: list[Healed]) -> None:
+    async def _learn(self, request: LLMRequest, answer: LLMResponse, tried: list[Remedy]) -> None:
         """Remember the changes that this model needed. Warn once if the server cut the request."""
         known = self.learnt.setdefault(request.model, [])
-        known += [entry for entry in healed if entry[0].is_remembered and entry not in known]
+        known += [remedy for remedy in tried if remedy.is_remembered and remedy not in known]
         seen = answer.usage["prompt_tokens"]
         sent = estimate_usage(request, answer)["prompt_tokens"]
         # Ollama silently cuts a request that exceeds its context window (4,096 tokens by default)
@@ -331,7 +331,7 @@ class OpenAIProvider(LLMProvider):
             await request.tell(f"The server read {seen:,} of about {sent:,} tokens. {fix}")
 
     def warm_up(self) -> None:
-        with contextlib.suppress(Failure):  # the first request reports a missing package
+        with contextlib.suppress(ImportError):  # the first request reports a missing package
             load_sdk()
 
     async def close(self) -> None:
@@ -353,9 +353,8 @@ def retry_after(failure: Failure, tries: int) -> float | None:
 
     429 "Rate limit reached, try again in 20s" → 20.0;  503 → 1.0, then 2.0, then 4.0;  401 → None
     """
-    most = {"busy": 3, "network": 3, "closed": 3, "cut": 3, "timeout": 1, "loading": 15}
     is_too_late = bool(failure.shown)  # the user has read a part of this answer
-    if is_too_late or tries >= most.get(failure.kind, 0):
+    if is_too_late or tries >= TROUBLES[failure.kind].retries:
         return None
     if failure.kind == "loading":  # 15 retries with delays of 4 s take a minute
         return 4.0
@@ -767,53 +766,86 @@ def row_of_model(known: dict[str, Endpoint], model: str) -> ProviderSpec | None:
 # ---- What went wrong ----
 # The SDK's error text is often only "Connection error.". This part finds the cause of the error.
 
+
+class Trouble(NamedTuple):  # a row of TROUBLES
+    pattern: str  # a regular expression for `429 Slow down`, or for the names of two exceptions
+    advice: str = "{where} failed: {cause}"  # for the user: the cause, then what to do
+    retries: int = 0
+    cause: str = ""  # if empty, the cause is the text of the endpoint or of the exception
+
+
 AGAIN = r"(?:try again|retry)\w{0,9} (?:in|after) (?=\d)"  # as in "Please try again in 5.2s".
-# Each row has a kind of failure and a pattern for texts like `429 Slow down`. The first match wins.
-KINDS = [
+TROUBLES = {  # the first row whose pattern fits
     # llama.cpp "Loading model"
-    ("loading", "^503 .*(loading model|currently loading)"),
+    "loading": Trouble("^503 .*(loading model|currently loading)", retries=15),
     # Anthropic "prompt is too long: 213462 tokens", OpenAI "exceeds the context window". Cerebras
     # sends 400 or 413 without text. More examples are in tests/data/provider_errors.json
-    (
-        "overflow",
+    "overflow": Trouble(
         r"^413 |^400 \W*$|prompt (is )?too long|n_keep|input is too long|"
         "exceeds? the (context window|available context size)|token count.*exceeds the|"
         "maximum (prompt|context) length is|context_length_exceeded|request too large|"
         "reduce (the length of the|your) message|(than the|with) context length|"
         "context ?window ?exceed|exceeded model token limit|too large for model with|"
         "context size has been exceeded|range of input length|`?inputs`? (tokens|must have less)",
+        "{where}: the conversation is too long for {model} ({cause}). Begin a new "
+        "conversation with /new. If a single message is too long, put its text into a file.",
+    ),
+    # "You exceeded your current quota", "Insufficient Balance", "余额不足". But "quota exceeded, try
+    # again in 20s" is a rate limit, and a 401 with "insufficient permissions" is about the key
+    "unpaid": Trouble(
+        rf"^(?!401 |5\d\d |.*{AGAIN})"
+        "(402 |.*(insufficient|exceeded.{0,20}quota|billing|credit|balance|payment|余额|欠费))",
+        "{where} reports a billing problem ({cause}). Add credit, or use another --provider.",
+    ),
+    # "The engine is currently overloaded", "Rate limit reached", Groq 400 "tool_use_failed"
+    "busy": Trouble(
+        rf"^(408|409|429|5\d\d) |{AGAIN}|overloaded|rate.?limit|访问量过大|速率限制|tool_use_failed",
+        retries=3,
     ),
     # xAI "Incorrect API key provided", Gemini "API key not valid", LiteLLM "No connected db"
-    ("key", "^401 |incorrect api key|api key not valid|no connected db"),
-    # "quota exceeded, try again in 20s" is a rate limit, not a billing problem
-    ("busy", rf"^5\d\d |{AGAIN}"),
-    # "You exceeded your current quota", "Insufficient Balance", "余额不足"
-    ("unpaid", "^402 |insufficient|exceeded.{0,20}quota|billing|credit|balance|payment|余额|欠费"),
-    # "The engine is currently overloaded", "Rate limit reached", Groq 400 "tool_use_failed"
-    ("busy", "^(408|409|429) |overloaded|rate.?limit|访问量过大|速率限制|tool_use_failed"),
-    ("key", "^403 "),
+    "key": Trouble(
+        "^40[13] |incorrect api key|api key not valid|no connected db",
+        "{where} refuses the key ({cause}). Set {variable}.",
+    ),
     # "is not a valid model ID", DeepSeek "Model Not Exist", LiteLLM "Invalid model name passed in"
-    ("model", "no model|not a valid model|model not exist|invalid model name|^404 .*model"),
-    ("nonsense", "^40[45] "),
-]
-# Kinds of failure, patterns for the names of an exception and its cause, and texts for the user.
-NO_ANSWER = [
-    ("network", "APITimeoutError ConnectTimeout", "no connection in time"),
-    ("timeout", r"\w*Timeout", "no answer in time"),
-    ("closed", "APIConnectionError (RemoteProtocol|Read|Write)Error", "it closed the connection"),
-    ("network", "APIConnectionError", ""),
-    ("cut", "(RemoteProtocol|Read|Write)Error", "it closed the connection in the middle"),
-]
-ADVICE = {  # the text for each kind of failure; any other failure shows only its cause
-    "package": "{cause}",
-    "timeout": "{where} gave no answer in time. Ask again, or try a smaller model.",
-    "network": "Cannot reach {where} ({cause}). Is the address right, and is the server running?",
-    "overflow": "{where}: the conversation is too long for {model} ({cause}). Begin a new "
-    "conversation with /new. If a single message is too long, put its text into a file.",
-    "unpaid": "{where} reports a billing problem ({cause}). Add credit, or use another --provider.",
-    "key": "{where} refuses the key ({cause}). Set {variable}.",
-    "model": "{where} has no such model ({cause}).",
-    "nonsense": "{where} does not answer like a model ({cause}). Base URLs mostly end in /v1.",
+    "model": Trouble(
+        "no model|not a valid model|model not exist|invalid model name|^404 .*model",
+        "{where} has no such model ({cause}).",
+    ),
+    "nonsense": Trouble(
+        "^40[45] ",
+        "{where} does not answer like a model ({cause}). Base URLs mostly end in /v1.",
+    ),
+    "closed": Trouble(
+        "^APIConnectionError (RemoteProtocol|Read|Write)Error",
+        retries=3,
+        cause="it closed the connection",
+    ),
+    "network": Trouble(
+        "^APIConnectionError|^APITimeoutError ConnectTimeout",
+        "Cannot reach {where} ({cause}). Is the address right, and is the server running?",
+        retries=3,
+    ),
+    "timeout": Trouble(
+        r"^\w*Timeout",
+        "{where} gave no answer in time. Ask again, or try a smaller model.",
+        retries=1,
+        cause="no answer in time",
+    ),
+    "cut": Trouble(
+        "^(RemoteProtocol|Read|Write)Error",
+        retries=3,
+        cause="it closed the connection in the middle",
+    ),
+    "package": Trouble(
+        "^ModuleNotFoundError", "The {cause} package is missing: pip install {cause}"
+    ),
+    "import": Trouble(
+        "^ImportError",
+        "The openai package cannot be loaded ({cause}). Install it again: "
+        "pip install --force-reinstall openai",
+    ),
+    "other": Trouble(""),
 }
 
 
@@ -822,7 +854,7 @@ class Failure(Exception):
     """A request failed: `cause` is for people, the other fields are for the code."""
 
     cause: str
-    kind: str = ""  # a kind in KINDS or in NO_ANSWER, "package", or ""
+    kind: str = "other"  # a key of TROUBLES
     text: str = ""  # the whole text of the endpoint's error
     status: int | None = None
     seconds: float = 0.0  # the delay that the endpoint asks for
@@ -832,7 +864,7 @@ class Failure(Exception):
 
 def explanation(failure: Failure, endpoint: Endpoint) -> str:
     """The text for the user: the cause, then what to do."""
-    text = ADVICE.get(failure.kind, "{where} failed: {cause}").format(
+    text = TROUBLES[failure.kind].advice.format(
         where=endpoint.api_base,
         cause=failure.cause,
         model=endpoint.model,
@@ -841,23 +873,28 @@ def explanation(failure: Failure, endpoint: Endpoint) -> str:
     return endpoint.without_secrets(text)
 
 
+def kind_of(text: str) -> str:
+    """Find the row of TROUBLES: "429 {'error': 'Slow down'}" → "busy"."""
+    fitting = (kind for kind, row in TROUBLES.items() if re.search(f"(?is){row.pattern}", text))
+    return next(fitting)
+
+
 def as_failure(problem: Exception) -> Failure:
     """Convert errors of the SDK or the network to Failure; raise other errors, which are bugs."""
     if isinstance(problem, Failure):
         return problem
     library = type(problem).__module__.partition(".")[0]
-    is_of_the_world = isinstance(problem, OSError | UnicodeError | RecursionError)
-    if not is_of_the_world and library not in ("openai", "httpx", "httpx2"):
+    is_external = isinstance(problem, OSError | UnicodeError | RecursionError | ImportError)
+    if not is_external and library not in ("openai", "httpx", "httpx2"):
         raise problem
     response = getattr(problem, "response", None)
     if response is not None:
         return refusal(problem.body, response.status_code, response.headers.get("retry-after", ""))
     below = problem.__cause__
-    names = f"{type(problem).__name__} {type(below).__name__}"
-    for kind, pattern, cause in NO_ANSWER:
-        if re.match(pattern, names):
-            return Failure(cause or str(below), kind)
-    return Failure(str(problem))
+    kind = kind_of(f"{type(problem).__name__} {type(below).__name__}")
+    missing = getattr(problem, "name", "") if kind == "package" else ""
+    text = missing or str(below or "") or str(problem)
+    return Failure(TROUBLES[kind].cause or text, kind)
 
 
 def refusal(body: Any, status: int | None = None, wait: str = "") -> Failure:
@@ -878,12 +915,11 @@ def refusal(body: Any, status: int | None = None, wait: str = "") -> Failure:
     line = " ".join(str(inside or "")[:4_000].split())[:500]
     cause = f"HTTP {status}: {line}" if status else line
     text = str(body or "")[:4_000]  # enough text for each pattern, and the search stays fast
-    found = [kind for kind, words in KINDS if re.search(f"(?is){words}", f"{status} {text}")]
     soon = re.search(rf"(?i){AGAIN}(\d{{1,9}}(?:\.\d{{1,9}})?) ?s", text)
     soon = re.fullmatch(r"(\d{1,9}(?:\.\d+)?)", wait) or soon
     seconds = float(soon[1]) if soon else 0.0
     generation = str(fields.get("failed_generation") or "")
-    return Failure(cause, "".join(found[:1]), text, status, seconds, generation)
+    return Failure(cause, kind_of(f"{status} {text}"), text, status, seconds, generation)
 
 
 # ---- What endpoints refuse, and what helps ----
@@ -891,59 +927,74 @@ def refusal(body: Any, status: int | None = None, wait: str = "") -> Failure:
 # can list such rules for each model, but the endpoint's error text contains the necessary change.
 
 
+Change = Callable[[dict], dict]  # the body of a request → a changed copy
+
+
 class Remedy(NamedTuple):  # a row of HEALING
     complaint: str  # a regular expression for the endpoint's error text
     notice: str  # shown to the user
-    change: Callable[[dict, str], dict]  # (body, error text) → a changed copy of the body
+    change: Change
     is_remembered: bool = True  # True: all later requests to this model need the change, too
 
 
-Healed = tuple[Remedy, str]  # a remedy, and the error text that required the remedy
-
-
-def find_remedy(failure: Failure, body: dict, healed: list[Healed]) -> Remedy | None:
-    """Find the first remedy that fits the error and changes the body; at most nine per request."""
-    is_refusal = (failure.status or 400) in (400, 404, 405, 413, 415, 422, 500)
-    if failure.shown or not is_refusal or len(healed) >= 9:
+def find_remedy(failure: Failure, body: dict, tried: list[Remedy]) -> Remedy | None:
+    """Find the first remedy that fits the error and changes the body."""
+    if failure.shown or (failure.status or 400) not in (400, 404, 405, 413, 415, 422, 500):
         return None
     for remedy in HEALING:
-        fits = re.search(remedy.complaint, failure.text, re.IGNORECASE | re.DOTALL)
-        is_new = fits and (remedy, failure.text) not in healed
-        if is_new and remedy.change(body, failure.text) != body:
+        fits = re.search(f"(?is){remedy.complaint}", failure.text)
+        if fits and remedy not in tried and remedy.change(body) != body:
             return remedy
-    return None
+    refused = refused_parameters(body, failure.text)
+    if not refused:
+        return None
+    notice = f"{' and '.join(refused)} is left out: this model does not accept it"
+    return Remedy("", notice, setting(**dict.fromkeys(refused)))
 
 
-def with_parameters(body: dict, complaint: str = "", **values: Any) -> dict:
-    """Copy the body and set the parameters in `values`; the value None removes a parameter."""
-    return {name: value for name, value in (body | values).items() if value is not None}
+def refused_parameters(body: dict, complaint: str) -> list[str]:
+    """The parameters that an error names. An English word must be in quotes or follow certain words.
+
+    Groq "property 'store' is unsupported", xAI "Argument not supported on this model: stop", Ollama
+    "does not support thinking", xAI "does not support parameter reasoningEffort"
+    """
+    refused = []
+    for name in body.keys() - {"model", "messages", "tools", "stream"}:
+        word = re.escape(name).replace("_", "_?")
+        named = rf"['\"`]{word}\\*['\"`]|(: |support |parameter |invalid ){word}\b"
+        if "_" in name:
+            named = rf"\b{word}\b"
+        if re.search(f"(?i){named}", complaint):
+            refused.append(name)
+    return sorted(refused)
 
 
-def each_message(body: dict, complaint: str, change: Callable[[dict], dict]) -> dict:
-    return {**body, "messages": [change(message) for message in body["messages"]]}
+def setting(**values: Any) -> Change:
+    """A change that sets the parameters in `values`; the value None removes a parameter."""
+
+    def change(body: dict) -> dict:
+        return {name: value for name, value in (body | values).items() if value is not None}
+
+    return change
 
 
-def without_keys(value: Any, complaint: str, unwanted: tuple[str, ...], above: str = "") -> Any:
+def in_messages(change: Change) -> Change:
+    return lambda body: {**body, "messages": [change(each) for each in body["messages"]]}
+
+
+def without_keys(value: Any, unwanted: tuple[str, ...], above: str = "") -> Any:
     """Remove keys at every depth, but not the keys of "properties", which are parameter names."""
     if isinstance(value, list):
-        return [without_keys(item, complaint, unwanted) for item in value]
+        return [without_keys(item, unwanted) for item in value]
     if not isinstance(value, dict):
         return value
     kept = [key for key in value if above == "properties" or key not in unwanted]
-    return {key: without_keys(value[key], complaint, unwanted, key) for key in kept}
+    return {key: without_keys(value[key], unwanted, key) for key in kept}
 
 
-def with_other_limit(body: dict, complaint: str) -> dict:
+def with_other_limit(body: dict) -> dict:
     names = {"max_tokens": "max_completion_tokens", "max_completion_tokens": "max_tokens"}
     return {names.get(name, name): value for name, value in body.items()}
-
-
-def without_the_named(body: dict, complaint: str) -> dict:
-    """Remove each parameter whose name is in the error text, even written as `reasoningEffort`."""
-    kept = ("model", "messages", "tools", "stream")
-    names = {name: re.escape(name).replace("_", "_?") for name in body if name not in kept}
-    named = [name for name in names if re.search(rf"(?i)\b{names[name]}\b", complaint)]
-    return {name: value for name, value in body.items() if name not in named}
 
 
 def as_text(message: dict) -> dict:
@@ -980,7 +1031,7 @@ def with_short_ids(message: dict) -> dict:
     return {**message, "tool_calls": calls} if calls else message
 
 
-def with_system_as_user(body: dict, complaint: str) -> dict:
+def with_system_as_user(body: dict) -> dict:
     first, *rest = body["messages"]
     return {**body, "messages": legal([{**first, "role": "user"}, *rest])}
 
@@ -991,13 +1042,13 @@ The result of a call comes back as <tool_result>. These are the tools:
 """
 
 
-def tools_as_text(body: dict, complaint: str) -> dict:
+def tools_as_text(body: dict) -> dict:
     """Describe the tools in the system message, and write calls and results as text."""
     messages = [calls_as_text(message) for message in body["messages"]]
     if "tools" in body:
         lines = "\n".join(to_json(tool["function"]) for tool in body["tools"])
         messages.append({"role": "system", "content": TOOLS_AS_TEXT + lines})
-    return with_parameters(body, messages=legal(messages), tools=None, tool_choice=None)
+    return setting(messages=legal(messages), tools=None, tool_choice=None)(body)
 
 
 def calls_as_text(message: dict) -> dict:
@@ -1037,7 +1088,7 @@ HEALING = [
         "max_(completion_)?tokens.{1,99}(too large|maximum|at most|less than|range|exceed)|"
         "(range of|input length and) .?max_tokens",
         "max_tokens is left out: the server sets it",
-        partial(with_parameters, max_tokens=None, max_completion_tokens=None),
+        setting(max_tokens=None, max_completion_tokens=None),
     ),
     # "'max_tokens' is not supported with this model. Use 'max_completion_tokens' instead."
     Remedy("max_completion_tokens", "max_tokens is renamed for this model", with_other_limit),
@@ -1046,24 +1097,24 @@ HEALING = [
     Remedy(
         "only support stream|streaming is (strongly )?(required|recommended)|non-streaming",
         "this model only streams its answers",
-        partial(with_parameters, stream=True),
+        setting(stream=True),
     ),
     # "'stream' does not support true with this model."
     Remedy(
         "stream\\b.{1,30}not support",
         "this model does not stream",
-        partial(with_parameters, stream=None, stream_options=None),
+        setting(stream=None, stream_options=None),
     ),
     # "To use function tools, use /v1/responses or set reasoning_effort to 'none'."
     Remedy(
         "to 'none'",
         "reasoning is switched off: this model refuses it with tools",
-        partial(with_parameters, reasoning_effort="none"),
+        setting(reasoning_effort="none"),
     ),
     # Ollama "gemma3:4b does not support tools", a template "Conversation roles must alternate",
     # vLLM '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set'
     Remedy(
-        "support (tool|function)|(tool|function) call\\w* (is )?not support|"
+        "support (tool|function)|(tool|function) call\\w* (is )?not support|this model: tools|"
         "roles must alternate|requires --enable-auto-tool-choice",
         "tool calls are sent as text: this model or server supports no tools (vLLM needs the "
         "options --enable-auto-tool-choice --tool-call-parser)",
@@ -1073,7 +1124,7 @@ HEALING = [
     Remedy(
         "reasoning_content.{0,50}(passed back|missing)|missing reasoning_content",
         "older answers are sent with empty reasoning",
-        partial(each_message, change=with_some_reasoning),
+        in_messages(with_some_reasoning),
     ),
     # Groq "'messages.1' : … property 'reasoning_content' is unsupported", llama.cpp "Cannot pass
     # both content and thinking in an assistant message with tool calls!"
@@ -1093,19 +1144,19 @@ HEALING = [
     Remedy(
         "a-z, A-Z, 0-9, with a length of 9",
         "ids of calls are shortened",
-        partial(each_message, change=with_short_ids),
+        in_messages(with_short_ids),
     ),
     # "messages.2.tool.name: Extra inputs are not permitted", "property 'name' is unsupported"
     Remedy(
         r"messages.{0,80}\bname\b.{0,80}(unsupported|not (permitted|supported)|unknown|unexpected)",
         "results are sent without the names of their tools",
-        partial(each_message, change=without_name),
+        in_messages(without_name),
     ),
     # Gemini "Function call is missing a thought_signature in functionCall parts."
     Remedy(
         "thought_signature",
         "calls of other models get a signature",
-        partial(each_message, change=with_signature),
+        in_messages(with_signature),
     ),
     # Gemini "Unknown name \"additionalProperties\" at 'tools[0].function_declarations[0]…'"
     # OpenRouter "messages.0.content.0.text.cache_control: Extra inputs are not permitted"
@@ -1119,7 +1170,7 @@ HEALING = [
         "image.{0,40}(exceed|too large|too many|must be)|(process|decode|download) .{0,9}image|"
         "(invalid|unsupported|corrupt\\w*) image( data| file| format| type|\\.)",
         "images are left out of this request, because one image is refused",
-        partial(each_message, change=as_text),
+        in_messages(as_text),
         is_remembered=False,
     ),
     # DeepSeek "unknown variant `image_url`, expected `text`", Groq "'messages.0.content' : value
@@ -1128,15 +1179,7 @@ HEALING = [
         "image|vision|multimodal|only .{0,9}text|content.type|content.{0,99}string|"
         "expected a string|untagged enum",
         "messages are sent as plain text: this model accepts no images or blocks",
-        partial(each_message, change=as_text),
-    ),
-    # "'temperature' does not support 0.16 with this model", xAI "does not support parameter
-    # reasoningEffort", DeepSeek "Thinking mode does not support this tool_choice"
-    Remedy(
-        "temperature|top_[pk]\\b|tool_choice|thinking|effort|not support|unsupported|unknown|"
-        "unrecognized|unexpected|extra|forbidden|cannot",
-        "a parameter that this model does not accept is left out",
-        without_the_named,
+        in_messages(as_text),
     ),
 ]
 
@@ -1147,18 +1190,18 @@ HEALING = [
 DONE = {"choices": [{}]}  # the chunk for `data: [DONE]`: a choice without `delta` ends the answer
 
 
-def request_body(endpoint: Endpoint, request: LLMRequest, healed: list[Healed]) -> dict:
+def request_body(endpoint: Endpoint, request: LLMRequest, learnt: list[Remedy]) -> dict:
     """Return {"messages": […], "tools": […], …}, with the changes that this model needs."""
     body = {"messages": request.messages, "tools": request.tools or None, **request.options}
     if "max_tokens" in body:
         body[endpoint.spec.max_tokens_field] = body.pop("max_tokens")
     if request.on_delta:
         body |= {"stream": True, "stream_options": {"include_usage": True}}
-    body = with_parameters(body, **endpoint.extra_body)
+    body = setting(**endpoint.extra_body)(body)
     if endpoint.spec.supports_prompt_caching:
         body = cache_marks(body)
-    for remedy, complaint in healed:
-        body = remedy.change(body, complaint)
+    for remedy in learnt:
+        body = remedy.change(body)
     return body
 
 
@@ -1172,13 +1215,10 @@ def cache_marks(body: dict) -> dict:
 
 @cache
 def load_sdk() -> Any:
-    """Import the `openai` package, which takes 0.5 s. Raises Failure if the package is missing."""
+    """Import the `openai` package, which takes 0.5 s."""
     gc.disable()  # with the garbage collector on, loading 800 modules takes 0.1 s more
     try:
         import openai
-    except ImportError as problem:
-        name = (problem.name or "openai").partition(".")[0]
-        raise Failure(f"The {name} package is missing: pip install {name}", "package") from problem
     finally:
         gc.enable()
     gc.freeze()  # the garbage collector skips these modules from now on
@@ -1294,12 +1334,6 @@ def parse_answer(data: bytes) -> dict:
 # ---- An answer is put together from chunks ----
 # Endpoints stream calls in eleven different ways, and may send an error after a "200 OK".
 
-# Some models write <think>…</think> at the start of a line. If a chat template contains the tag
-# <think>, only </think> arrives.
-THOUGHT = re.compile(r"<(/?)(?:think|thinking|thought)>")
-THOUGHT_END = re.compile(r"</(?:think|thinking|thought)>")
-BLANKS = re.compile(r"\s*")
-FENCE_LINE = re.compile(r" {0,3}(`{3,}|~{3,})([^\n]*)")  # "```python"
 REASONS = {  # the endpoint's finish reason → OpenAI's; any other (`eos`, `end_turn`) → `stop`
     "none": None,
     "tool_calls": "tool_calls",
@@ -1344,9 +1378,6 @@ class AnswerReader:
     is_local: bool = False
     shown: str = ""  # the text shown so far, without thoughts
     held: str = ""  # not shown yet, because this text may begin a thought or a call
-    is_within_line: bool = False  # False: the next character begins a line
-    fence: str = ""  # the marks of the code fence that is open, such as "```"
-    is_thought: bool = False  # True: `held` begins with <think>
     is_call: bool = False  # True: `held` begins like a call
     has_lost_tag: bool = False  # True: </think> was removed, but <think> had not arrived
     calls: list[CallParts] = field(default_factory=list)
@@ -1409,67 +1440,45 @@ class AnswerReader:
     def _ready(self, text: str, is_last: bool = False) -> str:
         """Return the text that may be shown now. Thoughts and possible calls are held back."""
         self.held += text
-        place, ready = 0, ""
-        while place < len(self.held) and not self.is_call:
-            if self.is_thought:
-                end = THOUGHT_END.search(self.held, max(place, len(self.held) - len(text) - 12))
+        begin = len(self.shown)
+        while self.held and not self.is_call:
+            before = self.shown[-1:]  # tells whether `held` begins a line
+            found = LINE_START.search(before + self.held, len(before))
+            self._show(found.start() - len(before) if found else len(self.held))
+            if not found or (found.lastgroup == "unclear" and not is_last):
+                break
+            if self._is_plain(found.lastgroup):
+                self._show(len(found[0]) or len(self.held))
+            elif found.lastgroup == "call":
+                self.is_call = True
+            elif found.lastgroup == "lost_tag":
+                self.held = self.held[len(found[0]) :]
+                self.has_lost_tag = True
+            else:
+                end = THOUGHT_END.search(self.held, max(0, len(self.held) - len(text) - 12))
                 if not end:
                     break
-                place = end.end()
-                self.is_thought = False
-            elif self.is_within_line:
-                end_of_line = self.held.find("\n", place) + 1
-                self.is_within_line = end_of_line == 0
-                ready += self.held[place : end_of_line or None]
-                place = end_of_line or len(self.held)
-            else:
-                begin = place
-                if not self.shown + ready:
-                    begin = BLANKS.match(self.held, place).end()
-                match self._kind_of_line(begin, is_last):
-                    case "unclear":
-                        break
-                    case "end of a thought":
-                        place = THOUGHT_END.match(self.held, begin).end()
-                        self.has_lost_tag = True
-                    case "thought":
-                        place = begin
-                        self.is_thought = True
-                    case "call":
-                        place = begin
-                        self.is_call = True
-                    case "text":
-                        ready += self.held[place:begin].lstrip("\n")
-                        place = begin
-                        self.is_within_line = True
-        self.held = self.held[place:]
-        self.shown += ready
-        return ready
+                self.held = self.held[end.end() :]
+        return self.shown[begin:]
 
-    def _kind_of_line(self, place: int, is_last: bool) -> str:
-        """Classify the line that begins at `place` of `held`, and note an open code fence."""
-        tag = THOUGHT.match(self.held, place)
-        fence = FENCE_LINE.match(self.held, place)
-        if tag and not self.fence:
-            if not tag[1]:
-                return "thought"
-            if self.is_local or not self.shown:
-                return "end of a thought"
-        if self.tools and not self.fence and CALL.match(self.held, place):
-            return "call"
-        if not is_last and UNCLEAR.match(self.held, place):
-            return "unclear"
-        if fence and not self.fence:
-            self.fence = fence[1]
-        elif fence and fence[1].startswith(self.fence) and not fence[2].strip():
-            self.fence = ""
-        return "text"
+    def _show(self, length: int) -> None:
+        """Move the first characters from `held` to `shown`, without line breaks at the very start."""
+        text, self.held = self.held[:length], self.held[length:]
+        self.shown += text if self.shown else text.lstrip("\n")
+
+    def _is_plain(self, kind: str) -> bool:
+        """True if the start of a line looks like a thought or a call, but is only text."""
+        if kind == "unclear" or (kind == "call" and not self.tools):
+            return True
+        if kind == "lost_tag" and self.shown and not self.is_local:
+            return True
+        return is_in_fence(self.shown)
 
     def close(self) -> str:
         """Finish the answer. Returns the text that is not shown yet."""
         ready = self._ready("", is_last=True)
-        if self.is_thought and not self.shown:
-            return ready
+        if not self.shown and not self.is_call:  # a thought that does not end
+            return ""
         if self.is_call and not self.calls:
             calls, end = calls_in(self.held, self.tools)
             if calls and self._may_run(calls, end):
@@ -1486,7 +1495,7 @@ class AnswerReader:
         """Decide about calls that were written as text, by the rules 1 to 3 below."""
         if not self.shown.strip():
             return True
-        if self.has_lost_tag or THOUGHT.search(self.shown) or self.shown.count("```") % 2 == 1:
+        if self.has_lost_tag or THOUGHT_TAG.search(self.shown) or self.shown.count("```") % 2 == 1:
             return False
         has_own_tag = re.match(TAG, self.held) and END_TOKENS.match(self.held, end)
         return bool(has_own_tag) and all(call.name in self.read_only for call in calls)
@@ -1542,10 +1551,18 @@ def estimate_usage(request: LLMRequest, answer: LLMResponse) -> dict:
 TAG = r"<(?:tool_calls?|tools)>|<function=|\[TOOL_CALLS\]|<\|python_tag\|>"
 BARE = r'[\[{]\s{0,99}{?\s{0,99}"(?:name|type|id|function|arguments|parameters)"'
 FENCE = rf"```(?:json|tool_call)?[ \t\r]{{0,9}}\n\s{{0,80}}(?={TAG}|{BARE})"
-CALL = re.compile(f"{TAG}|{FENCE}|{BARE}")
 # the end of a piece of a stream: `<tool_c`, `[TOOL_`, `{"na`, "```js"
 PARTIAL = r'(?:</?\|?\w{0,12}\|?|\[[A-Z_]{1,11}|[\[{]\s{0,99}(?:{?\s{0,99}(?:"\w{0,10})?)?)?\Z'
-UNCLEAR = re.compile(rf"(?: {{0,3}}(?:`{{1,9}}|~{{1,9}})\w{{0,20}}\s{{0,99}})?{PARTIAL}")
+UNCLEAR = rf"(?: {{0,3}}(?:`{{1,9}}|~{{1,9}})\w{{0,20}}\s{{0,99}})?{PARTIAL}"
+# Some models write <think>…</think>. If a chat template contains the tag <think>, only </think>
+# arrives.
+LINE_START = re.compile(
+    r"(?m)(?:\A\s*|^)(?:(?P<thought><(?:think|thinking|thought)>)|"
+    rf"(?P<lost_tag></(?:think|thinking|thought)>)|(?P<call>{TAG}|{FENCE}|{BARE})|(?P<unclear>{UNCLEAR}))"
+)
+THOUGHT_END = re.compile(r"</(?:think|thinking|thought)>")
+THOUGHT_TAG = re.compile(r"</?(?:think|thinking|thought)>")
+FENCE_LINE = re.compile(r"\n {0,3}(`{3,}|~{3,})(.*)")  # "```python"
 AROUND = re.compile(
     r"(?:\s|</?(?:tool_calls?|tools)>|</function>|<\|python_tag\|>|\[TOOL_CALLS\](?=\s{0,99}[\[{]))*"
 )
@@ -1562,6 +1579,17 @@ CALL_KEYS = {"name", "arguments", "parameters", "type", "id"}
 
 def parameters_by_name(tools: list[dict]) -> dict[str, dict]:
     return {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
+
+
+def is_in_fence(text: str) -> bool:
+    """True if a code fence is open at the end of the text; "```" does not close "````"."""
+    fence = ""
+    for marks, rest in FENCE_LINE.findall("\n" + text):
+        if not fence:
+            fence = marks
+        elif marks.startswith(fence) and not rest.strip():
+            fence = ""
+    return bool(fence)
 
 
 def calls_in(text: str, tools: dict[str, dict]) -> tuple[list[ToolCallRequest], int]:

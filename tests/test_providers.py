@@ -1387,8 +1387,8 @@ MENDED = {  # a recorded refusal: a part of what the user is told, and what chan
         "messages are sent as plain text",
         {"messages.1.content": NO_IMAGE},
     ),
-    "openai-temperature-only-default": ("does not accept is left out", {"temperature": GONE}),
-    "groq-store-unsupported": ("does not accept is left out", {"store": GONE}),
+    "openai-temperature-only-default": ("temperature is left out: this model", {"temperature": GONE}),
+    "groq-store-unsupported": ("store is left out: this model", {"store": GONE}),
 }
 
 
