@@ -66,10 +66,23 @@ class ToolCallRequest:
     extra: dict = field(default_factory=dict)  # other keys of the call, copied into later requests
     must_only_read: bool = False  # True: nobody approved the call, so its tool must be read-only
 
+    @property
+    def input(self) -> dict:
+        return self.arguments  # its name in older hooks
+
     def to_message(self) -> dict:
         """The call as part of an assistant message. Raises ValueError if an argument is NaN."""
         function = {"name": self.name, "arguments": to_json(self.arguments)}
         return {"id": self.id, "type": "function", "function": function, **self.extra}
+
+
+class Usage(dict):
+    """Token counts: `usage.total_tokens` is the same as `usage["total_tokens"]`."""
+
+    def __getattr__(self, name: str) -> int:
+        if name not in self:
+            raise AttributeError(f"there is no count {name!r}, only {', '.join(self)}")
+        return self[name]
 
 
 @dataclass
@@ -574,7 +587,8 @@ class ProviderSpec:
     hosts: tuple[str, ...] = ()  # other hosts or ports, such as ".api.z.ai" or ":1234"
     key_prefix: str = ""
     default_model: str = ""
-    is_gateway: bool = False  # True: model names contain a maker, like openai/gpt-5
+    is_gateway: bool = False  # True: it offers models of many makers, like openai/gpt-5
+    wants_bare_names: bool = False  # True: this gateway wants gpt-5, not openai/gpt-5
     is_local: bool = False  # True: the server needs no key and is asked without a proxy
     supports_prompt_caching: bool = False  # True: the endpoint caches only marked texts
     max_tokens_field: str = "max_tokens"
@@ -645,7 +659,14 @@ PROVIDERS = [  # order: name, keywords, env_key, default_api_base, hosts
         (".api.siliconflow.com",),
         is_gateway=True,
     ),
-    ProviderSpec("aihubmix", "", "AIHUBMIX_API_KEY", "https://aihubmix.com/v1", is_gateway=True),
+    ProviderSpec(
+        "aihubmix",
+        "",
+        "AIHUBMIX_API_KEY",
+        "https://aihubmix.com/v1",
+        is_gateway=True,
+        wants_bare_names=True,
+    ),
     ProviderSpec("volcengine", "doubao", "ARK_API_KEY", "https://ark.cn-beijing.volces.com/api/v3"),
     ProviderSpec("xai", "grok", "XAI_API_KEY", "https://api.x.ai/v1", key_prefix="xai-"),
     ProviderSpec(
@@ -679,9 +700,9 @@ class Endpoint:
 
     def without_secrets(self, text: str) -> str:
         """Hide API keys and URL passwords, because error texts of servers may contain them."""
-        secrets = [self.api_key, *map(str, self.extra_headers.values())]
-        for secret in filter(lambda secret: len(secret) > 7, secrets):  # but not "ollama"
-            text = text.replace(secret, "[key]")
+        for secret in [self.api_key, *map(str, self.extra_headers.values())]:
+            if len(secret) > 7:  # but not "ollama"
+                text = text.replace(secret, "[key]")
         return re.sub("//[^/@ ]*@", "//", text)
 
 
@@ -703,9 +724,10 @@ def choose_endpoint(
             known[row.name].api_key = known[row.name].api_key or general_key
             known["openai"].api_key = ""
     host = row_of_address(base_url) if base_url else None
-    spec = ROWS.get(provider) or host or row_of_model(known, model)
     if host and host.env_key:
-        spec = host
+        spec, own_server = host, ""
+    else:
+        spec, own_server = ROWS.get(provider) or host or row_of_model(known, model), base_url
     if spec is None:
         return None
     chosen = known[spec.name]
@@ -718,10 +740,12 @@ def choose_endpoint(
     maker, _, rest = model.partition("/")
     if maker == spec.name and ("/" in rest or not spec.is_gateway):  # but keep openrouter/auto
         model = rest
-    if host not in (None, spec) and address != chosen.api_base and spec.env_key:
+    if spec.wants_bare_names:
+        model = model.rpartition("/")[2]
+    if own_server and spec.env_key and own_server != chosen.api_base:
         chosen.api_key, chosen.extra_headers = "", {}
-    if host and not host.env_key and not chosen.api_key:
-        chosen.api_key = general_key  # the user's own server also gets OPENAI_API_KEY
+    if own_server and not chosen.api_key:
+        chosen.api_key = general_key
     if spec.is_local and not urlsplit(address).path.strip("/"):
         address = address.rstrip("/") + "/v1"
     return replace(chosen, spec=spec, api_base=address, model=model or spec.default_model)
@@ -743,24 +767,24 @@ def row_of_model(known: dict[str, Endpoint], model: str) -> ProviderSpec | None:
     """Choose a row that has a key or an address. The maker's row comes first; `maker/model` or
     `keywords` identify the maker. Second is the user's own server; third, a gateway. If the maker
     is unknown, any row may be chosen."""
-    usable = [row for row in PROVIDERS if known[row.name].api_base]
-    usable += [row for row in PROVIDERS if known[row.name].api_key and row.default_api_base]
     named = ROWS.get(model.partition("/")[0])
     if named and named.is_local:
         return named
     # the names `gpt-5`, `openai/gpt-5` and `hf.co/gpt-5` match the row openai
-    makers = [row for row in PROVIDERS if row.keywords]
-    makers = [row for row in makers if re.search(rf"(?i)(?<![a-z0-9])({row.keywords})", model)]
-    makers = [named] if named else makers
-    rows = [row for row in makers if row in usable]
-    rows += [row for row in usable if not row.env_key]
-    rows += [row for row in usable if row.is_gateway]
-    if not makers:
-        rows += usable
-    if usable and not rows:
+    makers = [row for row in PROVIDERS if re.search(rf"(?i)(?<![a-z0-9])({row.keywords})", model)]
+    makers = [named] if named else [row for row in makers if row.keywords]
+
+    def rank(row: ProviderSpec) -> int:
+        order = [row in makers, not row.env_key, row.is_gateway, not makers, True]
+        return order.index(True)
+
+    usable = [row for row in PROVIDERS if known[row.name].api_base]
+    usable += [row for row in PROVIDERS if known[row.name].api_key and row.default_api_base]
+    best = min(usable, key=rank, default=None)
+    if best and rank(best) == 4:
         fix = f"set {makers[0].env_key or 'its apiBase'}, or name a gateway with --provider"
         raise ValueError(f"{model} is a model of {makers[0].name}: {fix}")
-    return next(iter(rows), None)
+    return best
 
 
 # ---- What went wrong ----
@@ -915,8 +939,8 @@ def refusal(body: Any, status: int | None = None, wait: str = "") -> Failure:
     line = " ".join(str(inside or "")[:4_000].split())[:500]
     cause = f"HTTP {status}: {line}" if status else line
     text = str(body or "")[:4_000]  # enough text for each pattern, and the search stays fast
-    soon = re.search(rf"(?i){AGAIN}(\d{{1,9}}(?:\.\d{{1,9}})?) ?s", text)
-    soon = re.fullmatch(r"(\d{1,9}(?:\.\d+)?)", wait) or soon
+    waits = f"retry after {wait}s, {text}"
+    soon = re.search(rf"(?i){AGAIN}(\d{{1,9}}(?:\.\d{{1,9}})?) ?s", waits)
     seconds = float(soon[1]) if soon else 0.0
     generation = str(fields.get("failed_generation") or "")
     return Failure(cause, kind_of(f"{status} {text}"), text, status, seconds, generation)
@@ -1325,8 +1349,7 @@ def parse_answer(data: bytes) -> dict:
         answer = json.loads(data)
         if isinstance(answer, dict):
             return answer
-    without_tags = re.sub(rb"<[^<>]*>", b" ", data[:2_000])  # <title>Sign in</title>
-    start = " ".join(without_tags.decode("utf-8", errors="replace").split())
+    start = " ".join(data[:2_000].decode("utf-8", errors="replace").split())
     kind = "cut" if not start or data.lstrip().startswith(b"{") else "nonsense"
     raise Failure(f"not a JSON object but: {start[:120] or 'nothing'}", kind)
 
@@ -1522,20 +1545,24 @@ class AnswerReader:
         return answer
 
 
-def read_usage(usage: dict) -> dict:
+def read_usage(usage: dict) -> Usage:
     """Return the endpoint's token counts, or {}. Endpoints use three names for cached tokens."""
+    sent = int(usage.get("prompt_tokens") or 0)
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
     cached = cached or usage.get("cached_tokens") or usage.get("prompt_cache_hit_tokens")
-    counts = {name: int(usage.get(name) or 0) for name in ("prompt_tokens", "completion_tokens")}
-    counts |= {"cached_tokens": int(cached or 0), "estimated": False}
-    return counts if counts["prompt_tokens"] else {}
+    received = int(usage.get("completion_tokens") or 0)
+    return counted(sent, received, int(cached or 0), False) if sent else Usage()
 
 
-def estimate_usage(request: LLMRequest, answer: LLMResponse) -> dict:
+def estimate_usage(request: LLMRequest, answer: LLMResponse) -> Usage:
     """Estimate the token counts: an English token has about four characters."""
     sent = len(to_json([request.messages, request.tools])) // 4
-    counts = {"prompt_tokens": sent, "completion_tokens": len(to_json(answer.to_message())) // 4}
-    return counts | {"cached_tokens": 0, "estimated": True}
+    return counted(sent, len(to_json(answer.to_message())) // 4, 0, True)
+
+
+def counted(sent: int, received: int, cached: int, estimated: bool) -> Usage:
+    counts = {"prompt_tokens": sent, "completion_tokens": received, "cached_tokens": cached}
+    return Usage(counts, total_tokens=sent + received, estimated=estimated)
 
 
 # ---- Calls that a weak model wrote as text ----

@@ -141,6 +141,16 @@ CHOICES = {
         {"model": "openrouter/openai/gpt-5"},
         ("openrouter", "sk-or-1", "https://openrouter.ai/api/v1", "openai/gpt-5"),
     ),
+    "a gateway that wants bare names": (
+        settings(aihubmix="sk-1"),
+        {"model": "anthropic/claude-sonnet-4"},
+        ("aihubmix", "sk-1", "https://aihubmix.com/v1", "claude-sonnet-4"),
+    ),
+    "its own name before a model is always taken off": (
+        settings(aihubmix="sk-1"),
+        {"model": "aihubmix/gpt-5"},
+        ("aihubmix", "sk-1", "https://aihubmix.com/v1", "gpt-5"),
+    ),
     "a local server that is configured wins over any key": (
         settings(openai="sk-1", ollama="http://box:11434/v1"),
         {"model": "llama3"},
@@ -960,7 +970,7 @@ def test_cached_tokens_are_found_under_any_name(name, stream):
     usage = {"prompt_tokens": 10, "completion_tokens": 5, **USAGES[name]}
     answer, _ = reply_to(Reply("Hi.", usage=usage), stream)
     counts = {"prompt_tokens": 10, "completion_tokens": 5, "cached_tokens": 3}
-    assert answer.usage == {**counts, "estimated": False}
+    assert answer.usage == {**counts, "total_tokens": 15, "estimated": False}
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -1387,7 +1397,10 @@ MENDED = {  # a recorded refusal: a part of what the user is told, and what chan
         "messages are sent as plain text",
         {"messages.1.content": NO_IMAGE},
     ),
-    "openai-temperature-only-default": ("temperature is left out: this model", {"temperature": GONE}),
+    "openai-temperature-only-default": (
+        "temperature is left out: this model",
+        {"temperature": GONE},
+    ),
     "groq-store-unsupported": ("store is left out: this model", {"store": GONE}),
 }
 
