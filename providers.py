@@ -80,9 +80,10 @@ class Usage(dict):
     """Token counts: `usage.total_tokens` is the same as `usage["total_tokens"]`."""
 
     def __getattr__(self, name: str) -> int:
-        if name not in self:
-            raise AttributeError(f"there is no count {name!r}, only {', '.join(self)}")
-        return self[name]
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
 
 
 @dataclass
@@ -291,8 +292,6 @@ class OpenAIProvider(LLMProvider):
             answer = failed(failure.cause, content=failure.shown or None)
             if remedy is None and seconds is None:
                 answer.error = explanation(failure, self.endpoint)
-                if failure.kind == "model":
-                    answer.error += f" {await self.check() or 'Choose another with --model.'}"
                 if failure.kind == "overflow":
                     answer.is_overflow, answer.usage = True, estimate_usage(request, answer)
                 return answer
@@ -479,8 +478,13 @@ def with_results(messages: list[dict]) -> list[dict]:
         for call in message.get("tool_calls", []):
             old_id = call.get("id") or None
             call["id"] = unused_id(old_id, used_ids)
-            result = {"role": "tool", "tool_call_id": call["id"], "content": NO_RESULT}
-            result["name"] = call["function"]["name"]  # Gemini requires the name
+            name = call["function"]["name"]  # Gemini requires the name
+            result = {
+                "role": "tool",
+                "tool_call_id": call["id"],
+                "content": NO_RESULT,
+                "name": name,
+            }
             waiting.setdefault(old_id, []).append(result)
             paired.append(result)
     return paired
@@ -488,11 +492,13 @@ def with_results(messages: list[dict]) -> list[dict]:
 
 def unused_id(id_: Any, used: set[str]) -> str:
     """Return the id, with a number if another call has the same id: "a", then "a_2"."""
-    name = str(id_ or "call")
-    names = itertools.chain([name], (f"{name}_{number}" for number in itertools.count(2)))
-    unused = next(each for each in names if each not in used)
-    used.add(unused)
-    return unused
+    base = name = str(id_ or "call")
+    number = 1
+    while name in used:
+        number += 1
+        name = f"{base}_{number}"
+    used.add(name)
+    return name
 
 
 def new_id(old: str = "") -> str:
@@ -774,17 +780,15 @@ def row_of_model(known: dict[str, Endpoint], model: str) -> ProviderSpec | None:
     makers = [row for row in PROVIDERS if re.search(rf"(?i)(?<![a-z0-9])({row.keywords})", model)]
     makers = [named] if named else [row for row in makers if row.keywords]
 
-    def rank(row: ProviderSpec) -> int:
-        order = [row in makers, not row.env_key, row.is_gateway, not makers, True]
-        return order.index(True)
-
     usable = [row for row in PROVIDERS if known[row.name].api_base]
     usable += [row for row in PROVIDERS if known[row.name].api_key and row.default_api_base]
-    best = min(usable, key=rank, default=None)
-    if best and rank(best) == 4:
+    rows = [row for row in makers if row in usable]
+    rows += [row for row in usable if not row.env_key or (row.is_gateway and not rows)]
+    rows += [] if makers else usable
+    if usable and not rows:
         fix = f"set {makers[0].env_key or 'its apiBase'}, or name a gateway with --provider"
         raise ValueError(f"{model} is a model of {makers[0].name}: {fix}")
-    return best
+    return rows[0] if rows else None
 
 
 # ---- What went wrong ----
@@ -834,7 +838,8 @@ TROUBLES = {  # the first row whose pattern fits
     # "is not a valid model ID", DeepSeek "Model Not Exist", LiteLLM "Invalid model name passed in"
     "model": Trouble(
         "no model|not a valid model|model not exist|invalid model name|^404 .*model",
-        "{where} has no such model ({cause}).",
+        "{where} has no such model ({cause}). Choose another with --model; `nanobot status` lists "
+        "them.",
     ),
     "nonsense": Trouble(
         "^40[45] ",
