@@ -463,9 +463,9 @@ def with_results(messages: list[dict]) -> list[dict]:
     Some endpoints use the same ids again in each answer. Therefore each result is matched only with
     the calls of the nearest earlier message that has calls.
     """
-    paired: list[dict] = []
-    used_ids: set[str] = set()
-    waiting: dict[Any, list[dict]] = {}  # old id → tool messages that still contain NO_RESULT
+    paired = []
+    used_ids = set()
+    waiting = {}  # old id → tool messages that still contain NO_RESULT
     for message in messages:
         if message["role"] == "tool":
             places = waiting.get(message.get("tool_call_id"))
@@ -509,7 +509,7 @@ def new_id(old: str = "") -> str:
 
 def with_neighbours_joined(messages: list[dict]) -> list[dict]:
     """user "a", user [image] → user [text "a", image]. The reasoning is kept."""
-    joined: list[dict] = []
+    joined = []
     for message in messages:
         if not joined or joined[-1]["role"] != message["role"] or message["role"] == "tool":
             joined.append(message)
@@ -783,7 +783,8 @@ def row_of_model(known: dict[str, Endpoint], model: str) -> ProviderSpec | None:
     usable = [row for row in PROVIDERS if known[row.name].api_base]
     usable += [row for row in PROVIDERS if known[row.name].api_key and row.default_api_base]
     rows = [row for row in makers if row in usable]
-    rows += [row for row in usable if not row.env_key or (row.is_gateway and not rows)]
+    rows += [row for row in usable if not row.env_key]
+    rows += [row for row in usable if row.is_gateway]
     rows += [] if makers else usable
     if usable and not rows:
         fix = f"set {makers[0].env_key or 'its apiBase'}, or name a gateway with --provider"
@@ -818,8 +819,8 @@ TROUBLES = {  # the first row whose pattern fits
         "{where}: the conversation is too long for {model} ({cause}). Begin a new "
         "conversation with /new. If a single message is too long, put its text into a file.",
     ),
-    # "You exceeded your current quota", "Insufficient Balance", "余额不足". But "quota exceeded, try
-    # again in 20s" is a rate limit, and a 401 with "insufficient permissions" is about the key
+    # "You exceeded your current quota", "Insufficient Balance", "余额不足". But "quota exceeded,
+    # try again in 20s" is a rate limit, and a 401 with "insufficient permissions" is about the key
     "unpaid": Trouble(
         rf"^(?!401 |5\d\d |.*{AGAIN})"
         "(402 |.*(insufficient|exceeded.{0,20}quota|billing|credit|balance|payment|余额|欠费))",
@@ -827,7 +828,8 @@ TROUBLES = {  # the first row whose pattern fits
     ),
     # "The engine is currently overloaded", "Rate limit reached", Groq 400 "tool_use_failed"
     "busy": Trouble(
-        rf"^(408|409|429|5\d\d) |{AGAIN}|overloaded|rate.?limit|访问量过大|速率限制|tool_use_failed",
+        rf"^(408|409|429|5\d\d) |{AGAIN}|overloaded|rate.?limit|访问量过大|速率限制|"
+        "tool_use_failed",
         retries=3,
     ),
     # xAI "Incorrect API key provided", Gemini "API key not valid", LiteLLM "No connected db"
@@ -866,12 +868,10 @@ TROUBLES = {  # the first row whose pattern fits
         retries=3,
         cause="it closed the connection in the middle",
     ),
+    # "No module named 'openai'", "DLL load failed while importing jiter"
     "package": Trouble(
-        "^ModuleNotFoundError", "The {cause} package is missing: pip install {cause}"
-    ),
-    "import": Trouble(
-        "^ImportError",
-        "The openai package cannot be loaded ({cause}). Install it again: "
+        "^(ModuleNotFound|Import)Error",
+        "The openai package cannot be loaded ({cause}). Install it: "
         "pip install --force-reinstall openai",
     ),
     "other": Trouble(""),
@@ -921,9 +921,7 @@ def as_failure(problem: Exception) -> Failure:
         return refusal(problem.body, response.status_code, response.headers.get("retry-after", ""))
     below = problem.__cause__
     kind = kind_of(f"{type(problem).__name__} {type(below).__name__}")
-    missing = getattr(problem, "name", "") if kind == "package" else ""
-    text = missing or str(below or "") or str(problem)
-    return Failure(TROUBLES[kind].cause or text, kind)
+    return Failure(TROUBLES[kind].cause or str(below or "") or str(problem), kind)
 
 
 def refusal(body: Any, status: int | None = None, wait: str = "") -> Failure:
@@ -982,7 +980,7 @@ def find_remedy(failure: Failure, body: dict, tried: list[Remedy]) -> Remedy | N
 
 
 def refused_parameters(body: dict, complaint: str) -> list[str]:
-    """The parameters that an error names. An English word must be in quotes or follow certain words.
+    """The parameters that an error names. A plain word must be in quotes or follow certain words.
 
     Groq "property 'store' is unsupported", xAI "Argument not supported on this model: stop", Ollama
     "does not support thinking", xAI "does not support parameter reasoningEffort"
@@ -1490,7 +1488,7 @@ class AnswerReader:
         return self.shown[begin:]
 
     def _show(self, length: int) -> None:
-        """Move the first characters from `held` to `shown`, without line breaks at the very start."""
+        """Move the first characters from `held` to `shown`, but no line breaks at the start."""
         text, self.held = self.held[:length], self.held[length:]
         self.shown += text if self.shown else text.lstrip("\n")
 

@@ -1431,6 +1431,30 @@ def test_a_complaint_has_its_remedy_and_the_user_is_told_of_it(name):
     assert before == EVERYTHING
 
 
+NAMED = {  # an error: which of the parameters of the request it is about
+    "'temperature' does not support 0.2. Only the default (1) value is supported.": {"temperature"},
+    "Provider returned error: tools are not supported by a provider": set(),
+    "Please stop: the store has no such user": set(),
+    "Thinking mode does not support this tool_choice": {"tool_choice"},
+    "Argument not supported on this model: stop": {"stop"},
+    "The model m does not support thinking": {"thinking"},
+    "Model grok-4 does not support parameter reasoningEffort.": {"reasoning_effort"},
+    "`temperature` and `top_p` cannot both be specified": {"temperature", "top_p"},
+}
+
+
+@pytest.mark.parametrize("text", NAMED)
+def test_only_a_parameter_that_an_error_is_about_is_left_out(text):
+    body = dict.fromkeys(
+        "default provider stop store user thinking tool_choice reasoning_effort top_p".split(), 1
+    )
+    with FakeLLM([error(400, text), "Fine."]) as server:
+        ask(made(server, extra_body=body), temperature=0.2)
+        first = server.bodies[0].keys()
+        assert first - server.bodies[-1].keys() == NAMED[text]
+        assert len(server.bodies) == 1 + bool(NAMED[text])
+
+
 WITHOUT_PACKAGES = [
     sys.executable,
     "-S",
@@ -1448,12 +1472,12 @@ WITHOUT_PACKAGES = [
         (
             ["--base-url", "http://127.0.0.1:1/v1", "-m", "hi"],
             1,
-            "nanobot: The openai package is missing: pip install openai\n",
+            "nanobot: The openai package cannot be loaded (No module named 'openai'). Install it: ",
         ),
         (
             ["status", "--base-url", "http://127.0.0.1:1/v1"],
             1,
-            "The openai package is missing: pip install openai\n",
+            "The openai package cannot be loaded (No module named 'openai'). Install it: ",
         ),
     ],
 )
@@ -1471,6 +1495,23 @@ def test_without_any_package_the_offline_model_works_and_a_missing_one_is_named(
     )
     assert done.returncode == status and text in done.stdout + done.stderr, done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_library_that_does_not_load_is_not_called_missing(tmp_path):
+    """As a wheel for another processor: the cause, then what to do, also from `status`."""
+    (tmp_path / "openai.py").write_text(
+        "raise ImportError('DLL load failed while importing jiter')"
+    )
+    environment = {"HOME": str(tmp_path), "PATH": os.environ["PATH"], "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, WITHOUT_PACKAGES[-1], "--base-url", "http://127.0.0.1:1/v1"]
+    for more in (["-m", "hi"], ["status"]):
+        flags = [*command[:2], *more, *command[2:]]
+        done = subprocess.run(flags, capture_output=True, text=True, cwd=tmp_path, env=environment)
+        said_of_it = done.stdout + done.stderr
+        assert done.returncode == 1 and "missing" not in said_of_it, said_of_it
+        assert (
+            "cannot be loaded (DLL load failed while importing jiter). Install it: " in said_of_it
+        )
 
 
 def by_id(name):
