@@ -1405,6 +1405,8 @@ class AnswerReader:
     shown: str = ""  # the text shown so far, without thoughts
     held: str = ""  # not shown yet, because this text may begin a thought or a call
     is_call: bool = False  # True: `held` begins like a call
+    fence: str = ""  # the marks of the code fence that is open at `fence_at`; "```" ends no "````"
+    fence_at: int = 0
     has_lost_tag: bool = False  # True: </think> was removed, but <think> had not arrived
     calls: list[CallParts] = field(default_factory=list)
     text_calls: list[ToolCallRequest] = field(default_factory=list)
@@ -1468,6 +1470,8 @@ class AnswerReader:
         self.held += text
         begin = len(self.shown)
         while self.held and not self.is_call:
+            if not self.shown:
+                self.held = self.held.lstrip("\n")
             before = self.shown[-1:]  # tells whether `held` begins a line
             found = LINE_START.search(before + self.held, len(before))
             self._show(found.start() - len(before) if found else len(self.held))
@@ -1488,9 +1492,9 @@ class AnswerReader:
         return self.shown[begin:]
 
     def _show(self, length: int) -> None:
-        """Move the first characters from `held` to `shown`, but no line breaks at the start."""
-        text, self.held = self.held[:length], self.held[length:]
-        self.shown += text if self.shown else text.lstrip("\n")
+        """Move the first characters from `held` to `shown`."""
+        self.shown += self.held[:length]
+        self.held = self.held[length:]
 
     def _is_plain(self, kind: str) -> bool:
         """True if the start of a line looks like a thought or a call, but is only text."""
@@ -1498,7 +1502,13 @@ class AnswerReader:
             return True
         if kind == "lost_tag" and self.shown and not self.is_local:
             return True
-        return is_in_fence(self.shown)
+        for marks, rest in FENCE_LINE.findall(self.shown[self.fence_at :]):
+            if not self.fence:
+                self.fence = marks
+            elif marks.startswith(self.fence) and not rest.strip():
+                self.fence = ""
+        self.fence_at = len(self.shown)  # the next look begins here, at the start of a line
+        return bool(self.fence)
 
     def close(self) -> str:
         """Finish the answer. Returns the text that is not shown yet."""
@@ -1587,12 +1597,12 @@ UNCLEAR = rf"(?: {{0,3}}(?:`{{1,9}}|~{{1,9}})\w{{0,20}}\s{{0,99}})?{PARTIAL}"
 # Some models write <think>…</think>. If a chat template contains the tag <think>, only </think>
 # arrives.
 LINE_START = re.compile(
-    r"(?m)(?:\A\s*|^)(?:(?P<thought><(?:think|thinking|thought)>)|"
+    r"(?m)(?:\A\s{0,200}|^)(?:(?P<thought><(?:think|thinking|thought)>)|"
     rf"(?P<lost_tag></(?:think|thinking|thought)>)|(?P<call>{TAG}|{FENCE}|{BARE})|(?P<unclear>{UNCLEAR}))"
 )
 THOUGHT_END = re.compile(r"</(?:think|thinking|thought)>")
 THOUGHT_TAG = re.compile(r"</?(?:think|thinking|thought)>")
-FENCE_LINE = re.compile(r"\n {0,3}(`{3,}|~{3,})(.*)")  # "```python"
+FENCE_LINE = re.compile(r"(?m)^ {0,3}(`{3,}|~{3,})(.*)")  # "```python"
 AROUND = re.compile(
     r"(?:\s|</?(?:tool_calls?|tools)>|</function>|<\|python_tag\|>|\[TOOL_CALLS\](?=\s{0,99}[\[{]))*"
 )
@@ -1602,24 +1612,14 @@ INVENTED = re.compile(r"<\||</s>|<end_of_turn>|<tool_res(?:ponse|ult)>|```(?!jso
 PARAMETER = r"<parameter=(\w+)>\n?((?:(?!<parameter=).)*?)\n?</parameter>"
 # <function=now>, Mistral's [TOOL_CALLS]now{} and [TOOL_CALLS]now[ARGS]{}, Groq's <function=now{}
 NAMED = re.compile(
-    rf"(?s)(?:<function=|\[TOOL_CALLS\])([\w-]+)(?:>|(?:\[ARGS\])?(?=\s{{0,9}}{{))((?:\s*{PARAMETER})*)\s*"
+    rf"(?s)(?:<function=|\[TOOL_CALLS\])([\w-]+)(?:>|"
+    rf"(?:\[CALL_ID\]\w{{1,40}})?(?:\[ARGS\])?(?=\s{{0,9}}{{))((?:\s*{PARAMETER})*)\s*"
 )
 CALL_KEYS = {"name", "arguments", "parameters", "type", "id"}
 
 
 def parameters_by_name(tools: list[dict]) -> dict[str, dict]:
     return {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
-
-
-def is_in_fence(text: str) -> bool:
-    """True if a code fence is open at the end of the text; "```" does not close "````"."""
-    fence = ""
-    for marks, rest in FENCE_LINE.findall("\n" + text):
-        if not fence:
-            fence = marks
-        elif marks.startswith(fence) and not rest.strip():
-            fence = ""
-    return bool(fence)
 
 
 def calls_in(text: str, tools: dict[str, dict]) -> tuple[list[ToolCallRequest], int]:
