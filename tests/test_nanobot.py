@@ -247,6 +247,32 @@ def test_a_call_after_some_text_is_asked_for_once_and_the_text_stays():
     assert hook.shown.endswith(result.final_content)
 
 
+def test_hooks_that_were_written_for_the_older_system_run():
+    seen = []
+
+    class Older(AgentHook):
+        async def before_iteration(self, context):
+            seen.append(context.model)
+
+        async def before_execute_tools(self, tool_calls):
+            seen.extend(call.input for call in tool_calls)
+
+        async def after_iteration(self, context):
+            seen.append(context.usage.total_tokens)
+
+    result, _ = run([call("look", n=7), "done"], [look], hook=Older())
+    assert seen == ["scripted", {"n": 7}, 0, "scripted", 0]
+    assert result.usage.total_tokens == result.usage["total_tokens"] == 0
+    with FakeLLM(["Hi."]) as server:
+        provider = OpenAIProvider(Endpoint(ROWS["local"], api_base=server.base_url, model="m"))
+        result = asyncio.run(AgentRunner(provider).run(AgentRunSpec([question()])))
+    assert (
+        result.usage.total_tokens
+        == result.usage["prompt_tokens"] + result.usage["completion_tokens"]
+    )
+    assert not hasattr(result.usage, "price")
+
+
 # ---- The runner: calls ----
 
 

@@ -1446,7 +1446,18 @@ NAMED = {  # an error: which of the parameters of the request it is about
 @pytest.mark.parametrize("text", NAMED)
 def test_only_a_parameter_that_an_error_is_about_is_left_out(text):
     body = dict.fromkeys(
-        ["default", "provider", "stop", "store", "user", "thinking", "tool_choice", "reasoning_effort", "top_p"], 1
+        [
+            "default",
+            "provider",
+            "stop",
+            "store",
+            "user",
+            "thinking",
+            "tool_choice",
+            "reasoning_effort",
+            "top_p",
+        ],
+        1,
     )
     with FakeLLM([error(400, text), "Fine."]) as server:
         ask(made(server, extra_body=body), temperature=0.2)
