@@ -1454,10 +1454,10 @@ class AnswerReader:
         index, function = piece.get("index"), piece.get("function") or {}
         name, arguments = function.get("name") or "", function.get("arguments")
         fitting = [call for call in self.calls if index in (None, call.index)]
-        if not fitting or fitting[-1].is_other(piece.get("id"), name):
-            fitting.append(CallParts(index))
-            self.calls.append(fitting[-1])
-        call = fitting[-1]
+        call = fitting[-1] if fitting else None
+        if call is None or call.is_other(piece.get("id"), name):
+            call = CallParts(index)
+            self.calls.append(call)
         call.id = call.id or piece.get("id")
         call.name = call.name or name
         if arguments is not None:
@@ -1465,7 +1465,7 @@ class AnswerReader:
         known = ("index", "id", "type", "function")
         call.extra |= {key: value for key, value in piece.items() if key not in known}
 
-    def _ready(self, text: str, is_last: bool = False) -> str:
+    def _ready(self, text: str) -> str:
         """Return the text that may be shown now. Thoughts and possible calls are held back."""
         self.held += text
         begin = len(self.shown)
@@ -1475,10 +1475,10 @@ class AnswerReader:
             before = self.shown[-1:]  # tells whether `held` begins a line
             found = LINE_START.search(before + self.held, len(before))
             self._show(found.start() - len(before) if found else len(self.held))
-            if not found or (found.lastgroup == "unclear" and not is_last):
+            if not found or found.lastgroup == "unclear":
                 break
             if self._is_plain(found.lastgroup):
-                self._show(len(found[0]) or len(self.held))
+                self._show(len(found[0]))
             elif found.lastgroup == "call":
                 self.is_call = True
             elif found.lastgroup == "lost_tag":
@@ -1498,7 +1498,7 @@ class AnswerReader:
 
     def _is_plain(self, kind: str) -> bool:
         """True if the start of a line looks like a thought or a call, but is only text."""
-        if kind == "unclear" or (kind == "call" and not self.tools):
+        if kind == "call" and not self.tools:
             return True
         if kind == "lost_tag" and self.shown and not self.is_local:
             return True
@@ -1512,20 +1512,18 @@ class AnswerReader:
 
     def close(self) -> str:
         """Finish the answer. Returns the text that is not shown yet."""
-        ready = self._ready("", is_last=True)
-        if not self.shown and not self.is_call:  # a thought that does not end
-            return ""
+        if not self.shown and THOUGHT_TAG.match(self.held.lstrip()):
+            return ""  # a thought that does not end
         if self.is_call and not self.calls:
             calls, end = calls_in(self.held, self.tools)
             if calls and self._may_run(calls, end):
                 self.text_calls = calls
                 self.shown = self.shown.rstrip()
-                return ready
+                return ""
             if calls:
                 self.unclear_at = len(self.shown)
-        rest = "" if self.unclear_at is not None else self.held
         self.shown += self.held
-        return ready + rest
+        return self.held if self.unclear_at is None else ""
 
     def _may_run(self, calls: list[ToolCallRequest], end: int) -> bool:
         """Decide about calls that were written as text, by the rules 1 to 3 below."""
@@ -1648,14 +1646,14 @@ def read_calls(text: str, tools: dict[str, dict]) -> tuple[list[ToolCallRequest]
             is_fenced, place = False, place + 3
         elif calls and INVENTED.match(text, place):
             break  # '{"name": "ls", "arguments": {}}\n```\na.txt\n```\nThe folder has a.txt.'
-        elif named and not text.startswith("{", named.end()):
+        elif named:
             place = named.end()
-            written = dict(re.findall(f"(?s){PARAMETER}", named[2]))
-            calls.append(text_call(named[1], written, tools))
+            arguments = dict(re.findall(f"(?s){PARAMETER}", named[2]))
+            if text.startswith("{", place):
+                arguments, place = JSON.raw_decode(text, place)
+            calls.append(text_call(named[1], arguments, tools))
         else:
-            found, place = JSON.raw_decode(text, named.end() if named else place)
-            if named:
-                found = {"name": named[1], "arguments": found}
+            found, place = JSON.raw_decode(text, place)
             for each in found if isinstance(found, list) else [found]:
                 calls.append(text_call(*name_and_arguments(each), tools))
     return calls, place
