@@ -292,6 +292,8 @@ class OpenAIProvider(LLMProvider):
             answer = failed(failure.cause, content=failure.shown or None)
             if remedy is None and seconds is None:
                 answer.error = explanation(failure, self.endpoint)
+                if failure.kind == "model":
+                    answer.error += f" {await self.check() or 'Choose another with --model.'}"
                 if failure.kind == "overflow":
                     answer.is_overflow, answer.usage = True, estimate_usage(request, answer)
                 return answer
@@ -840,8 +842,7 @@ TROUBLES = {  # the first row whose pattern fits
     # "is not a valid model ID", DeepSeek "Model Not Exist", LiteLLM "Invalid model name passed in"
     "model": Trouble(
         "no model|not a valid model|model not exist|invalid model name|^404 .*model",
-        "{where} has no such model ({cause}). Choose another with --model; `nanobot status` lists "
-        "them.",
+        "{where} has no such model ({cause}).",
     ),
     "nonsense": Trouble(
         "^40[45] ",
