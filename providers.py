@@ -76,16 +76,6 @@ class ToolCallRequest:
         return {"id": self.id, "type": "function", "function": function, **self.extra}
 
 
-class Usage(dict):
-    """Token counts: `usage.total_tokens` is the same as `usage["total_tokens"]`."""
-
-    def __getattr__(self, name: str) -> int:
-        try:
-            return self[name]
-        except KeyError:
-            raise AttributeError(name) from None
-
-
 @dataclass
 class LLMResponse:
     """An answer. After a failure, `error` is set and `content` is the text that was shown."""
@@ -312,7 +302,7 @@ class OpenAIProvider(LLMProvider):
     async def _ask(self, request: LLMRequest, body: dict) -> LLMResponse:
         """Make one HTTP attempt. Raises Failure. An exception in `on_delta` is not caught."""
         request.sent, request.began = body, time.monotonic()
-        is_weak = self.endpoint.spec.is_local or "tools" not in body  # calls may arrive as text
+        is_weak = self.is_local or "tools" not in body  # calls may arrive as text
         reads_text = {"auto": is_weak, "on": True}.get(self.endpoint.text_tool_calls)
         known = parameters_by_name(request.tools)
         reader = AnswerReader(known if reads_text else {}, request.read_only, self.is_local)
@@ -338,7 +328,7 @@ class OpenAIProvider(LLMProvider):
         seen = answer.usage["prompt_tokens"]
         sent = estimate_usage(request, answer)["prompt_tokens"]
         # Ollama silently cuts a request that exceeds its context window (4,096 tokens by default)
-        is_cut = self.endpoint.spec.is_local and 1_000 < seen < 5_000 and sent > 2 * seen
+        is_cut = self.is_local and 1_000 < seen < 5_000 and sent > 2 * seen
         if is_cut and not self.is_warned:
             self.is_warned = True
             fix = "Set a larger context. For Ollama: OLLAMA_CONTEXT_LENGTH=64000 ollama serve"
@@ -1555,6 +1545,16 @@ class AnswerReader:
         answer.unclear_at = self.unclear_at
         answer.usage = self.usage or estimate_usage(request, answer)
         return answer
+
+
+class Usage(dict):
+    """Token counts: `usage.total_tokens` is the same as `usage["total_tokens"]`."""
+
+    def __getattr__(self, name: str) -> int:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
 
 
 def read_usage(usage: dict) -> Usage:
