@@ -970,6 +970,12 @@ def find_remedy(failure: Failure, body: dict, tried: list[Remedy]) -> Remedy | N
     return Remedy("", notice, setting(**dict.fromkeys(refused)))
 
 
+REFUSAL = (
+    "(?i)support|unknown|unrecognized|unexpected|extra|forbidden|deprecated|incompatible|"
+    "cannot|must|only|may not"
+)
+
+
 def refused_parameters(body: dict, complaint: str) -> list[str]:
     """The parameters that an error names. A plain word must be in quotes or follow certain words.
 
@@ -977,6 +983,8 @@ def refused_parameters(body: dict, complaint: str) -> list[str]:
     "does not support thinking", xAI "does not support parameter reasoningEffort"
     """
     refused = []
+    if not re.search(REFUSAL, complaint):  # a server may repeat the whole request in its error
+        return refused
     for name in body.keys() - {"model", "messages", "tools", "stream"}:
         word = re.escape(name).replace("_", "_?")
         named = rf"['\"`]{word}\\*['\"`]|(: |support |parameter |invalid ){word}\b"

@@ -1435,6 +1435,7 @@ NAMED = {  # an error: which of the parameters of the request it is about
     "'temperature' does not support 0.2. Only the default (1) value is supported.": {"temperature"},
     "Provider returned error: tools are not supported by a provider": set(),
     "Please stop: the store has no such user": set(),
+    "Field required: {'temperature': 0.2, 'top_p': 1, 'store': 1}": set(),
     "Thinking mode does not support this tool_choice": {"tool_choice"},
     "Argument not supported on this model: stop": {"stop"},
     "The model m does not support thinking": {"thinking"},
