@@ -112,6 +112,7 @@ from providers import (
     OfflineProvider,
     OpenAIProvider,
     ToolCallRequest,
+    Usage,
     Trace,
     choose_endpoint,
     legal,
@@ -199,7 +200,8 @@ class AgentRunner:
 
     async def run(self, spec: AgentRunSpec) -> AgentRunResult:
         """Ask the model until the run ends. Raises CancelledError, and errors of the callbacks."""
-        state = RunState(spec, AgentHookContext(list(spec.messages)))
+        model = spec.model or self.provider.model
+        state = RunState(spec, AgentHookContext(list(spec.messages), model=model))
         try:
             while not state.result.stop_reason:  # the run ends when it has a stop reason
                 await spec.hook.before_iteration(state.context)
@@ -222,7 +224,7 @@ class AgentRunner:
             state.result,
             messages=state.context.messages,
             usage=state.context.usage,
-            model=spec.model or self.provider.model,
+            model=model,
             tools_used=list(dict.fromkeys(event["name"] for event in state.result.tool_events)),
         )
 
@@ -1096,7 +1098,8 @@ class AgentHookContext:
     messages: list[dict]
     iteration: int = 0  # steps so far
     response: LLMResponse = field(default_factory=LLMResponse)
-    usage: dict = field(default_factory=lambda: dict(NO_USAGE))
+    usage: Usage = field(default_factory=lambda: Usage(NO_USAGE))
+    model: str = ""
 
     @property
     def tool_calls(self) -> list[ToolCallRequest]:

@@ -67,6 +67,10 @@ class ToolCallRequest:
     extra: dict = field(default_factory=dict)  # other keys of the call, copied into later requests
     must_only_read: bool = False  # True: nobody approved the call, so its tool must be read-only
 
+    @property
+    def input(self) -> dict:
+        return self.arguments  # its name in older hooks
+
     def to_message(self) -> dict:
         """The call as part of an assistant message. Raises ValueError if an argument is NaN."""
         function = {"name": self.name, "arguments": to_json(self.arguments)}
@@ -255,7 +259,7 @@ class OpenAIProvider(LLMProvider):
         self.model, self.pace = endpoint.model, pace
         self.is_local = endpoint.spec.is_local
         self.connection = Connection(self.endpoint, request_timeout, idle_timeout)
-        self.learnt: dict[str, list[Healed]] = {}  # model name → remedies that the model needs
+        self.learnt: dict[str, list[Remedy]] = {}  # model name → remedies that the model needs
         self.is_warned = False  # True: the user was warned that the server cuts requests
 
     async def answer(self, request: LLMRequest) -> LLMResponse:
@@ -265,17 +269,17 @@ class OpenAIProvider(LLMProvider):
         429 "try again in 20s"               → retry after 20 s (if no time is given: 1, 2 and 4 s)
         401, or any error after shown text   → return an answer with cause and fix in `error`
         """
-        healed = list(self.learnt.get(request.model, []))
-        body = request_body(self.endpoint, request, healed)
+        tried = list(self.learnt.get(request.model, []))
+        body = request_body(self.endpoint, request, tried)
         tries = 0
         while True:
             try:
                 response = await self._ask(request, body)
-                await self._learn(request, response, healed)
+                await self._learn(request, response, tried)
                 return response
             except Failure as problem:
                 failure = problem
-            remedy, seconds = find_remedy(failure, body, healed), retry_after(failure, tries)
+            remedy, seconds = find_remedy(failure, body, tried), retry_after(failure, tries)
             answer = failed(failure.cause, content=failure.shown or None)
             if remedy is None and seconds is None:
                 answer.error = explanation(failure, self.endpoint)
@@ -287,8 +291,8 @@ class OpenAIProvider(LLMProvider):
             if self.trace:
                 self.trace(request, answer, "healed" if remedy else "retried")
             if remedy:
-                healed.append((remedy, failure.text))
-                body = remedy.change(body, failure.text)
+                tried.append(remedy)
+                body = remedy.change(body)
                 await request.tell(f"{self.endpoint.spec.name}, {request.model}: {remedy.notice}")
                 continue
             tries += 1
@@ -299,10 +303,10 @@ class OpenAIProvider(LLMProvider):
     async def _ask(self, request: LLMRequest, body: dict) -> LLMResponse:
         """Make one HTTP attempt. Raises Failure. An exception in `on_delta` is not caught."""
         request.sent, request.began = body, time.monotonic()
-        is_weak = self.endpoint.spec.is_local or "tools" not in body  # calls may arrive as text
+        is_weak = self.is_local or "tools" not in body  # calls may arrive as text
         reads_text = {"auto": is_weak, "on": True}.get(self.endpoint.text_tool_calls)
         known = parameters_by_name(request.tools)
-        reader = AnswerReader(known if reads_text else {}, request.read_only)
+        reader = AnswerReader(known if reads_text else {}, request.read_only, self.is_local)
         chunks = self.connection.chunks({"model": request.model, **body})
         try:
             async with contextlib.aclosing(chunks):
@@ -313,26 +317,26 @@ class OpenAIProvider(LLMProvider):
         except Failure as failure:
             failure.cause = self.endpoint.without_secrets(failure.cause)
             failure.shown = reader.shown if request.on_delta else ""
-            _, calls, _ = read_text_calls(failure.generation, known)  # Groq's error has the call
+            calls, _ = calls_in(failure.generation, known)  # Groq's error contains the call
             if not calls or failure.shown:
                 raise
             return LLMResponse(None, calls, "tool_calls", estimate_usage(request, LLMResponse()))
 
-    async def _learn(self, request: LLMRequest, answer: LLMResponse, healed: list[Healed]) -> None:
+    async def _learn(self, request: LLMRequest, answer: LLMResponse, tried: list[Remedy]) -> None:
         """Remember the changes that this model needed. Warn once if the server cut the request."""
         known = self.learnt.setdefault(request.model, [])
-        known += [entry for entry in healed if entry[0].is_remembered and entry not in known]
+        known += [remedy for remedy in tried if remedy.is_remembered and remedy not in known]
         seen = answer.usage["prompt_tokens"]
         sent = estimate_usage(request, answer)["prompt_tokens"]
         # Ollama silently cuts a request that exceeds its context window (4,096 tokens by default)
-        is_cut = self.endpoint.spec.is_local and 1_000 < seen < 5_000 and sent > 2 * seen
+        is_cut = self.is_local and 1_000 < seen < 5_000 and sent > 2 * seen
         if is_cut and not self.is_warned:
             self.is_warned = True
             fix = "Set a larger context. For Ollama: OLLAMA_CONTEXT_LENGTH=64000 ollama serve"
             await request.tell(f"The server read {seen:,} of about {sent:,} tokens. {fix}")
 
     def warm_up(self) -> None:
-        with contextlib.suppress(Failure):  # the first request reports a missing package
+        with contextlib.suppress(ImportError):  # the first request reports a missing package
             load_sdk()
 
     async def close(self) -> None:
@@ -354,9 +358,8 @@ def retry_after(failure: Failure, tries: int) -> float | None:
 
     429 "Rate limit reached, try again in 20s" → 20.0;  503 → 1.0, then 2.0, then 4.0;  401 → None
     """
-    most = {"busy": 3, "network": 3, "closed": 3, "cut": 3, "timeout": 1, "loading": 15}
     is_too_late = bool(failure.shown)  # the user has read a part of this answer
-    if is_too_late or tries >= most.get(failure.kind, 0):
+    if is_too_late or tries >= TROUBLES[failure.kind].retries:
         return None
     if failure.kind == "loading":  # 15 retries with delays of 4 s take a minute
         return 4.0
@@ -452,9 +455,9 @@ def with_results(messages: list[dict]) -> list[dict]:
     Some endpoints use the same ids again in each answer. Therefore each result is matched only with
     the calls of the nearest earlier message that has calls.
     """
-    paired: list[dict] = []
-    used_ids: set[str] = set()
-    waiting: dict[Any, list[dict]] = {}  # old id → tool messages that still contain NO_RESULT
+    paired = []
+    used_ids = set()
+    waiting = {}  # old id → tool messages that still contain NO_RESULT
     for message in messages:
         if message["role"] == "tool":
             places = waiting.get(message.get("tool_call_id"))
@@ -467,8 +470,13 @@ def with_results(messages: list[dict]) -> list[dict]:
         for call in message.get("tool_calls", []):
             old_id = call.get("id") or None
             call["id"] = unused_id(old_id, used_ids)
-            result = {"role": "tool", "tool_call_id": call["id"], "content": NO_RESULT}
-            result["name"] = call["function"]["name"]  # Gemini requires the name
+            name = call["function"]["name"]  # Gemini requires the name
+            result = {
+                "role": "tool",
+                "tool_call_id": call["id"],
+                "content": NO_RESULT,
+                "name": name,
+            }
             waiting.setdefault(old_id, []).append(result)
             paired.append(result)
     return paired
@@ -476,11 +484,13 @@ def with_results(messages: list[dict]) -> list[dict]:
 
 def unused_id(id_: Any, used: set[str]) -> str:
     """Return the id, with a number if another call has the same id: "a", then "a_2"."""
-    name = str(id_ or "call")
-    names = itertools.chain([name], (f"{name}_{number}" for number in itertools.count(2)))
-    unused = next(each for each in names if each not in used)
-    used.add(unused)
-    return unused
+    base = name = str(id_ or "call")
+    number = 1
+    while name in used:
+        number += 1
+        name = f"{base}_{number}"
+    used.add(name)
+    return name
 
 
 def new_id(old: str = "") -> str:
@@ -491,7 +501,7 @@ def new_id(old: str = "") -> str:
 
 def with_neighbours_joined(messages: list[dict]) -> list[dict]:
     """user "a", user [image] → user [text "a", image]. The reasoning is kept."""
-    joined: list[dict] = []
+    joined = []
     for message in messages:
         if not joined or joined[-1]["role"] != message["role"] or message["role"] == "tool":
             joined.append(message)
@@ -575,7 +585,8 @@ class ProviderSpec:
     hosts: tuple[str, ...] = ()  # other hosts or ports, such as ".api.z.ai" or ":1234"
     key_prefix: str = ""
     default_model: str = ""
-    is_gateway: bool = False  # True: model names contain a maker, like openai/gpt-5
+    is_gateway: bool = False  # True: it offers models of many makers, like openai/gpt-5
+    wants_bare_names: bool = False  # True: this gateway wants gpt-5, not openai/gpt-5
     is_local: bool = False  # True: the server needs no key and is asked without a proxy
     supports_prompt_caching: bool = False  # True: the endpoint caches only marked texts
     max_tokens_field: str = "max_tokens"
@@ -646,7 +657,14 @@ PROVIDERS = [  # order: name, keywords, env_key, default_api_base, hosts
         (".api.siliconflow.com",),
         is_gateway=True,
     ),
-    ProviderSpec("aihubmix", "", "AIHUBMIX_API_KEY", "https://aihubmix.com/v1", is_gateway=True),
+    ProviderSpec(
+        "aihubmix",
+        "",
+        "AIHUBMIX_API_KEY",
+        "https://aihubmix.com/v1",
+        is_gateway=True,
+        wants_bare_names=True,
+    ),
     ProviderSpec("volcengine", "doubao", "ARK_API_KEY", "https://ark.cn-beijing.volces.com/api/v3"),
     ProviderSpec("xai", "grok", "XAI_API_KEY", "https://api.x.ai/v1", key_prefix="xai-"),
     ProviderSpec(
@@ -680,9 +698,9 @@ class Endpoint:
 
     def without_secrets(self, text: str) -> str:
         """Hide API keys and URL passwords, because error texts of servers may contain them."""
-        secrets = [self.api_key, *map(str, self.extra_headers.values())]
-        for secret in filter(lambda secret: len(secret) > 7, secrets):  # but not "ollama"
-            text = text.replace(secret, "[key]")
+        for secret in [self.api_key, *map(str, self.extra_headers.values())]:
+            if len(secret) > 7:  # but not "ollama"
+                text = text.replace(secret, "[key]")
         return re.sub("//[^/@ ]*@", "//", text)
 
 
@@ -704,9 +722,10 @@ def choose_endpoint(
             known[row.name].api_key = known[row.name].api_key or general_key
             known["openai"].api_key = ""
     host = row_of_address(base_url) if base_url else None
-    spec = ROWS.get(provider) or host or row_of_model(known, model)
     if host and host.env_key:
-        spec = host
+        spec, own_server = host, ""
+    else:
+        spec, own_server = ROWS.get(provider) or host or row_of_model(known, model), base_url
     if spec is None:
         return None
     chosen = known[spec.name]
@@ -719,10 +738,12 @@ def choose_endpoint(
     maker, _, rest = model.partition("/")
     if maker == spec.name and ("/" in rest or not spec.is_gateway):  # but keep openrouter/auto
         model = rest
-    if host not in (None, spec) and address != chosen.api_base and spec.env_key:
+    if spec.wants_bare_names:
+        model = model.rpartition("/")[2]
+    if own_server and spec.env_key and own_server != chosen.api_base:
         chosen.api_key, chosen.extra_headers = "", {}
-    if host and not host.env_key and not chosen.api_key:
-        chosen.api_key = general_key  # the user's own server also gets OPENAI_API_KEY
+    if own_server and not chosen.api_key:
+        chosen.api_key = general_key
     if spec.is_local and not urlsplit(address).path.strip("/"):
         address = address.rstrip("/") + "/v1"
     return replace(chosen, spec=spec, api_base=address, model=model or spec.default_model)
@@ -744,76 +765,107 @@ def row_of_model(known: dict[str, Endpoint], model: str) -> ProviderSpec | None:
     """Choose a row that has a key or an address. The maker's row comes first; `maker/model` or
     `keywords` identify the maker. Second is the user's own server; third, a gateway. If the maker
     is unknown, any row may be chosen."""
-    usable = [row for row in PROVIDERS if known[row.name].api_base]
-    usable += [row for row in PROVIDERS if known[row.name].api_key and row.default_api_base]
     named = ROWS.get(model.partition("/")[0])
     if named and named.is_local:
         return named
     # the names `gpt-5`, `openai/gpt-5` and `hf.co/gpt-5` match the row openai
-    makers = [row for row in PROVIDERS if row.keywords]
-    makers = [row for row in makers if re.search(rf"(?i)(?<![a-z0-9])({row.keywords})", model)]
-    makers = [named] if named else makers
+    makers = [row for row in PROVIDERS if re.search(rf"(?i)(?<![a-z0-9])({row.keywords})", model)]
+    makers = [named] if named else [row for row in makers if row.keywords]
+
+    usable = [row for row in PROVIDERS if known[row.name].api_base]
+    usable += [row for row in PROVIDERS if known[row.name].api_key and row.default_api_base]
     rows = [row for row in makers if row in usable]
     rows += [row for row in usable if not row.env_key]
     rows += [row for row in usable if row.is_gateway]
-    if not makers:
-        rows += usable
+    rows += [] if makers else usable
     if usable and not rows:
         fix = f"set {makers[0].env_key or 'its apiBase'}, or name a gateway with --provider"
         raise ValueError(f"{model} is a model of {makers[0].name}: {fix}")
-    return next(iter(rows), None)
+    return rows[0] if rows else None
 
 
 # ---- What went wrong ----
 # The SDK's error text is often only "Connection error.". This part finds the cause of the error.
 
+
+class Trouble(NamedTuple):  # a row of TROUBLES
+    pattern: str  # a regular expression for `429 Slow down`, or for the names of two exceptions
+    advice: str = "{where} failed: {cause}"  # for the user: the cause, then what to do
+    retries: int = 0
+    cause: str = ""  # if empty, the cause is the text of the endpoint or of the exception
+
+
 AGAIN = r"(?:try again|retry)\w{0,9} (?:in|after) (?=\d)"  # as in "Please try again in 5.2s".
-# Each row has a kind of failure and a pattern for texts like `429 Slow down`. The first match wins.
-KINDS = [
+TROUBLES = {  # the first row whose pattern fits
     # llama.cpp "Loading model"
-    ("loading", "^503 .*(loading model|currently loading)"),
+    "loading": Trouble("^503 .*(loading model|currently loading)", retries=15),
     # Anthropic "prompt is too long: 213462 tokens", OpenAI "exceeds the context window". Cerebras
     # sends 400 or 413 without text. More examples are in tests/data/provider_errors.json
-    (
-        "overflow",
+    "overflow": Trouble(
         r"^413 |^400 \W*$|prompt (is )?too long|n_keep|input is too long|"
         "exceeds? the (context window|available context size)|token count.*exceeds the|"
         "maximum (prompt|context) length is|context_length_exceeded|request too large|"
         "reduce (the length of the|your) message|(than the|with) context length|"
         "context ?window ?exceed|exceeded model token limit|too large for model with|"
         "context size has been exceeded|range of input length|`?inputs`? (tokens|must have less)",
+        "{where}: the conversation is too long for {model} ({cause}). Begin a new "
+        "conversation with /new. If a single message is too long, put its text into a file.",
+    ),
+    # "You exceeded your current quota", "Insufficient Balance", "余额不足". But "quota exceeded,
+    # try again in 20s" is a rate limit, and a 401 with "insufficient permissions" is about the key
+    "unpaid": Trouble(
+        rf"^(?!401 |5\d\d |.*{AGAIN})"
+        "(402 |.*(insufficient|exceeded.{0,20}quota|billing|credit|balance|payment|余额|欠费))",
+        "{where} reports a billing problem ({cause}). Add credit, or use another --provider.",
+    ),
+    # "The engine is currently overloaded", "Rate limit reached", Groq 400 "tool_use_failed"
+    "busy": Trouble(
+        rf"^(408|409|429|5\d\d) |{AGAIN}|overloaded|rate.?limit|访问量过大|速率限制|"
+        "tool_use_failed",
+        retries=3,
     ),
     # xAI "Incorrect API key provided", Gemini "API key not valid", LiteLLM "No connected db"
-    ("key", "^401 |incorrect api key|api key not valid|no connected db"),
-    # "quota exceeded, try again in 20s" is a rate limit, not a billing problem
-    ("busy", rf"^5\d\d |{AGAIN}"),
-    # "You exceeded your current quota", "Insufficient Balance", "余额不足"
-    ("unpaid", "^402 |insufficient|exceeded.{0,20}quota|billing|credit|balance|payment|余额|欠费"),
-    # "The engine is currently overloaded", "Rate limit reached", Groq 400 "tool_use_failed"
-    ("busy", "^(408|409|429) |overloaded|rate.?limit|访问量过大|速率限制|tool_use_failed"),
-    ("key", "^403 "),
+    "key": Trouble(
+        "^40[13] |incorrect api key|api key not valid|no connected db",
+        "{where} refuses the key ({cause}). Set {variable}.",
+    ),
     # "is not a valid model ID", DeepSeek "Model Not Exist", LiteLLM "Invalid model name passed in"
-    ("model", "no model|not a valid model|model not exist|invalid model name|^404 .*model"),
-    ("nonsense", "^40[45] "),
-]
-# Kinds of failure, patterns for the names of an exception and its cause, and texts for the user.
-NO_ANSWER = [
-    ("network", "APITimeoutError ConnectTimeout", "no connection in time"),
-    ("timeout", r"\w*Timeout", "no answer in time"),
-    ("closed", "APIConnectionError (RemoteProtocol|Read|Write)Error", "it closed the connection"),
-    ("network", "APIConnectionError", ""),
-    ("cut", "(RemoteProtocol|Read|Write)Error", "it closed the connection in the middle"),
-]
-ADVICE = {  # the text for each kind of failure; any other failure shows only its cause
-    "package": "{cause}",
-    "timeout": "{where} gave no answer in time. Ask again, or try a smaller model.",
-    "network": "Cannot reach {where} ({cause}). Is the address right, and is the server running?",
-    "overflow": "{where}: the conversation is too long for {model} ({cause}). Begin a new "
-    "conversation with /new. If a single message is too long, put its text into a file.",
-    "unpaid": "{where} reports a billing problem ({cause}). Add credit, or use another --provider.",
-    "key": "{where} refuses the key ({cause}). Set {variable}.",
-    "model": "{where} has no such model ({cause}).",
-    "nonsense": "{where} does not answer like a model ({cause}). Base URLs mostly end in /v1.",
+    "model": Trouble(
+        "no model|not a valid model|model not exist|invalid model name|^404 .*model",
+        "{where} has no such model ({cause}).",
+    ),
+    "nonsense": Trouble(
+        "^40[45] ",
+        "{where} does not answer like a model ({cause}). Base URLs mostly end in /v1.",
+    ),
+    "closed": Trouble(
+        "^APIConnectionError (RemoteProtocol|Read|Write)Error",
+        retries=3,
+        cause="it closed the connection",
+    ),
+    "network": Trouble(
+        "^APIConnectionError|^APITimeoutError ConnectTimeout",
+        "Cannot reach {where} ({cause}). Is the address right, and is the server running?",
+        retries=3,
+    ),
+    "timeout": Trouble(
+        r"^\w*Timeout",
+        "{where} gave no answer in time. Ask again, or try a smaller model.",
+        retries=1,
+        cause="no answer in time",
+    ),
+    "cut": Trouble(
+        "^(RemoteProtocol|Read|Write)Error",
+        retries=3,
+        cause="it closed the connection in the middle",
+    ),
+    # "No module named 'openai'", "DLL load failed while importing jiter"
+    "package": Trouble(
+        "^(ModuleNotFound|Import)Error",
+        "The openai package cannot be loaded ({cause}). Install it: "
+        "pip install --force-reinstall openai",
+    ),
+    "other": Trouble(""),
 }
 
 
@@ -822,7 +874,7 @@ class Failure(Exception):
     """A request failed: `cause` is for people, the other fields are for the code."""
 
     cause: str
-    kind: str = ""  # a kind in KINDS or in NO_ANSWER, "package", or ""
+    kind: str = "other"  # a key of TROUBLES
     text: str = ""  # the whole text of the endpoint's error
     status: int | None = None
     seconds: float = 0.0  # the delay that the endpoint asks for
@@ -832,7 +884,7 @@ class Failure(Exception):
 
 def explanation(failure: Failure, endpoint: Endpoint) -> str:
     """The text for the user: the cause, then what to do."""
-    text = ADVICE.get(failure.kind, "{where} failed: {cause}").format(
+    text = TROUBLES[failure.kind].advice.format(
         where=endpoint.api_base,
         cause=failure.cause,
         model=endpoint.model,
@@ -841,23 +893,26 @@ def explanation(failure: Failure, endpoint: Endpoint) -> str:
     return endpoint.without_secrets(text)
 
 
+def kind_of(text: str) -> str:
+    """Find the row of TROUBLES: "429 {'error': 'Slow down'}" → "busy"."""
+    fitting = (kind for kind, row in TROUBLES.items() if re.search(f"(?is){row.pattern}", text))
+    return next(fitting)
+
+
 def as_failure(problem: Exception) -> Failure:
     """Convert errors of the SDK or the network to Failure; raise other errors, which are bugs."""
     if isinstance(problem, Failure):
         return problem
     library = type(problem).__module__.partition(".")[0]
-    is_of_the_world = isinstance(problem, OSError | UnicodeError | RecursionError)
-    if not is_of_the_world and library not in ("openai", "httpx", "httpx2"):
+    is_external = isinstance(problem, OSError | UnicodeError | RecursionError | ImportError)
+    if not is_external and library not in ("openai", "httpx", "httpx2"):
         raise problem
     response = getattr(problem, "response", None)
     if response is not None:
         return refusal(problem.body, response.status_code, response.headers.get("retry-after", ""))
     below = problem.__cause__
-    names = f"{type(problem).__name__} {type(below).__name__}"
-    for kind, pattern, cause in NO_ANSWER:
-        if re.match(pattern, names):
-            return Failure(cause or str(below), kind)
-    return Failure(str(problem))
+    kind = kind_of(f"{type(problem).__name__} {type(below).__name__}")
+    return Failure(TROUBLES[kind].cause or str(below or "") or str(problem), kind)
 
 
 def refusal(body: Any, status: int | None = None, wait: str = "") -> Failure:
@@ -878,12 +933,11 @@ def refusal(body: Any, status: int | None = None, wait: str = "") -> Failure:
     line = " ".join(str(inside or "")[:4_000].split())[:500]
     cause = f"HTTP {status}: {line}" if status else line
     text = str(body or "")[:4_000]  # enough text for each pattern, and the search stays fast
-    found = [kind for kind, words in KINDS if re.search(f"(?is){words}", f"{status} {text}")]
-    soon = re.search(rf"(?i){AGAIN}(\d{{1,9}}(?:\.\d{{1,9}})?) ?s", text)
-    soon = re.fullmatch(r"(\d{1,9}(?:\.\d+)?)", wait) or soon
+    waits = f"retry after {wait}s, {text}"
+    soon = re.search(rf"(?i){AGAIN}(\d{{1,9}}(?:\.\d{{1,9}})?) ?s", waits)
     seconds = float(soon[1]) if soon else 0.0
     generation = str(fields.get("failed_generation") or "")
-    return Failure(cause, "".join(found[:1]), text, status, seconds, generation)
+    return Failure(cause, kind_of(f"{status} {text}"), text, status, seconds, generation)
 
 
 # ---- What endpoints refuse, and what helps ----
@@ -891,59 +945,82 @@ def refusal(body: Any, status: int | None = None, wait: str = "") -> Failure:
 # can list such rules for each model, but the endpoint's error text contains the necessary change.
 
 
+Change = Callable[[dict], dict]  # the body of a request → a changed copy
+
+
 class Remedy(NamedTuple):  # a row of HEALING
     complaint: str  # a regular expression for the endpoint's error text
     notice: str  # shown to the user
-    change: Callable[[dict, str], dict]  # (body, error text) → a changed copy of the body
+    change: Change
     is_remembered: bool = True  # True: all later requests to this model need the change, too
 
 
-Healed = tuple[Remedy, str]  # a remedy, and the error text that required the remedy
-
-
-def find_remedy(failure: Failure, body: dict, healed: list[Healed]) -> Remedy | None:
-    """Find the first remedy that fits the error and changes the body; at most nine per request."""
-    is_refusal = (failure.status or 400) in (400, 404, 405, 413, 415, 422, 500)
-    if failure.shown or not is_refusal or len(healed) >= 9:
+def find_remedy(failure: Failure, body: dict, tried: list[Remedy]) -> Remedy | None:
+    """Find the first remedy that fits the error and changes the body."""
+    if failure.shown or (failure.status or 400) not in (400, 404, 405, 413, 415, 422, 500):
         return None
     for remedy in HEALING:
-        fits = re.search(remedy.complaint, failure.text, re.IGNORECASE | re.DOTALL)
-        is_new = fits and (remedy, failure.text) not in healed
-        if is_new and remedy.change(body, failure.text) != body:
+        fits = re.search(f"(?is){remedy.complaint}", failure.text)
+        if fits and remedy not in tried and remedy.change(body) != body:
             return remedy
-    return None
+    refused = refused_parameters(body, failure.text)
+    if not refused:
+        return None
+    notice = f"{' and '.join(refused)} is left out: this model does not accept it"
+    return Remedy("", notice, setting(**dict.fromkeys(refused)))
 
 
-def with_parameters(body: dict, complaint: str = "", **values: Any) -> dict:
-    """Copy the body and set the parameters in `values`; the value None removes a parameter."""
-    return {name: value for name, value in (body | values).items() if value is not None}
+REFUSAL = (
+    "(?i)support|unknown|unrecognized|unexpected|extra|forbidden|deprecated|incompatible|"
+    "cannot|must|only|may not"
+)
 
 
-def each_message(body: dict, complaint: str, change: Callable[[dict], dict]) -> dict:
-    return {**body, "messages": [change(message) for message in body["messages"]]}
+def refused_parameters(body: dict, complaint: str) -> list[str]:
+    """The parameters that an error names. A plain word must be in quotes or follow certain words.
+
+    Groq "property 'store' is unsupported", xAI "Argument not supported on this model: stop", Ollama
+    "does not support thinking", xAI "does not support parameter reasoningEffort"
+    """
+    refused = []
+    if not re.search(REFUSAL, complaint):  # a server may repeat the whole request in its error
+        return refused
+    for name in body.keys() - {"model", "messages", "tools", "stream"}:
+        word = re.escape(name).replace("_", "_?")
+        named = rf"['\"`]{word}\\*['\"`]|(: |support |parameter |invalid ){word}\b"
+        if "_" in name:
+            named = rf"\b{word}\b"
+        if re.search(f"(?i){named}", complaint):
+            refused.append(name)
+    return sorted(refused)
 
 
-def without_keys(value: Any, complaint: str, unwanted: tuple[str, ...], above: str = "") -> Any:
+def setting(**values: Any) -> Change:
+    """A change that sets the parameters in `values`; the value None removes a parameter."""
+
+    def change(body: dict) -> dict:
+        return {name: value for name, value in (body | values).items() if value is not None}
+
+    return change
+
+
+def in_messages(change: Change) -> Change:
+    return lambda body: {**body, "messages": [change(each) for each in body["messages"]]}
+
+
+def without_keys(value: Any, unwanted: tuple[str, ...], above: str = "") -> Any:
     """Remove keys at every depth, but not the keys of "properties", which are parameter names."""
     if isinstance(value, list):
-        return [without_keys(item, complaint, unwanted) for item in value]
+        return [without_keys(item, unwanted) for item in value]
     if not isinstance(value, dict):
         return value
     kept = [key for key in value if above == "properties" or key not in unwanted]
-    return {key: without_keys(value[key], complaint, unwanted, key) for key in kept}
+    return {key: without_keys(value[key], unwanted, key) for key in kept}
 
 
-def with_other_limit(body: dict, complaint: str) -> dict:
+def with_other_limit(body: dict) -> dict:
     names = {"max_tokens": "max_completion_tokens", "max_completion_tokens": "max_tokens"}
     return {names.get(name, name): value for name, value in body.items()}
-
-
-def without_the_named(body: dict, complaint: str) -> dict:
-    """Remove each parameter whose name is in the error text, even written as `reasoningEffort`."""
-    kept = ("model", "messages", "tools", "stream")
-    names = {name: re.escape(name).replace("_", "_?") for name in body if name not in kept}
-    named = [name for name in names if re.search(rf"(?i)\b{names[name]}\b", complaint)]
-    return {name: value for name, value in body.items() if name not in named}
 
 
 def as_text(message: dict) -> dict:
@@ -980,7 +1057,7 @@ def with_short_ids(message: dict) -> dict:
     return {**message, "tool_calls": calls} if calls else message
 
 
-def with_system_as_user(body: dict, complaint: str) -> dict:
+def with_system_as_user(body: dict) -> dict:
     first, *rest = body["messages"]
     return {**body, "messages": legal([{**first, "role": "user"}, *rest])}
 
@@ -991,13 +1068,13 @@ The result of a call comes back as <tool_result>. These are the tools:
 """
 
 
-def tools_as_text(body: dict, complaint: str) -> dict:
+def tools_as_text(body: dict) -> dict:
     """Describe the tools in the system message, and write calls and results as text."""
     messages = [calls_as_text(message) for message in body["messages"]]
     if "tools" in body:
         lines = "\n".join(to_json(tool["function"]) for tool in body["tools"])
         messages.append({"role": "system", "content": TOOLS_AS_TEXT + lines})
-    return with_parameters(body, messages=legal(messages), tools=None, tool_choice=None)
+    return setting(messages=legal(messages), tools=None, tool_choice=None)(body)
 
 
 def calls_as_text(message: dict) -> dict:
@@ -1037,7 +1114,7 @@ HEALING = [
         "max_(completion_)?tokens.{1,99}(too large|maximum|at most|less than|range|exceed)|"
         "(range of|input length and) .?max_tokens",
         "max_tokens is left out: the server sets it",
-        partial(with_parameters, max_tokens=None, max_completion_tokens=None),
+        setting(max_tokens=None, max_completion_tokens=None),
     ),
     # "'max_tokens' is not supported with this model. Use 'max_completion_tokens' instead."
     Remedy("max_completion_tokens", "max_tokens is renamed for this model", with_other_limit),
@@ -1046,24 +1123,24 @@ HEALING = [
     Remedy(
         "only support stream|streaming is (strongly )?(required|recommended)|non-streaming",
         "this model only streams its answers",
-        partial(with_parameters, stream=True),
+        setting(stream=True),
     ),
     # "'stream' does not support true with this model."
     Remedy(
         "stream\\b.{1,30}not support",
         "this model does not stream",
-        partial(with_parameters, stream=None, stream_options=None),
+        setting(stream=None, stream_options=None),
     ),
     # "To use function tools, use /v1/responses or set reasoning_effort to 'none'."
     Remedy(
         "to 'none'",
         "reasoning is switched off: this model refuses it with tools",
-        partial(with_parameters, reasoning_effort="none"),
+        setting(reasoning_effort="none"),
     ),
     # Ollama "gemma3:4b does not support tools", a template "Conversation roles must alternate",
     # vLLM '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set'
     Remedy(
-        "support (tool|function)|(tool|function) call\\w* (is )?not support|"
+        "support (tool|function)|(tool|function) call\\w* (is )?not support|this model: tools|"
         "roles must alternate|requires --enable-auto-tool-choice",
         "tool calls are sent as text: this model or server supports no tools (vLLM needs the "
         "options --enable-auto-tool-choice --tool-call-parser)",
@@ -1073,7 +1150,7 @@ HEALING = [
     Remedy(
         "reasoning_content.{0,50}(passed back|missing)|missing reasoning_content",
         "older answers are sent with empty reasoning",
-        partial(each_message, change=with_some_reasoning),
+        in_messages(with_some_reasoning),
     ),
     # Groq "'messages.1' : … property 'reasoning_content' is unsupported", llama.cpp "Cannot pass
     # both content and thinking in an assistant message with tool calls!"
@@ -1093,19 +1170,19 @@ HEALING = [
     Remedy(
         "a-z, A-Z, 0-9, with a length of 9",
         "ids of calls are shortened",
-        partial(each_message, change=with_short_ids),
+        in_messages(with_short_ids),
     ),
     # "messages.2.tool.name: Extra inputs are not permitted", "property 'name' is unsupported"
     Remedy(
         r"messages.{0,80}\bname\b.{0,80}(unsupported|not (permitted|supported)|unknown|unexpected)",
         "results are sent without the names of their tools",
-        partial(each_message, change=without_name),
+        in_messages(without_name),
     ),
     # Gemini "Function call is missing a thought_signature in functionCall parts."
     Remedy(
         "thought_signature",
         "calls of other models get a signature",
-        partial(each_message, change=with_signature),
+        in_messages(with_signature),
     ),
     # Gemini "Unknown name \"additionalProperties\" at 'tools[0].function_declarations[0]…'"
     # OpenRouter "messages.0.content.0.text.cache_control: Extra inputs are not permitted"
@@ -1119,7 +1196,7 @@ HEALING = [
         "image.{0,40}(exceed|too large|too many|must be)|(process|decode|download) .{0,9}image|"
         "(invalid|unsupported|corrupt\\w*) image( data| file| format| type|\\.)",
         "images are left out of this request, because one image is refused",
-        partial(each_message, change=as_text),
+        in_messages(as_text),
         is_remembered=False,
     ),
     # DeepSeek "unknown variant `image_url`, expected `text`", Groq "'messages.0.content' : value
@@ -1128,15 +1205,7 @@ HEALING = [
         "image|vision|multimodal|only .{0,9}text|content.type|content.{0,99}string|"
         "expected a string|untagged enum",
         "messages are sent as plain text: this model accepts no images or blocks",
-        partial(each_message, change=as_text),
-    ),
-    # "'temperature' does not support 0.16 with this model", xAI "does not support parameter
-    # reasoningEffort", DeepSeek "Thinking mode does not support this tool_choice"
-    Remedy(
-        "temperature|top_[pk]\\b|tool_choice|thinking|effort|not support|unsupported|unknown|"
-        "unrecognized|unexpected|extra|forbidden|cannot",
-        "a parameter that this model does not accept is left out",
-        without_the_named,
+        in_messages(as_text),
     ),
 ]
 
@@ -1147,18 +1216,18 @@ HEALING = [
 DONE = {"choices": [{}]}  # the chunk for `data: [DONE]`: a choice without `delta` ends the answer
 
 
-def request_body(endpoint: Endpoint, request: LLMRequest, healed: list[Healed]) -> dict:
+def request_body(endpoint: Endpoint, request: LLMRequest, learnt: list[Remedy]) -> dict:
     """Return {"messages": […], "tools": […], …}, with the changes that this model needs."""
     body = {"messages": request.messages, "tools": request.tools or None, **request.options}
     if "max_tokens" in body:
         body[endpoint.spec.max_tokens_field] = body.pop("max_tokens")
     if request.on_delta:
         body |= {"stream": True, "stream_options": {"include_usage": True}}
-    body = with_parameters(body, **endpoint.extra_body)
+    body = setting(**endpoint.extra_body)(body)
     if endpoint.spec.supports_prompt_caching:
         body = cache_marks(body)
-    for remedy, complaint in healed:
-        body = remedy.change(body, complaint)
+    for remedy in learnt:
+        body = remedy.change(body)
     return body
 
 
@@ -1172,13 +1241,10 @@ def cache_marks(body: dict) -> dict:
 
 @cache
 def load_sdk() -> Any:
-    """Import the `openai` package, which takes 0.5 s. Raises Failure if the package is missing."""
+    """Import the `openai` package, which takes 0.5 s."""
     gc.disable()  # with the garbage collector on, loading 800 modules takes 0.1 s more
     try:
         import openai
-    except ImportError as problem:
-        name = (problem.name or "openai").partition(".")[0]
-        raise Failure(f"The {name} package is missing: pip install {name}", "package") from problem
     finally:
         gc.enable()
     gc.freeze()  # the garbage collector skips these modules from now on
@@ -1285,8 +1351,7 @@ def parse_answer(data: bytes) -> dict:
         answer = json.loads(data)
         if isinstance(answer, dict):
             return answer
-    without_tags = re.sub(rb"<[^<>]*>", b" ", data[:2_000])  # <title>Sign in</title>
-    start = " ".join(without_tags.decode("utf-8", errors="replace").split())
+    start = " ".join(data[:2_000].decode("utf-8", errors="replace").split())
     kind = "cut" if not start or data.lstrip().startswith(b"{") else "nonsense"
     raise Failure(f"not a JSON object but: {start[:120] or 'nothing'}", kind)
 
@@ -1294,10 +1359,6 @@ def parse_answer(data: bytes) -> dict:
 # ---- An answer is put together from chunks ----
 # Endpoints stream calls in eleven different ways, and may send an error after a "200 OK".
 
-# Some models write <think>…</think> before the answer; some send only the end tag.
-THOUGHT = re.compile(r"\s*</?(?:think|thinking|thought)>")
-END = re.compile(r"</(?:think|thinking|thought)>")
-UNCLEAR = re.compile(r"\s{0,200}(?:<[/a-z]{0,9})?")  # "<thi" may become "<think>"
 REASONS = {  # the endpoint's finish reason → OpenAI's; any other (`eos`, `end_turn`) → `stop`
     "none": None,
     "tool_calls": "tool_calls",
@@ -1321,6 +1382,17 @@ class CallParts:  # the pieces of one call that have arrived so far
     arguments: str = ""
     extra: dict = field(default_factory=dict)
 
+    def is_other(self, id_: str | None, name: str) -> bool:
+        """True if a piece with this id and name belongs to another call."""
+        if not name or not self.name:
+            return False
+        if name != self.name:
+            return True
+        if id_ and self.id:
+            return id_ != self.id
+        _, error = parse_arguments(self.arguments, repair=False)
+        return bool(self.arguments) and not error  # True: these arguments are complete
+
 
 @dataclass
 class AnswerReader:
@@ -1328,9 +1400,13 @@ class AnswerReader:
 
     tools: dict[str, dict]  # tools that may be called as text: {"read_file": {…parameters…}}
     read_only: Collection[str] = ()  # the tools that change nothing
+    is_local: bool = False
     shown: str = ""  # the text shown so far, without thoughts
     held: str = ""  # not shown yet, because this text may begin a thought or a call
-    is_thought: bool = False
+    is_call: bool = False  # True: `held` begins like a call
+    fence: str = ""  # the marks of the code fence that is open at `fence_at`; "```" ends no "````"
+    fence_at: int = 0
+    has_lost_tag: bool = False  # True: </think> was removed, but <think> had not arrived
     calls: list[CallParts] = field(default_factory=list)
     text_calls: list[ToolCallRequest] = field(default_factory=list)
     unclear_at: int | None = None  # where the text has a call that may be only an example
@@ -1369,57 +1445,93 @@ class AnswerReader:
     def _add_call(self, piece: dict) -> None:
         """Begin a call, or continue an earlier call. Examples with read_file({…}) and now({}):
 
-        by index     0 read_file {"pa    1 now {}            0 th":"a"}
-        by id        a read_file {"pa        th":"a"}        b now {}
-        all are 0    0 a read_file {"path":"a"}              0 b now {}
+        by index       0 read_file {"pa    1 now {}            0 th":"a"}
+        by id          a read_file {"pa        th":"a"}        b now {}
+        all are 0      0 a read_file {"path":"a"}              0 b now {}
+        without ids    0 read_file {"pa    0 th":"a"}          0 now {}
         """
         index, function = piece.get("index"), piece.get("function") or {}
-        name, arguments = function.get("name") or "", function.get("arguments") or ""
+        name, arguments = function.get("name") or "", function.get("arguments")
         fitting = [call for call in self.calls if index in (None, call.index)]
-        begins = not fitting
-        if fitting and name and piece.get("id") and fitting[-1].id:
-            begins = piece["id"] != fitting[-1].id
-        elif fitting and name and arguments and fitting[-1].arguments:
-            _, error = parse_arguments(fitting[-1].arguments, repair=False)
-            begins = not error  # the previous call is complete
-        if begins:
-            self.calls.append(CallParts(index))
-        call = self.calls[-1] if begins else fitting[-1]
+        call = fitting[-1] if fitting else None
+        if call is None or call.is_other(piece.get("id"), name):
+            call = CallParts(index)
+            self.calls.append(call)
         call.id = call.id or piece.get("id")
-        if name != call.name:  # some endpoints repeat the name in every piece
-            call.name += name
-        call.arguments += arguments if isinstance(arguments, str) else to_json(arguments)
+        call.name = call.name or name
+        if arguments is not None:
+            call.arguments += arguments if isinstance(arguments, str) else to_json(arguments)
         known = ("index", "id", "type", "function")
         call.extra |= {key: value for key, value in piece.items() if key not in known}
 
     def _ready(self, text: str) -> str:
         """Return the text that may be shown now. Thoughts and possible calls are held back."""
         self.held += text
-        if not self.shown:  # later tags are plain text, as in "Wrap it in <think> tags."
-            while tag := (END.search(self.held) if self.is_thought else THOUGHT.match(self.held)):
-                self.is_thought = "/" not in tag[0]
-                self.held = self.held[tag.end() :]
-            self.held = self.held[-12:] if self.is_thought else self.held.lstrip("\n")
-            if self.is_thought or UNCLEAR.fullmatch(self.held):
-                return ""
-        start = len(self.held)
-        if self.tools:
-            before = self.shown[-1:]  # a call begins at the start of a line
-            match = CALL_START.search(before + self.held, len(before))
-            start = match.start() - len(before) if match else start
-        ready, self.held = self.held[:start], self.held[start:]
-        self.shown += ready
-        return ready
+        begin = len(self.shown)
+        while self.held and not self.is_call:
+            if not self.shown:
+                self.held = self.held.lstrip("\n")
+            before = self.shown[-1:]  # tells whether `held` begins a line
+            found = LINE_START.search(before + self.held, len(before))
+            self._show(found.start() - len(before) if found else len(self.held))
+            if not found or found.lastgroup == "unclear":
+                break
+            if self._is_plain(found.lastgroup):
+                self._show(len(found[0]))
+            elif found.lastgroup == "call":
+                self.is_call = True
+            elif found.lastgroup == "lost_tag":
+                self.held = self.held[len(found[0]) :]
+                self.has_lost_tag = True
+            else:
+                end = THOUGHT_END.search(self.held, max(0, len(self.held) - len(text) - 12))
+                if not end:
+                    break
+                self.held = self.held[end.end() :]
+        return self.shown[begin:]
+
+    def _show(self, length: int) -> None:
+        """Move the first characters from `held` to `shown`."""
+        self.shown += self.held[:length]
+        self.held = self.held[length:]
+
+    def _is_plain(self, kind: str) -> bool:
+        """True if the start of a line looks like a thought or a call, but is only text."""
+        if kind == "call" and not self.tools:
+            return True
+        if kind == "lost_tag" and self.shown and not self.is_local:
+            return True
+        for marks, rest in FENCE_LINE.findall(self.shown[self.fence_at :]):
+            if not self.fence:
+                self.fence = marks
+            elif marks.startswith(self.fence) and not rest.strip():
+                self.fence = ""
+        self.fence_at = len(self.shown)  # the next look begins here, at the start of a line
+        return bool(self.fence)
 
     def close(self) -> str:
         """Finish the answer. Returns the text that is not shown yet."""
-        text = self.shown if self.is_thought else self.shown + self.held
-        before = len(self.shown)
-        if self.tools and not self.calls:
-            found = read_text_calls(text, self.tools, self.read_only)
-            text, self.text_calls, self.unclear_at = found
-        self.shown = text
-        return text[before : self.unclear_at]
+        if not self.shown and THOUGHT_TAG.match(self.held.lstrip()):
+            return ""  # a thought that does not end
+        if self.is_call and not self.calls:
+            calls, end = calls_in(self.held, self.tools)
+            if calls and self._may_run(calls, end):
+                self.text_calls = calls
+                self.shown = self.shown.rstrip()
+                return ""
+            if calls:
+                self.unclear_at = len(self.shown)
+        self.shown += self.held
+        return self.held if self.unclear_at is None else ""
+
+    def _may_run(self, calls: list[ToolCallRequest], end: int) -> bool:
+        """Decide about calls that were written as text, by the rules 1 to 3 below."""
+        if not self.shown.strip():
+            return True
+        if self.has_lost_tag or THOUGHT_TAG.search(self.shown) or self.shown.count("```") % 2 == 1:
+            return False
+        has_own_tag = re.match(TAG, self.held) and END_TOKENS.match(self.held, end)
+        return bool(has_own_tag) and all(call.name in self.read_only for call in calls)
 
     def response(self, request: LLMRequest) -> LLMResponse:
         """Return the answer, even if it reached max_tokens. Raises Failure if it broke off."""
@@ -1443,20 +1555,34 @@ class AnswerReader:
         return answer
 
 
-def read_usage(usage: dict) -> dict:
+class Usage(dict):
+    """Token counts: `usage.total_tokens` is the same as `usage["total_tokens"]`."""
+
+    def __getattr__(self, name: str) -> int:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+def read_usage(usage: dict) -> Usage:
     """Return the endpoint's token counts, or {}. Endpoints use three names for cached tokens."""
+    sent = int(usage.get("prompt_tokens") or 0)
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
     cached = cached or usage.get("cached_tokens") or usage.get("prompt_cache_hit_tokens")
-    counts = {name: int(usage.get(name) or 0) for name in ("prompt_tokens", "completion_tokens")}
-    counts |= {"cached_tokens": int(cached or 0), "estimated": False}
-    return counts if counts["prompt_tokens"] else {}
+    received = int(usage.get("completion_tokens") or 0)
+    return counted(sent, received, int(cached or 0), False) if sent else Usage()
 
 
-def estimate_usage(request: LLMRequest, answer: LLMResponse) -> dict:
+def estimate_usage(request: LLMRequest, answer: LLMResponse) -> Usage:
     """Estimate the token counts: an English token has about four characters."""
     sent = len(to_json([request.messages, request.tools])) // 4
-    counts = {"prompt_tokens": sent, "completion_tokens": len(to_json(answer.to_message())) // 4}
-    return counts | {"cached_tokens": 0, "estimated": True}
+    return counted(sent, len(to_json(answer.to_message())) // 4, 0, True)
+
+
+def counted(sent: int, received: int, cached: int, estimated: bool) -> Usage:
+    counts = {"prompt_tokens": sent, "completion_tokens": received, "cached_tokens": cached}
+    return Usage(counts, total_tokens=sent + received, estimated=estimated)
 
 
 # ---- Calls that a weak model wrote as text ----
@@ -1469,24 +1595,33 @@ def estimate_usage(request: LLMRequest, answer: LLMResponse) -> dict:
 # 3. It ends with any other call after some text: nothing runs (`LLMResponse.unclear_at`).
 # 4. A quote, an example in a sentence, a schema, a log entry, a broken call: nothing runs.
 
-TAG = r"<(?:tool_calls?|tools)>|<function="
+TAG = r"<(?:tool_calls?|tools)>|<function=|\[TOOL_CALLS\]|<\|python_tag\|>"
 BARE = r'[\[{]\s{0,99}{?\s{0,99}"(?:name|type|id|function|arguments|parameters)"'
 FENCE = rf"```(?:json|tool_call)?[ \t\r]{{0,9}}\n\s{{0,80}}(?={TAG}|{BARE})"
-# the end of a piece of a stream: `<tool_c`, `{"na`, "```js"
-PARTIAL = r'(?:<\w{0,10}|[\[{]\s{0,99}{?\s{0,99}(?:"\w{0,10})?)\Z'
-PARTIAL_FENCE = rf"`{{1,3}}\w{{0,9}}\s{{0,99}}(?:\Z|{PARTIAL})"
-CALL = re.compile(f"{TAG}|{FENCE}|{BARE}")
-CALL_START = re.compile(
-    rf"(?:\A\s*|^)(?:{TAG}|{FENCE}|{BARE}|{PARTIAL}|{PARTIAL_FENCE})", re.MULTILINE
+# the end of a piece of a stream: `<tool_c`, `[TOOL_`, `{"na`, "```js"
+PARTIAL = r'(?:</?\|?\w{0,12}\|?|\[[A-Z_]{1,11}|[\[{]\s{0,99}(?:{?\s{0,99}(?:"\w{0,10})?)?)?\Z'
+UNCLEAR = rf"(?: {{0,3}}(?:`{{1,9}}|~{{1,9}})\w{{0,20}}\s{{0,99}})?{PARTIAL}"
+# Some models write <think>…</think>. If a chat template contains the tag <think>, only </think>
+# arrives.
+LINE_START = re.compile(
+    r"(?m)(?:\A\s{0,200}|^)(?:(?P<thought><(?:think|thinking|thought)>)|"
+    rf"(?P<lost_tag></(?:think|thinking|thought)>)|(?P<call>{TAG}|{FENCE}|{BARE})|(?P<unclear>{UNCLEAR}))"
 )
-AROUND = re.compile(r"(?:\s|</?(?:tool_calls?|tools)>|</function>)*")
+THOUGHT_END = re.compile(r"</(?:think|thinking|thought)>")
+THOUGHT_TAG = re.compile(r"</?(?:think|thinking|thought)>")
+FENCE_LINE = re.compile(r"(?m)^ {0,3}(`{3,}|~{3,})(.*)")  # "```python"
+AROUND = re.compile(
+    r"(?:\s|</?(?:tool_calls?|tools)>|</function>|<\|python_tag\|>|\[TOOL_CALLS\](?=\s{0,99}[\[{]))*"
+)
 END_TOKENS = re.compile(r"(?:\s|<\|\w{1,30}\|>|</s>|<end_of_turn>)*\Z")
 # after a call: an end token, or a result that the model has invented
 INVENTED = re.compile(r"<\||</s>|<end_of_turn>|<tool_res(?:ponse|ult)>|```(?!json|tool_call)")
-THOUGHT_TAG = re.compile(r"</?(?:think|thinking|thought)>")
-OTHER_FENCE = re.compile(r" {0,3}(`{3,}|~{3,})")
 PARAMETER = r"<parameter=(\w+)>\n?((?:(?!<parameter=).)*?)\n?</parameter>"
-NAMED = re.compile(rf"(?s)<function=([\w-]+)>((?:\s*{PARAMETER})*)\s*")
+# <function=now>, Mistral's [TOOL_CALLS]now{} and [TOOL_CALLS]now[ARGS]{}, Groq's <function=now{}
+NAMED = re.compile(
+    rf"(?s)(?:<function=|\[TOOL_CALLS\])([\w-]+)(?:>|"
+    rf"(?:\[CALL_ID\]\w{{1,40}})?(?:\[ARGS\])?(?=\s{{0,9}}{{))((?:\s*{PARAMETER})*)\s*"
+)
 CALL_KEYS = {"name", "arguments", "parameters", "type", "id"}
 
 
@@ -1494,55 +1629,23 @@ def parameters_by_name(tools: list[dict]) -> dict[str, dict]:
     return {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
 
 
-def read_text_calls(
-    text: str, tools: dict[str, dict], read_only: Collection[str] = ()
-) -> tuple[str, list[ToolCallRequest], int | None]:
-    """Returns (text, calls that may run, start of an unclear call in the text). The first start of
-    a call decides: if no valid call is there, the whole answer is text.
+def calls_in(text: str, tools: dict[str, dict]) -> tuple[list[ToolCallRequest], int]:
+    """Read the calls at the start of a text. Returns the calls and where the last call ends; no
+    call if the text is not valid.
 
-    '```json\n{"name": "ls", "arguments": {}}\n```'             → ("", [ls({})], None)
-    'I look.\n```json\n{"name": "ls", "arguments": {}}\n```'   → (the whole text, [], 8)
+    '```json\n{"name": "ls", "arguments": {}}\n```'  → [ls({})], 40
+    '{"name": "ls", "arg'                            → [], 0
     """
-    start = first_start(text)
-    prose = text[:start].rstrip()
-    thoughts = THOUGHT_TAG.findall(prose)
-    if start < 0 or (thoughts and "/" not in thoughts[-1]):
-        return text, [], None
     try:
-        calls, end = calls_in(text, start, tools)
+        return read_calls(text, tools)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return text, [], None  # this is not a valid call
-    if prose:
-        has_tag = text[start] == "<"
-        is_last = END_TOKENS.match(text, end)
-        is_in_fence = prose.count("```") % 2 == 1
-        only_reads = all(call.name in read_only for call in calls)
-        may_run = has_tag and is_last and only_reads and not is_in_fence and not thoughts
-        if not may_run:
-            return text, [], start
-    return prose, calls, None
+        return [], 0
 
 
-def first_start(text: str) -> int:
-    """The place of the first line that begins like a call and is in no other code fence, or -1."""
-    place = len(text) - len(text.lstrip())
-    fence = ""  # the marks of the code fence that is open here, such as "```"
-    for line in text.lstrip().split("\n"):
-        if not fence and CALL.match(text, place):
-            return place
-        marks = OTHER_FENCE.match(line)
-        if marks and not fence:
-            fence = marks[1]
-        elif marks and marks[1].startswith(fence) and not line.strip().strip(fence[0]):
-            fence = ""
-        place += len(line) + 1
-    return -1
-
-
-def calls_in(text: str, place: int, tools: dict[str, dict]) -> tuple[list[ToolCallRequest], int]:
-    """Read the calls from `place` on, or raise an exception. Returns the calls and their end. A
-    JSON parser reads JSON calls, so a code fence or a tag inside a string stays in the string."""
-    calls, is_fenced = [], False
+def read_calls(text: str, tools: dict[str, dict]) -> tuple[list[ToolCallRequest], int]:
+    """Raises an exception for an invalid call, and for any other text between the calls. A JSON
+    parser reads JSON calls, so a code fence or a tag inside a string stays in the string."""
+    calls, is_fenced, place = [], False, 0
     while (place := AROUND.match(text, place).end()) < len(text):
         opening = re.compile(FENCE).match(text, place)
         named = NAMED.match(text, place)
@@ -1552,18 +1655,16 @@ def calls_in(text: str, place: int, tools: dict[str, dict]) -> tuple[list[ToolCa
             is_fenced, place = False, place + 3
         elif calls and INVENTED.match(text, place):
             break  # '{"name": "ls", "arguments": {}}\n```\na.txt\n```\nThe folder has a.txt.'
-        elif named and not text.startswith("{", named.end()):
+        elif named:
             place = named.end()
-            written = dict(re.findall(f"(?s){PARAMETER}", named[2]))
-            calls.append(text_call(named[1], written, tools))
+            arguments = dict(re.findall(f"(?s){PARAMETER}", named[2]))
+            if text.startswith("{", place):
+                arguments, place = JSON.raw_decode(text, place)
+            calls.append(text_call(named[1], arguments, tools))
         else:
-            found, place = JSON.raw_decode(text, named.end() if named else place)
-            if named:
-                found = {"name": named[1], "arguments": found}
+            found, place = JSON.raw_decode(text, place)
             for each in found if isinstance(found, list) else [found]:
                 calls.append(text_call(*name_and_arguments(each), tools))
-    if not calls:
-        raise ValueError("no call, only tags")
     return calls, place
 
 

@@ -117,11 +117,11 @@ MESSAGES = [  # exercise, what a student writes, what the grader must say of it
         ROW + '("of 64", "changed", dict)',
         "expected: REMEDY = Remedy(complaint, notice, change)",
     ),
-    ("04_healing", ROW + 'Remedy("of 64", "", lambda body, text: body)', "expected: a notice"),
+    ("04_healing", ROW + 'Remedy("of 64", "", lambda body: body)', "expected: a notice"),
     (
         "04_healing",
         ROW
-        + 'Remedy("of (64", "changed", lambda body, text: {**body, "max_tokens": body["max_tokens"] // 64 * 64})',
+        + 'Remedy("of (64", "changed", lambda body: {**body, "max_tokens": body["max_tokens"] // 64 * 64})',
         "while the grader used your ex_04_healing.py: missing ), unterminated subpattern",
     ),
     (

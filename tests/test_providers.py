@@ -142,6 +142,16 @@ CHOICES = {
         {"model": "openrouter/openai/gpt-5"},
         ("openrouter", "sk-or-1", "https://openrouter.ai/api/v1", "openai/gpt-5"),
     ),
+    "a gateway that wants bare names": (
+        settings(aihubmix="sk-1"),
+        {"model": "anthropic/claude-sonnet-4"},
+        ("aihubmix", "sk-1", "https://aihubmix.com/v1", "claude-sonnet-4"),
+    ),
+    "its own name before a model is always taken off": (
+        settings(aihubmix="sk-1"),
+        {"model": "aihubmix/gpt-5"},
+        ("aihubmix", "sk-1", "https://aihubmix.com/v1", "gpt-5"),
+    ),
     "a local server that is configured wins over any key": (
         settings(openai="sk-1", ollama="http://box:11434/v1"),
         {"model": "llama3"},
@@ -845,6 +855,12 @@ CALL_STREAMS = {
         piece(index=1, id="2", name="b", arguments='{"y"'),
         piece(index=1, id="8", arguments=": 2}"),
     ],
+    "in pieces, every index 0, without ids": [
+        piece(index=0, name="a", arguments=""),
+        piece(index=0, arguments=X),
+        piece(index=0, name="b", arguments=""),
+        piece(index=0, arguments=Y),
+    ],
     "the name repeated in every chunk, without ids": [
         piece(name="a", arguments='{"x": 1'),
         piece(name="a", arguments="}"),
@@ -860,6 +876,13 @@ def test_streamed_calls_are_put_together(name):
     assert [(each.name, each.arguments) for each in answer.tool_calls] == TWO
     assert not any(each.error or each.extra for each in answer.tool_calls)
     assert len({each.id for each in answer.tool_calls}) == 2
+
+
+@pytest.mark.parametrize("arguments", [{}, "{}"])
+def test_an_empty_object_is_an_argument_and_the_next_name_begins_a_call(arguments):
+    pieces = [piece(index=0, id="", name="now", arguments=arguments) for _ in range(2)]
+    answer, _ = reply_to(sse(*pieces, delta("tool_calls")), stream=True)
+    assert [(each.name, each.arguments) for each in answer.tool_calls] == [("now", {})] * 2
 
 
 ARGUMENTS = {
@@ -948,7 +971,7 @@ def test_cached_tokens_are_found_under_any_name(name, stream):
     usage = {"prompt_tokens": 10, "completion_tokens": 5, **USAGES[name]}
     answer, _ = reply_to(Reply("Hi.", usage=usage), stream)
     counts = {"prompt_tokens": 10, "completion_tokens": 5, "cached_tokens": 3}
-    assert answer.usage == {**counts, "estimated": False}
+    assert answer.usage == {**counts, "total_tokens": 15, "estimated": False}
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -976,7 +999,13 @@ THOUGHTS = {
     "only thoughts": ("<think>hm</think>\n", None),
     "a tag within a block": ("<think>a <think> b ` c</think>Hi.", "Hi."),
     "an end whose beginning was in the prompt": ("</think>\nHi.", "Hi."),
-    "a block between texts is text": ("A\n<think>hm</think>\nB", "A\n<think>hm</think>\nB"),
+    "a block between two lines": ("A\n<think>h\n\nm</think>\nB", "A\n\nB"),
+    "blocks at the start of some lines": ("A\n<think>x</think>B\n<thought>y</thought>C", "A\nB\nC"),
+    "a later block that is never closed is text": ("A\n<think>hm\nB", "A\n<think>hm\nB"),
+    "a lost beginning": ("Hm.\n</think>\nHi.", "Hm.\n\nHi."),
+    "a fence that is closed": ("```\n<think>\n```\n<think>a</think>B", "```\n<think>\n```\nB"),
+    "a fence of other marks": ("~~~~\n~~~\n<think>a</think>", "~~~~\n~~~\n<think>a</think>"),
+    "a log with tags": ("```\n```js\n</think>\n```", "```\n```js\n</think>\n```"),
     "a mention": ("Wrap it in <think> and </think> tags.", "Wrap it in <think> and </think> tags."),
     "a fence": ("```xml\n<think>a</think>", "```xml\n<think>a</think>"),
     "look-alikes": ("<thinker> <think-foo> <think/>", "<thinker> <think-foo> <think/>"),
@@ -991,7 +1020,7 @@ def test_thoughts_are_taken_out_of_the_beginning_of_an_answer_wherever_it_is_spl
     with FakeLLM(
         [sse(*(delta(content=part) for part in parts), delta("stop")) for parts in splits]
     ) as server:
-        provider = made(server)
+        provider = made(server, "local" if "lost" in name else "custom")
         for parts in splits:
             answer, shown = ask(provider, stream=True)
             assert answer.content == kept, parts
@@ -1369,8 +1398,11 @@ MENDED = {  # a recorded refusal: a part of what the user is told, and what chan
         "messages are sent as plain text",
         {"messages.1.content": NO_IMAGE},
     ),
-    "openai-temperature-only-default": ("does not accept is left out", {"temperature": GONE}),
-    "groq-store-unsupported": ("does not accept is left out", {"store": GONE}),
+    "openai-temperature-only-default": (
+        "temperature is left out: this model",
+        {"temperature": GONE},
+    ),
+    "groq-store-unsupported": ("store is left out: this model", {"store": GONE}),
 }
 
 
@@ -1400,6 +1432,42 @@ def test_a_complaint_has_its_remedy_and_the_user_is_told_of_it(name):
     assert before == EVERYTHING
 
 
+NAMED = {  # an error: which of the parameters of the request it is about
+    "'temperature' does not support 0.2. Only the default (1) value is supported.": {"temperature"},
+    "Provider returned error: tools are not supported by a provider": set(),
+    "Please stop: the store has no such user": set(),
+    "Field required: {'temperature': 0.2, 'top_p': 1, 'store': 1}": set(),
+    "Thinking mode does not support this tool_choice": {"tool_choice"},
+    "Argument not supported on this model: stop": {"stop"},
+    "The model m does not support thinking": {"thinking"},
+    "Model grok-4 does not support parameter reasoningEffort.": {"reasoning_effort"},
+    "`temperature` and `top_p` cannot both be specified": {"temperature", "top_p"},
+}
+
+
+@pytest.mark.parametrize("text", NAMED)
+def test_only_a_parameter_that_an_error_is_about_is_left_out(text):
+    body = dict.fromkeys(
+        [
+            "default",
+            "provider",
+            "stop",
+            "store",
+            "user",
+            "thinking",
+            "tool_choice",
+            "reasoning_effort",
+            "top_p",
+        ],
+        1,
+    )
+    with FakeLLM([error(400, text), "Fine."]) as server:
+        ask(made(server, extra_body=body), temperature=0.2)
+        first = server.bodies[0].keys()
+        assert first - server.bodies[-1].keys() == NAMED[text]
+        assert len(server.bodies) == 1 + bool(NAMED[text])
+
+
 WITHOUT_PACKAGES = [
     sys.executable,
     "-S",
@@ -1417,12 +1485,12 @@ WITHOUT_PACKAGES = [
         (
             ["--base-url", "http://127.0.0.1:1/v1", "-m", "hi"],
             1,
-            "nanobot: The openai package is missing: pip install openai\n",
+            "nanobot: The openai package cannot be loaded (No module named 'openai'). Install it: ",
         ),
         (
             ["status", "--base-url", "http://127.0.0.1:1/v1"],
             1,
-            "The openai package is missing: pip install openai\n",
+            "The openai package cannot be loaded (No module named 'openai'). Install it: ",
         ),
     ],
 )
@@ -1440,6 +1508,23 @@ def test_without_any_package_the_offline_model_works_and_a_missing_one_is_named(
     )
     assert done.returncode == status and text in done.stdout + done.stderr, done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_library_that_does_not_load_is_not_called_missing(tmp_path):
+    """As a wheel for another processor: the cause, then what to do, also from `status`."""
+    (tmp_path / "openai.py").write_text(
+        "raise ImportError('DLL load failed while importing jiter')"
+    )
+    environment = {"HOME": str(tmp_path), "PATH": os.environ["PATH"], "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, WITHOUT_PACKAGES[-1], "--base-url", "http://127.0.0.1:1/v1"]
+    for more in (["-m", "hi"], ["status"]):
+        flags = [*command[:2], *more, *command[2:]]
+        done = subprocess.run(flags, capture_output=True, text=True, cwd=tmp_path, env=environment)
+        said_of_it = done.stdout + done.stderr
+        assert done.returncode == 1 and "missing" not in said_of_it, said_of_it
+        assert (
+            "cannot be loaded (DLL load failed while importing jiter). Install it: " in said_of_it
+        )
 
 
 def by_id(name):

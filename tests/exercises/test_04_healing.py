@@ -3,9 +3,9 @@
 Goal: a new endpoint refuses the usual request: 400 "Parameter max_tokens must be a multiple of 64, got 1000." Write the row
       that mends it: the next request has the largest multiple of 64 that is not above the old max_tokens. The user gets an
       answer and is told what was changed.
-Read: providers.py:HEALING, providers.py:Remedy, providers.py:find_remedy, providers.py:with_parameters
+Read: providers.py:HEALING, providers.py:Remedy, providers.py:find_remedy, providers.py:setting
 Hint: Remedy(complaint, notice, change): complaint is a regular expression that fits this sentence only, notice a few words
-      for the user, and change(body, text) returns the body to send instead; `text` is what the endpoint wrote. Do not
+      for the user, and change(body) returns the body to send instead. Do not
       change `body` itself.
 """
 
@@ -48,12 +48,12 @@ def test_the_row():
         remedy.notice,
         "providers.py:Remedy",
     )
-    changed = remedy.change(body, COMPLAINT.format(1000))
+    changed = remedy.change(body)
     check(
         isinstance(changed, dict),
         "`change` returns the body to send instead, a dict",
         changed,
-        "providers.py:with_parameters",
+        "providers.py:setting",
     )
     check(
         body == {"max_tokens": 1000, "messages": []},
@@ -65,7 +65,7 @@ def test_the_row():
     check(
         size is not None, "a body that still has max_tokens: the endpoint wants one", changed, look
     )
-    sizes = [size, remedy.change({"max_tokens": 500}, COMPLAINT.format(500)).get("max_tokens")]
+    sizes = [size, remedy.change({"max_tokens": 500}).get("max_tokens")]
     check(
         sizes == [960, 448],
         "the largest multiples of 64 that are not above 1000 and 500: 960 and 448",

@@ -1,7 +1,7 @@
 from providers import Remedy
 
 
-def in_steps_of_64(body, complaint):
+def in_steps_of_64(body):
     return {**body, "max_tokens": body["max_tokens"] // 64 * 64}
 
 

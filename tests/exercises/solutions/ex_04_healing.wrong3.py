@@ -1,9 +1,7 @@
-from functools import partial
-
-from providers import Remedy, with_parameters
+from providers import Remedy, setting
 
 REMEDY = Remedy(
     "max_tokens must be a multiple of 64",
     "max_tokens is 64",
-    partial(with_parameters, max_tokens=64),
+    setting(max_tokens=64),
 )
