@@ -1289,6 +1289,7 @@ class JobStore:
 
     path: Path
     lock: Callable = contextlib.nullcontext  # `with lock(path):` waits for other programs
+    own_lock: Any = field(default_factory=threading.Lock)  # two runs may end at the same time
 
     def read(self) -> list:
         """Raises OSError if the file is damaged, so that a damaged file never looks empty."""
@@ -1307,7 +1308,7 @@ class JobStore:
         """Change these keys of a job; None removes the job. Without `is_new`, an unknown id changes
         nothing: another program may have removed the job. The file is written atomically."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.lock(self.path.with_suffix(".lock")):
+        with self.own_lock, self.lock(self.path.with_suffix(".lock")):
             rows = self.read()
             found = [row for row in rows if isinstance(row, dict) and str(row.get("id")) == id]
             if is_new and not found:

@@ -1723,8 +1723,11 @@ def test_rows_written_by_hand_run_odd_ones_are_told_once_and_all_are_kept(tmp_pa
     assert office.rows() == odd
 
 
-def test_jobs_that_are_added_side_by_side_are_all_kept(tmp_path):
+def test_jobs_that_are_added_side_by_side_are_all_kept_without_a_lock_against_other_programs(
+    tmp_path,
+):
     office = Office(tmp_path)
+    office.service.store = JobStore(office.path)
     with ThreadPoolExecutor(8) as threads:
         add = partial(office.cron, "add", every_seconds=60)
         list(threads.map(add, [f"job {number}" for number in range(20)]))
