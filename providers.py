@@ -26,7 +26,6 @@ import asyncio
 import contextlib
 import difflib
 import gc
-import itertools
 import json
 import logging
 import os
