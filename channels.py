@@ -38,7 +38,7 @@ import time
 import urllib.parse
 import zoneinfo
 from collections import defaultdict, deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime, timedelta, tzinfo
@@ -63,21 +63,21 @@ class InboundMessage:
     def session_key(self) -> str:
         return f"{self.channel}:{self.chat_id}"
 
-    def confirm(self) -> None:
+    def confirm(self):
         """Tell the sender that the message is on disk."""
         if self.journalled and not self.journalled.done():  # false if nobody is waiting
             self.journalled.set_result(None)
 
 
 class MessageBus:
-    def __init__(self, sleep: Callable[[float], Awaitable] = asyncio.sleep):
+    def __init__(self, sleep: Callable = asyncio.sleep):
         self.channels: dict[str, Channel] = {}
         self._inbound: asyncio.Queue[InboundMessage] = asyncio.Queue()
         self._listening: list[asyncio.Task] = []
         self.outboxes: dict[tuple[str, str, bool], Outbox] = {}
         self._sleep = sleep
 
-    def open(self, channel: "Channel") -> None:
+    def open(self, channel: "Channel"):
         """Start to receive messages from the channel, and to send messages to the channel."""
         self.channels[channel.name] = channel
         self._listening.append(asyncio.create_task(channel.listen(self)))
@@ -95,7 +95,7 @@ class MessageBus:
         """Wait for a message. The caller writes the message to disk, then calls `confirm()`."""
         return await self._inbound.get()
 
-    def send(self, message: "OutboundMessage") -> None:
+    def send(self, message: "OutboundMessage"):
         """Queue a message for its chat. A slow chat does not delay the agent or other chats, and a
         slow upload does not delay the texts of its chat."""
         key = (message.channel, message.chat_id, message.kind == "file")
@@ -107,7 +107,7 @@ class MessageBus:
         elif message.kind == "final":
             log.warning("There is no channel %r: the answer is dropped", message.channel)
 
-    async def close(self, seconds: float = 5.0) -> None:
+    async def close(self, seconds: float = 5.0):
         """Wait at most `seconds` for the delivery of queued messages, then stop the channels."""
         deliveries = [outbox.task for outbox in self.outboxes.values()]
         if deliveries:
@@ -126,7 +126,7 @@ class OutboundMessage:
     reply_to: str = ""  # the message_id of the InboundMessage that is answered
     parts_sent: int = 0  # the number of parts already sent; a retry skips these parts
     failures: int = 0  # the number of failed attempts to send the message
-    on_delivered: Callable[[], None] | None = field(default=None, repr=False, compare=False)
+    on_delivered: Callable | None = field(default=None, repr=False, compare=False)
 
 
 class Refused(Exception):
@@ -144,10 +144,10 @@ class Channel:
     def __init__(self, allow_from: Sequence[str | int] = ()):
         self.allow_from = [str(sender_id) for sender_id in allow_from]
 
-    async def start(self, bus: MessageBus) -> None: ...
-    async def send(self, message: OutboundMessage) -> None: ...
+    async def start(self, bus: MessageBus): ...
+    async def send(self, message: OutboundMessage): ...
 
-    async def listen(self, bus: MessageBus) -> None:
+    async def listen(self, bus: MessageBus):
         try:
             await self.start(bus)
         except Exception as problem:
@@ -171,18 +171,18 @@ log = logging.getLogger("nanobot.channels")
 class Outbox:
     """Sends the texts, or the files, for one chat in order."""
 
-    def __init__(self, channel: Channel, chat_id: str, sleep: Callable[[float], Awaitable]):
+    def __init__(self, channel: Channel, chat_id: str, sleep: Callable):
         self.channel, self.sleep = channel, sleep
         self.name = f"{channel.name}: chat {chat_id}"
         self.waiting: deque[OutboundMessage] = deque()
         self.task: asyncio.Task | None = None
 
-    def put(self, message: OutboundMessage) -> None:
+    def put(self, message: OutboundMessage):
         self.waiting.append(message)
         if self.task is None or self.task.done():
             self.task = asyncio.create_task(self._deliver())
 
-    async def _deliver(self) -> None:
+    async def _deliver(self):
         """Send each event once. Retry each answer or file until it arrives or is refused, with
         pauses of 1, 2, 4, … up to 60 s."""
         while self.waiting:
@@ -224,7 +224,7 @@ class Outbox:
         return None
 
 
-async def end_all(tasks: Iterable[asyncio.Task], seconds: float | None = None) -> None:
+async def end_all(tasks: Iterable[asyncio.Task], seconds: float | None = None):
     """Cancel all unfinished tasks; wait at most `seconds` until the tasks have ended."""
     running = [task for task in tasks if not task.done()]
     for task in running:
@@ -289,11 +289,11 @@ class Terminated(KeyboardInterrupt):
     """Raised on SIGTERM and SIGHUP, to stop the current turn (like Ctrl-C) and the conversation."""
 
 
-def terminate(*_: Any) -> None:
+def terminate(*_):
     raise Terminated
 
 
-def end_on_signals(handler: Callable[..., None] = terminate) -> None:
+def end_on_signals(handler: Callable = terminate):
     """SIGTERM and SIGHUP call `handler`; a signal that was ignored at the start stays ignored."""
     for name in ("SIGTERM", "SIGHUP"):
         number = getattr(signal, name, None)  # there is no SIGHUP on Windows
@@ -301,7 +301,7 @@ def end_on_signals(handler: Callable[..., None] = terminate) -> None:
             signal.signal(number, handler)
 
 
-def prepare_streams() -> None:
+def prepare_streams():
     """Open each closed standard stream as the null device, because Python sets a closed stream to
     None, which has no method `isatty`. Replace characters that cannot be encoded."""
     if os.name == "nt":
@@ -343,22 +343,22 @@ class Waiting:
     """The line `waiting for the model, 12 s`, which is erased before CLI prints anything. The main
     thread draws this line during a turn, except when the user has to answer a question."""
 
-    def __init__(self, err: TextIO | None, clock: Callable[[], float] = time.monotonic):
+    def __init__(self, err: TextIO | None, clock: Callable = time.monotonic):
         self.err, self.clock = err, clock
         self.can_draw = err is not None and err.isatty() and os.environ.get("TERM") != "dumb"
         self.what, self.since = "", 0.0
         self.drawn = ""
         self._lock = threading.RLock()  # the main thread and the loop's thread both print
 
-    def begin(self, what: str) -> None:
+    def begin(self, what: str):
         """Start to count the seconds. `what` is the reason for the wait, such as `the model`."""
         with self.silence():
             self.what, self.since = what, self.clock()
 
-    def end(self) -> None:
+    def end(self):
         self.begin("")
 
-    def draw(self) -> None:
+    def draw(self):
         with self._lock:
             seconds = int(self.clock() - self.since)
             what = printable(" ".join(self.what.split()))[:60]
@@ -370,7 +370,7 @@ class Waiting:
                 line = f"\r\x1b[K\x1b[?7l\x1b[2m{line}\x1b[0m\x1b[?7h\r"
                 print(line, end="", file=self.err, flush=True)
 
-    def erase(self) -> None:
+    def erase(self):
         with self._lock:
             if self.drawn:
                 self.drawn = ""
@@ -407,15 +407,15 @@ class BackgroundLoop:
         self._questions: queue.SimpleQueue = queue.SimpleQueue()  # the questions of this turn
         threading.Thread(target=self._serve, daemon=True).start()
 
-    def _serve(self) -> None:
+    def _serve(self):
         self.loop.run_forever()
         self.loop.close()  # releases the loop's pipes and threads
 
-    def complete(self, work: Coroutine) -> Any:
+    def complete(self, work: Coroutine):
         """Run `work`. On Ctrl-C, cancel `work`, wait for its end, and raise KeyboardInterrupt."""
         questions: queue.SimpleQueue = queue.SimpleQueue()  # a new queue contains no old question
 
-        def start() -> None:
+        def start():
             self._questions, self._turn = questions, self.loop.create_task(work)
             self._turn.add_done_callback(lambda _: questions.put(None))
 
@@ -434,7 +434,7 @@ class BackgroundLoop:
             self.waiting.end()
         return self._turn.result()
 
-    def _next(self, questions: queue.SimpleQueue) -> Any:
+    def _next(self, questions: queue.SimpleQueue):
         """Return a question, or None if the turn has ended. Without a timeout, `get` would ignore
         Ctrl-C if the system sent the signal to another thread."""
         while True:
@@ -443,12 +443,12 @@ class BackgroundLoop:
             except queue.Empty:
                 self.waiting.draw()
 
-    def _answer(self, answer: Future, question: str) -> None:
+    def _answer(self, answer: Future, question: str):
         if answer.set_running_or_notify_cancel():  # false if `ask` was cancelled
             self.waiting.erase()
             answer.set_result(read_answer(question))
 
-    async def ask(self, question: str, what: str = "", **details: Any) -> str:
+    async def ask(self, question: str, what: str = "", **details) -> str:
         """Ask the person at the terminal for a line; `what` and `details` are for the page. Raises
         RuntimeError if no turn is running, or if the turn ends before the person answers."""
         turn, answer = self._turn, Future()
@@ -467,7 +467,7 @@ class BackgroundLoop:
     def __enter__(self) -> "BackgroundLoop":
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_):
         ended = asyncio.run_coroutine_threadsafe(self._end(), self.loop)
         while not ended.done():
             with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C must not stop the cleanup
@@ -476,7 +476,7 @@ class BackgroundLoop:
         if problem := ended.exception():
             log.warning("the cleanup at the end has failed: %s", problem)
 
-    async def _end(self) -> None:
+    async def _end(self):
         """Call `close`, cancel all other tasks, and wait at most 5 s for the end of these tasks."""
         try:
             if self.close:
@@ -505,7 +505,7 @@ class CLI(Channel):
         self._is_code = False  # inside a code block: between two lines that begin with ```
         self._prompt = ""  # the prompt at which the user is typing
 
-    async def send(self, message: OutboundMessage) -> None:
+    async def send(self, message: OutboundMessage):
         match message.kind:
             case "delta" if self.live:
                 self._streamed += message.content
@@ -517,7 +517,7 @@ class CLI(Channel):
             case kind if kind in self.kinds:
                 self.note(message.content)
 
-    def _print(self, text: str) -> None:
+    def _print(self, text: str):
         """Print `text`: unchanged to a pipe or file, with visible escape codes on a terminal."""
         shown = self._wrapped(printable(text)) if self.live else encodable(text)
         with self.waiting.silence():
@@ -536,12 +536,12 @@ class CLI(Channel):
             wrapped += word
         return wrapped
 
-    def _end_text(self, text: str) -> None:
+    def _end_text(self, text: str):
         rest = not_yet_shown(text, self._streamed)
         self._streamed = ""
         self._print(rest.removesuffix("\n") + "\n")
 
-    def note(self, text: str) -> None:
+    def note(self, text: str):
         """Print a line to stderr, dim on a terminal. First, end a streamed answer's line."""
         if self._streamed:
             self._end_text(self._streamed)
@@ -551,7 +551,7 @@ class CLI(Channel):
         with self.waiting.silence():
             print(line, file=self.err, flush=True)
 
-    def report(self, text: str) -> None:
+    def report(self, text: str):
         """Print a job's report at once, then the prompt again with the text typed so far."""
         prompt = self._prompt
         with contextlib.suppress(ImportError):
@@ -563,7 +563,7 @@ class CLI(Channel):
             print(printable(text.removesuffix("\n")), file=self.err)
             print(end=prompt, file=self.err, flush=True)
 
-    def converse(self, ask: Callable[[str], Any], history: Path) -> int:
+    def converse(self, ask: Callable, history: Path) -> int:
         """Read and answer lines until the user exits. Ctrl-C stops a turn; Ctrl-D exits."""
         while True:
             text = ""
@@ -675,12 +675,12 @@ MOST_UPLOADED = 50_000_000  # bytes of a file that Telegram accepts from a bot
 PIECE = 100_000  # bytes of a file that an upload keeps in memory
 
 
-async def in_thread(function: Callable, /, *args: Any) -> Any:
+async def in_thread(function: Callable, /, *args):
     """Run a blocking function on a daemon thread, because asyncio's own threads delay the exit."""
     future: Future = Future()
     future.set_running_or_notify_cancel()  # if the caller is cancelled, the thread still finishes
 
-    def work() -> None:
+    def work():
         try:
             future.set_result(function(*args))
         except BaseException as failure:
@@ -706,13 +706,13 @@ class BotAPI:
     def __init__(self, token: str, base: str):
         self.token, self.base = token.strip(), base.rstrip("/")
 
-    async def call(self, method: str, seconds: float = 60, **fields: Any) -> Any:
+    async def call(self, method: str, seconds: float = 60, **fields):
         """The method's result. Raises TelegramError if a retry may help (with a wrong token, after
         a minute), and Refused if a retry cannot help (400, 403 "bot was blocked", 413)."""
         body = json.dumps(fields).encode()
         return await self._ask(method, body, {"Content-Type": "application/json"}, seconds)
 
-    async def upload(self, method: str, chat_id: str, path: Path) -> Any:
+    async def upload(self, method: str, chat_id: str, path: Path):
         """Send a file, which is read piece by piece. Raises the errors of `call`, also Refused if
         the file is too large, and OSError if it cannot be opened."""
         size = path.stat().st_size
@@ -736,7 +736,7 @@ class BotAPI:
             pieces = (file.read(min(PIECE, size - start)) for start in range(0, size, PIECE))
             return await self._ask(method, itertools.chain([head], pieces, [tail]), headers, 300)
 
-    async def _ask(self, method: str, body: Any, headers: dict, seconds: float) -> Any:
+    async def _ask(self, method: str, body, headers: dict, seconds: float):
         status, data = await self._exchange(f"bot{self.token}/{method}", body, headers, seconds)
         answer = {"error_code": status, "description": "not the Bot API"}  # if a proxy answers
         with contextlib.suppress(ValueError, TypeError):
@@ -761,7 +761,7 @@ class BotAPI:
             raise TelegramError(f"HTTP {status}")
         return data
 
-    async def _exchange(self, address: str, body: Any, headers: dict, seconds: float) -> tuple:
+    async def _exchange(self, address: str, body, headers: dict, seconds: float) -> tuple:
         """Returns the status and the body of the response. `body`: bytes, or an iterator."""
         try:
             async with asyncio.timeout(seconds):  # a DNS lookup has no time limit of its own
@@ -776,7 +776,7 @@ class BotAPI:
         return text.replace(self.token, "<token>") if self.token else text
 
 
-def fetch(url: str, body: Any, headers: dict, seconds: float) -> tuple[int, bytes]:
+def fetch(url: str, body, headers: dict, seconds: float) -> tuple[int, bytes]:
     import urllib.request
 
     request = urllib.request.Request(url, body, headers)
@@ -820,7 +820,7 @@ class Telegram(Channel):
         group_policy: str = "mention",  # "open": the bot reads all group messages
         media_folder: Path = Path("media"),
         keep_strangers: Callable = log.debug,
-        sleep: Callable[[float], Awaitable] = asyncio.sleep,
+        sleep: Callable = asyncio.sleep,
     ):
         super().__init__(allow_from)
         self.api = BotAPI(token, api_base)
@@ -832,7 +832,7 @@ class Telegram(Channel):
         self._order: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # chat id → lock
         self._typing: dict[str, asyncio.Task] = {}
 
-    async def start(self, bus: MessageBus) -> None:
+    async def start(self, bus: MessageBus):
         """Listen until cancelled."""
         told = ""
         while True:
@@ -848,14 +848,14 @@ class Telegram(Channel):
                 self.bot = {}  # `_introduce` runs again and deletes a webhook
                 await self.sleep(pause)
 
-    async def _introduce(self) -> None:
+    async def _introduce(self):
         """Get the bot's username for groups. Delete the webhook, because it blocks getUpdates."""
         if not re.fullmatch(r"\d+:[\w-]+", self.api.token):  # 110201543:AAHdqTcvCH1vGWJxfSeofSAs0
             raise TelegramError(BAD_TOKEN, 60)
         self.bot = await self.api.call("getMe")
         await self.api.call("deleteWebhook")
 
-    async def _poll(self, bus: MessageBus) -> None:
+    async def _poll(self, bus: MessageBus):
         """Publish the new messages. Set the offset to the first update that is not on disk yet.
         The server repeats all updates from the offset on; `_storing` has the known ones."""
         if not self.bot:
@@ -901,7 +901,7 @@ class Telegram(Channel):
             self.keep_strangers(", ".join(self._strangers[-5:]))
         return is_allowed
 
-    async def _take(self, messages: list[dict], bus: MessageBus) -> None:
+    async def _take(self, messages: list[dict], bus: MessageBus):
         """Publish a message, or an album, which consists of several messages. Wait until it is on
         disk. A chat keeps its order, also while a file of an earlier message is downloaded."""
         try:
@@ -958,17 +958,17 @@ class Telegram(Channel):
         await in_thread(path.write_bytes, data)
         return path
 
-    def _stop_typing(self, chat_id: str) -> None:
+    def _stop_typing(self, chat_id: str):
         if task := self._typing.pop(chat_id, None):
             task.cancel()
 
-    async def _type(self, chat_id: str) -> None:
+    async def _type(self, chat_id: str):
         with contextlib.suppress(TelegramError, Refused):  # "typing" is not important
             for _ in range(self.most_typing):
                 await self.api.call("sendChatAction", chat_id=chat_id, action="typing")
                 await self.sleep(self.typing_seconds)
 
-    async def send(self, message: OutboundMessage) -> None:
+    async def send(self, message: OutboundMessage):
         """Send the text in parts, then the files. A retry skips the parts already sent."""
         if message.kind in ("delta", "retry"):
             return
@@ -986,14 +986,14 @@ class Telegram(Channel):
                 await self._send_file(part, message, target)
             message.parts_sent += 1
 
-    async def _send_text(self, text: str, target: dict) -> None:
+    async def _send_text(self, text: str, target: dict):
         """If Telegram refuses the HTML text, send plain text."""
         try:
             await self.api.call("sendMessage", text=text, parse_mode="HTML", **target)
         except Refused:  # 400 can't parse entities
             await self.api.call("sendMessage", text=plain_text(text), **target)
 
-    async def _send_file(self, path: Path, message: OutboundMessage, target: dict) -> None:
+    async def _send_file(self, path: Path, message: OutboundMessage, target: dict):
         """If a file cannot be sent, send the reason, so that nobody waits for the file."""
         # The chat shows "sending a file". In an outage this request fails, not an upload, so that
         # the file is retried, as a text is, until Telegram can be reached again.
@@ -1304,7 +1304,7 @@ class JobStore:
             told = f"{self.path} is damaged: {problem}. Repair the file, or move it away."
             raise OSError(told) from None
 
-    def edit(self, id: str, changes: dict | None, is_new: bool = False) -> None:
+    def edit(self, id: str, changes: dict | None, is_new: bool = False):
         """Change these keys of a job; None removes the job. Without `is_new`, an unknown id changes
         nothing: another program may have removed the job. The file is written atomically."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -1364,7 +1364,7 @@ class CronService:
                 warn_once(f"cron: {str(row)[:100]} is no job: {problem}")
         return jobs
 
-    async def run(self, may_go_on: Callable = lambda: True) -> None:
+    async def run(self, may_go_on: Callable = lambda: True):
         """Check the clock and the jobs file once a second. If `run` is cancelled, cancel the
         running jobs. If `may_go_on` returns False, wait for the running jobs and return."""
         try:
@@ -1375,7 +1375,7 @@ class CronService:
         finally:
             await end_all(self.running.values())
 
-    async def tick(self) -> None:
+    async def tick(self):
         """Start all jobs that are due."""
         busy = set(self.running)  # a run may end while the file is read
         try:
@@ -1386,7 +1386,7 @@ class CronService:
         except OSError as problem:
             warn_once(f"cron: the jobs wait: {problem}")
 
-    def _start_if_due(self, job: CronJob, now: float) -> None:
+    def _start_if_due(self, job: CronJob, now: float):
         """A repeated job skips a run if it is over 12 hours late, or if the next run is nearer; of
         several missed runs, it does only one. An `at` job that is over a day late is only told."""
         after = job.after if job.after <= now else 0  # the clock may have been set back
@@ -1402,7 +1402,7 @@ class CronService:
             )
         self.running[job.id] = asyncio.create_task(self._run(job, f"{job.id}@{due:.0f}", now))
 
-    async def _run(self, job: CronJob, name: str, began: float) -> None:
+    async def _run(self, job: CronJob, name: str, began: float):
         """Run a job and record the run. A run that ends with the program is repeated later."""
         changes = {"after": began, "error": ""}
         [outcome] = await asyncio.gather(self.fire(job, name), return_exceptions=True)
@@ -1424,7 +1424,7 @@ class CronService:
     def _shown(self, moment: float) -> str:
         return f"{datetime.fromtimestamp(moment, self.zone):%a %Y-%m-%d %H:%M %Z}"
 
-    def add_system(self, id: str, every_seconds: float, enabled: bool = True) -> None:
+    def add_system(self, id: str, every_seconds: float, enabled: bool = True):
         """Add a system job, or change its settings. The tool `cron` lists, but never removes it."""
         settings = {"channel": "system", "every_seconds": every_seconds, "enabled": enabled}
         self.store.edit(id, settings, is_new=True)
@@ -1440,7 +1440,7 @@ class CronService:
         in_seconds: Annotated[int, "Run once, this many seconds from now"] = 0,
         job_id: Annotated[str, "For `remove`: the id of the job, from `list`"] = "",
         *,
-        turn: Any,
+        turn,
     ) -> str:
         """Reminders and regular tasks. Each job runs later as a turn; this chat gets the answer.
 
@@ -1594,12 +1594,12 @@ class WebPage(Channel):
         self.lock = threading.Lock()
         self.renew()
 
-    def renew(self) -> None:
+    def renew(self):
         self.path = f"/?token={secrets.token_urlsafe(24)}"
         self.address = f"http://{self.host}{self.path}"
         self.tell(self.address)
 
-    def _server(self, port: int) -> Any:
+    def _server(self, port: int):
         """Create the server. Import `http.server` only here, because the import takes 30 ms."""
         from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -1609,34 +1609,34 @@ class WebPage(Channel):
         class Server(ThreadingHTTPServer):
             allow_reuse_address = os.name == "posix"  # on Windows, two programs could use one port
 
-            def handle_error(self, *_: Any) -> None:  # a closed window needs no traceback
+            def handle_error(self, *_):  # a closed window needs no traceback
                 log.debug("page: a request has failed", exc_info=True)
 
         return Server(("127.0.0.1", port), Handler)
 
-    async def start(self, bus: MessageBus) -> None:
+    async def start(self, bus: MessageBus):
         self.bus, self.loop = bus, asyncio.get_running_loop()
         threading.Thread(target=self.server.serve_forever, args=(0.1,), daemon=True).start()
 
-    async def send(self, message: OutboundMessage) -> None:
+    async def send(self, message: OutboundMessage):
         if message.kind == "delta":
             self.chats[message.chat_id].draft += message.content
         elif message.kind == "final":
             self.show(message.chat_id, {"kind": "say", "content": message.content})
 
-    def show(self, chat_id: str, event: dict) -> None:
+    def show(self, chat_id: str, event: dict):
         chat = self.chats[chat_id]
         if event["kind"] in ("answer", "say"):
             chat.draft = ""
         chat.count += 1
         chat.events.append((chat.count, self._json(**event)))
 
-    def _json(self, **event: Any) -> str:
+    def _json(self, **event) -> str:
         """JSON without API keys; but a question about a call shows the exact call."""
         shown = event if event.get("what") in ("approve", "call") else self.scrub(event)
         return json.dumps({"time": time.time(), **shown}, default=str)
 
-    async def ask(self, text: str, what: str = "approve", **details: Any) -> str | None:
+    async def ask(self, text: str, what: str = "approve", **details) -> str | None:
         """Returns None if no window is open for 3 s. A reload takes less than that; a browser that
         has lost its connection is back after 1 s (`retry` in `do_GET`)."""
         number, answer = secrets.token_hex(8), asyncio.get_running_loop().create_future()
@@ -1709,7 +1709,7 @@ def text_behind(path: Path, position: int = 0) -> str:
         return ""
 
 
-def page_chat(name: Any) -> str:
+def page_chat(name) -> str:
     """ "my session" → "my-session" """
     return re.sub(r"[^\w.-]+", "-", str(name))[:60] or "page"
 
@@ -1720,7 +1720,7 @@ class PageRequest:
     page: WebPage
     timeout = 60  # seconds until an idle connection is closed
 
-    def log_message(self, *_: Any) -> None:
+    def log_message(self, *_):
         """Log nothing: the first URL contains the token."""
 
     def _has(self, secret: str, *texts: str) -> bool:
@@ -1734,7 +1734,7 @@ class PageRequest:
     def _is_allowed(self) -> bool:
         return self._has(self.page.cookie, *self.headers.get("Cookie", "").split("; "))
 
-    def _reply(self, status: int, text: str, kind: str = "text/plain", **more: str) -> None:
+    def _reply(self, status: int, text: str, kind: str = "text/plain", **more: str):
         self.send_response(status)
         headers = {
             "Content_Type": f"{kind}; charset=utf-8",
@@ -1748,7 +1748,7 @@ class PageRequest:
         self.end_headers()
         self.wfile.write(text.encode("utf-8"))
 
-    def do_GET(self) -> None:  # noqa: N802
+    def do_GET(self):  # noqa: N802
         path, _, query = self.path.partition("?")
         with self.page.lock:  # of two requests with the same address, one gets the cookie
             if self._has(self.page.path, self.path):
@@ -1768,7 +1768,7 @@ class PageRequest:
             html, policy = self.page.html.replace("%NONCE%", nonce), PAGE_POLICY.format(nonce)
             self._reply(200, html, "text/html", Content_Security_Policy=policy)
 
-    def do_POST(self) -> None:  # noqa: N802
+    def do_POST(self):  # noqa: N802
         if not self._is_allowed():
             return self._reply(403, NO_COOKIE)
         try:

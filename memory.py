@@ -70,16 +70,16 @@ class Session:
         self.known_ids: deque[str] = deque(maxlen=1_000)  # ids of inbox lines
         self.size = 0  # expected file size; another size means that another program wrote to it
 
-    def append(self, *messages: dict) -> None:
+    def append(self, *messages: dict):
         """Append all messages or none. Until `synced` returns, a power cut may lose messages."""
         numbered = enumerate(messages, self.highest + 1)
         self._write([{"n": n} | without_images(message) for n, message in numbered])
 
-    def mark(self, name: str, **details: Any) -> None:
+    def mark(self, name: str, **details):
         """`name`: new, continue, resumed, ended (why), saved (upto, summary), delivered (upto)."""
         self._write([{"mark": name, **details}])
 
-    def _write(self, lines: list[dict]) -> None:
+    def _write(self, lines: list[dict]):
         if not self.size:
             first = {"mark": "session", "key": self.key, "created_at": self.created_at}
             lines = [first | self.about, *lines]
@@ -89,7 +89,7 @@ class Session:
         for line in lines:
             self.take(line)
 
-    def take(self, line: dict) -> None:
+    def take(self, line: dict):
         """Update the state with one journal line. Messages after a damaged `upto` are kept."""
         uptos = [line[name] for name in ("n", "upto") if isinstance(line.get(name), int)]
         self.highest = max([self.highest, *uptos])
@@ -124,7 +124,7 @@ class Session:
                 if is_answer(line) and line.get("content"):
                     self.undelivered.append(line)
 
-    async def synced(self) -> None:
+    async def synced(self):
         await asyncio.to_thread(fsync, self.path)
 
     def conversation(self) -> list[dict]:
@@ -186,12 +186,12 @@ class Session:
         """True while the last turn runs, and after a kill has interrupted the last turn."""
         return self.unfinished and self.last not in self.ended
 
-    def end_open_turn(self, why: str) -> None:
+    def end_open_turn(self, why: str):
         """Mark an open turn as ended, so that only `/continue`, not a restart, resumes it."""
         if self.is_open:
             self.mark("ended", why=why)
 
-    def end_behind(self, excess: float, size: Callable[[dict], int]) -> int:
+    def end_behind(self, excess: float, size: Callable) -> int:
         """The last number of the oldest turns that have at least the size `excess`, or of all."""
         found = 0
         for message in self.conversation():
@@ -234,7 +234,7 @@ class Inbox:
         self.path = path
         self.lock = path.with_suffix(".inbox.lock")
 
-    def append(self, line: dict) -> None:
+    def append(self, line: dict):
         """Append and fsync a line, unless the inbox already has a line with the same id."""
         with locked(self.lock):
             if line["id"] not in [known["id"] for known in self.read()]:
@@ -244,7 +244,7 @@ class Inbox:
     def read(self) -> list[dict]:
         return read_records(self.path, is_inbox_line)
 
-    def remove(self, ids: set[str]) -> None:
+    def remove(self, ids: set[str]):
         with locked(self.lock):
             rest = [line for line in self.read() if line["id"] not in ids]
             if rest:
@@ -304,7 +304,7 @@ class MemoryStore:
             self._entries = (size, read_records(self.history, is_entry))
         return self._entries[1]
 
-    def append_history(self, text: str, **origin: Any) -> None:
+    def append_history(self, text: str, **origin):
         """Append an entry. The text may begin with its time, such as `[2026-04-03 00:02]`."""
         with locked(self.lock):
             last = max([self.dream_cursor, *(entry["cursor"] for entry in self.entries())])
@@ -335,7 +335,7 @@ class MemoryStore:
             lines.pop(0)
         return lines
 
-    def archive_old(self, keep: int = 1_000) -> None:
+    def archive_old(self, keep: int = 1_000):
         """Move entries to the archive if Dream has read them, except the newest `keep` entries."""
         with locked(self.lock):
             entries = self.entries()
@@ -444,7 +444,7 @@ class Consolidator:
                 end, text = message["n"], longer
         return end, fitted(text, room)  # even a single turn may be too long
 
-    async def remember_terminals(self) -> None:
+    async def remember_terminals(self):
         """Save what people said at terminals, except in the last hour, with one request for all
         conversations. The journals stay as they are, because `-c` may continue the conversations.
         A file keeps the time up to which everything is saved."""
@@ -531,7 +531,7 @@ class Governed:
                 make_shorter(self.tokens - budget, min(2_000, budget // 8))
                 self.tokens = total_tokens(self.messages) + beside
 
-    def _leave_out(self, excess: float, list_size: float) -> None:
+    def _leave_out(self, excess: float, list_size: float):
         """Leave out the oldest turns, then the oldest steps of this turn."""
         kept: list[dict] = []
         left_out: list[dict] = []
@@ -562,13 +562,13 @@ class Governed:
         if left_out:
             self.notes.append(f"{counted(len(left_out), 'message')} left out (~{freed:,} tokens)")
 
-    def _remove_pictures(self, *_) -> None:
+    def _remove_pictures(self, *_):
         count = sum(isinstance(message.get("content"), list) for message in self.messages)
         if count:
             self.messages = [without_images(message) for message in self.messages]
             self.notes.append(f"pictures of {counted(count, 'message')} left out")
 
-    def _cut_results(self, excess: float, _) -> None:
+    def _cut_results(self, excess: float, _):
         """Last resort: cut each tool result to an equal share of the remaining tokens."""
         results = [n for n, message in enumerate(self.messages) if message["role"] == "tool"]
         room = total_tokens([self.messages[n] for n in results]) - excess
@@ -585,7 +585,7 @@ class Governed:
 # Real examples: 4,096 zero bytes after a power cut, half a line on a full disk, a `NaN`.
 
 
-def read_records(path: Path, is_valid: Callable[[dict], bool]) -> list[dict]:
+def read_records(path: Path, is_valid: Callable) -> list[dict]:
     """The valid records of a file, in order. An invalid line is copied once to `*.corrupt`."""
     raw = patiently(path.read_bytes) if path.exists() else b""
     records, damaged = [], []
@@ -609,7 +609,7 @@ def read_records(path: Path, is_valid: Callable[[dict], bool]) -> list[dict]:
     return records
 
 
-def has(record: Any, **kinds: Any) -> bool:
+def has(record, **kinds) -> bool:
     """True if `record` is a dict where each key of `kinds` has a value of the type `kinds[key]`."""
     return isinstance(record, dict) and all(isinstance(record.get(k), kinds[k]) for k in kinds)
 
@@ -693,13 +693,13 @@ def append_lines(path: Path, records: list[dict]) -> int:
     return len(data)
 
 
-def open_private(path: Path, mode: str = "a+b") -> Any:
+def open_private(path: Path, mode: str = "a+b"):
     """Open a file, by default to read and append. A new file is readable by its owner only."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     return open(path, mode, opener=partial(os.open, mode=0o600))
 
 
-def write_atomically(path: Path, content: str) -> None:
+def write_atomically(path: Path, content: str):
     """Replace a file's content. A crash leaves the old or the new text. Keeps links and modes."""
     path = path.resolve()
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -715,7 +715,7 @@ def write_atomically(path: Path, content: str) -> None:
     fsync(path)
 
 
-def patiently(work: Callable, *arguments: Any) -> Any:
+def patiently(work: Callable, *arguments):
     """Windows refuses to replace, and sometimes to read, a file that a program has open: retry for
     a second."""
     for _ in range(50):
@@ -728,7 +728,7 @@ def patiently(work: Callable, *arguments: Any) -> Any:
     return work(*arguments)
 
 
-def fsync(path: Path) -> None:
+def fsync(path: Path):
     with open(path, "r+b") as file:  # Windows cannot sync a file that is open for reading only
         os.fsync(file.fileno())
     with contextlib.suppress(OSError):  # some systems cannot sync a folder
@@ -1026,7 +1026,7 @@ class Dream:
 
     store: MemoryStore
     ask: Ask
-    run_agent: Callable[..., Awaitable[Any]]  # (messages, refuse) → an object with `stop_reason`
+    run_agent: Callable  # (messages, refuse) → an object with `stop_reason`
     find_prompt: str
     edit_prompt: str
     skills: "SkillsLoader"

@@ -297,7 +297,7 @@ class AgentRunner:
         state.context.response = response
         return response
 
-    async def _act(self, state: RunState, response: LLMResponse) -> None:
+    async def _act(self, state: RunState, response: LLMResponse):
         """Journal the answer, then run its calls. The order of the messages: the answer, one result
         per call in the order of the calls, new messages of the user. If a kill interrupts a call,
         the call is not repeated; its result becomes `[interrupted: its outcome is unknown. …]`."""
@@ -320,7 +320,7 @@ class AgentRunner:
             state.why_empty = "the same call gave the same result five times"
         state.context.messages += state.spec.arrivals()  # arrivals are already journalled
 
-    async def _run_batch(self, state: RunState, batch: list[ToolCallRequest]) -> None:
+    async def _run_batch(self, state: RunState, batch: list[ToolCallRequest]):
         """Run calls concurrently. Every call has ended when this method returns or raises."""
         try:
             async with asyncio.TaskGroup() as group:  # an error in one call cancels the others
@@ -354,7 +354,7 @@ class AgentRunner:
         await state.spec.hook.after_tool(call, result, time.monotonic() - began)
         return message, result.images
 
-    async def _conclude(self, state: RunState, response: LLMResponse, outcome: str) -> None:
+    async def _conclude(self, state: RunState, response: LLMResponse, outcome: str):
         """Handle an answer that has no calls to run. End the run, or prepare the next request."""
         if state.draft.unclear:
             await state.show_unclear()
@@ -402,7 +402,7 @@ class AgentRunner:
                 state.result.final_content = self._keep_half_answer(state, state.result.error)
         await state.spec.hook.on_stream_end(resuming=not state.result.stop_reason)
 
-    async def _finish(self, state: RunState, reason: str, text: str | None, cut: str = "") -> None:
+    async def _finish(self, state: RunState, reason: str, text: str | None, cut: str = ""):
         """End the run with `text`. If `text` is incomplete, `cut` is the reason."""
         response = state.context.response
         answer = await state.spec.hook.finalize_content(state.draft.joined(text))
@@ -574,7 +574,7 @@ class AgentLoop:
         self.cost = CostTrackingHook(config.prices, self.provider.model)
         self.hooks = [self.cost, *hooks]
         self.can_ask = lambda turn: turn.channel != "cron"  # can a user approve calls?
-        self.hooks_of: Callable[[Turn], list[AgentHook]] = lambda turn: []  # extra hooks for a turn
+        self.hooks_of: Callable = lambda turn: []  # extra hooks for a turn
         self.subagents = SubagentManager(self)
         self.commands = Commands(self)
         self.tools.register(tool(self.subagents.spawn))
@@ -632,7 +632,7 @@ class AgentLoop:
         session: Session,
         events: EventHook,
         images: list[dict],
-        arrivals: Callable[[], list[dict]] = list,
+        arrivals: Callable = list,
     ) -> AgentRunResult:
         """Answer the last message of the journal, and the messages that `arrivals` returns.
 
@@ -673,7 +673,7 @@ class AgentLoop:
             keeps_half=events.shows_deltas,
         )
 
-    def limited(self, messages: list[dict], **own: Any) -> AgentRunSpec:
+    def limited(self, messages: list[dict], **own) -> AgentRunSpec:
         """The input of the runner for any messages, with the limits from the settings."""
         limits = self.config.defaults
         return AgentRunSpec(
@@ -700,7 +700,7 @@ class AgentLoop:
             await events.on_retry(told)
         return session.without_saved(messages) if told else messages
 
-    async def remember_terminals(self) -> None:
+    async def remember_terminals(self):
         """Work for idle programs: save ended conversations in the memory, at most once an hour."""
         while True:
             await self.config.sleep(60.0)
@@ -708,12 +708,12 @@ class AgentLoop:
                 await logged(self.consolidator.remember_terminals(), "the memory")
                 await self.config.sleep(3_540.0)
 
-    async def after_turn(self, session: Session) -> None:
+    async def after_turn(self, session: Session):
         told = await self.consolidator.after_turn(session)
         if told and session.key.startswith("cli:"):
             self.notes[session.key] = told
 
-    async def run(self, bus: MessageBus) -> None:
+    async def run(self, bus: MessageBus):
         """Serve a bus until cancelled. If the program is killed, no message is lost:
 
         Message: channel → inbox file → acknowledgement → wait for a slot (8 turns at once) and for
@@ -737,7 +737,7 @@ class AgentLoop:
             task.cancel()
         return bool(running)
 
-    async def close(self, seconds: float = 0.0) -> None:
+    async def close(self, seconds: float = 0.0):
         """Wait up to `seconds` for background memory work, then close MCP servers and provider."""
         await self.background.settled(seconds)
         await self.mcp.close()
@@ -809,19 +809,19 @@ class RunningTurns:
 class Background:
     tasks: set[asyncio.Task] = field(default_factory=set)
 
-    def start(self, work: Awaitable, name: str = "in the background") -> None:
+    def start(self, work: Awaitable, name: str = "in the background"):
         task = asyncio.create_task(logged(work, name))
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
 
-    async def settled(self, seconds: float = 60.0) -> None:
+    async def settled(self, seconds: float = 60.0):
         """Wait up to `seconds`, then cancel the tasks. Later turns redo cancelled memory work."""
         if self.tasks:
             await asyncio.wait(self.tasks, timeout=seconds)
         await end_all(self.tasks)
 
 
-async def logged(work: Awaitable, name: str) -> Any:
+async def logged(work: Awaitable, name: str):
     """Await `work` and return its result. If `work` fails, log the error and return None."""
     try:
         return await work
@@ -869,18 +869,18 @@ class RunState:
         """True in the request after the last allowed step; this request asks for a summary."""
         return self.context.iteration > self.spec.max_iterations
 
-    def add(self, *messages: dict) -> None:
+    def add(self, *messages: dict):
         """Append new messages to the journal and to the next request."""
         self.context.messages += messages
         self.spec.append(*messages)
 
-    async def show(self, piece: str) -> None:
+    async def show(self, piece: str):
         if self.draft.unclear:
             await self.show_unclear()
         self.draft.streamed += piece
         await self.spec.hook.on_stream(piece)
 
-    async def show_unclear(self) -> None:
+    async def show_unclear(self):
         """Make the held text a part of the answer: the model did not repeat it as a call."""
         text, self.draft.unclear = self.draft.unclear, ""
         self.draft.parts.append(text)
@@ -919,7 +919,7 @@ class Draft:
         return "".join([*self.parts, rest or ""])
 
 
-def add_up(total: dict, usage: dict) -> None:
+def add_up(total: dict, usage: dict):
     for name in ("prompt_tokens", "completion_tokens", "cached_tokens"):
         total[name] = (total.get(name) or 0) + (usage.get(name) or 0)
     total["total_tokens"] = total["prompt_tokens"] + total["completion_tokens"]
@@ -953,7 +953,7 @@ PLACEHOLDERS = (  # template lines, also of older versions, that small models ta
 )
 
 
-def template(name: str, **values: Any) -> str:
+def template(name: str, **values) -> str:
     """Fill in the `$variables` of a file in `templates/`. Raises KeyError if a value is missing."""
     text = (DATA / "templates" / f"{name}.md").read_text(encoding="utf-8")
     return string.Template(text).substitute(values).strip()
@@ -1045,7 +1045,7 @@ class Project:
         """True if there is a file, and the user was not asked about this version of it."""
         return bool(self.text) and self.answer is None
 
-    def keep(self, answer: bool) -> None:
+    def keep(self, answer: bool):
         """Remember the user's answer for this version of the file."""
         self.answer = answer
         append_lines(self.file, [{"version": self.version, "follow": answer}])
@@ -1114,26 +1114,26 @@ class AgentHook:
     wants_streaming = False
     only_watches = False  # True: the calls of a step run even if this hook fails
 
-    async def before_iteration(self, context: AgentHookContext) -> None: ...
-    async def before_request(self, messages: list[dict], tools: list[dict]) -> None: ...
-    async def on_stream(self, delta: str) -> None: ...
-    async def on_stream_end(self, resuming: bool) -> None: ...
-    async def on_retry(self, why: str) -> None: ...
-    async def after_iteration(self, context: AgentHookContext) -> None: ...
+    async def before_iteration(self, context: AgentHookContext): ...
+    async def before_request(self, messages: list[dict], tools: list[dict]): ...
+    async def on_stream(self, delta: str): ...
+    async def on_stream_end(self, resuming: bool): ...
+    async def on_retry(self, why: str): ...
+    async def after_iteration(self, context: AgentHookContext): ...
 
-    async def after_response(self, response: LLMResponse) -> None:
+    async def after_response(self, response: LLMResponse):
         """A hook may change `response.tool_calls`; the changed calls are journalled and run."""
 
-    async def before_execute_tools(self, tool_calls: list[ToolCallRequest]) -> None:
+    async def before_execute_tools(self, tool_calls: list[ToolCallRequest]):
         """To deny a call, set `call.denied = "reason"`; the model gets the reason as the result."""
 
-    async def after_tool(self, call: ToolCallRequest, result: ToolResult, seconds: float) -> None:
+    async def after_tool(self, call: ToolCallRequest, result: ToolResult, seconds: float):
         """Runs as soon as a tool call has ended; other tool calls may still be running."""
 
     async def finalize_content(self, content: str) -> str:
         return content
 
-    def __init_subclass__(cls) -> None:  # a hook may define `on_stream_end` without `resuming`
+    def __init_subclass__(cls):  # a hook may define `on_stream_end` without `resuming`
         own = vars(cls).get("on_stream_end")
         if inspect.isfunction(own) and len(inspect.signature(own).parameters) == 1:
             cls.on_stream_end = lambda self, resuming: own(self)
@@ -1147,7 +1147,7 @@ class CompositeHook(AgentHook):
         self.hooks = list(hooks)
         self.wants_streaming = any(hook.wants_streaming for hook in self.hooks)
 
-    async def _tell(self, hook: AgentHook, event: str, *details: Any, **named: Any) -> Any:
+    async def _tell(self, hook: AgentHook, event: str, *details, **named):
         try:
             return await getattr(hook, event)(*details, **named)
         except Exception as problem:
@@ -1163,7 +1163,7 @@ class CompositeHook(AgentHook):
                     call.denied = f"{call.name} was not run: {name} failed ({problem})."
             return None
 
-    async def _tell_all(self, event: str, *details: Any, **named: Any) -> None:
+    async def _tell_all(self, event: str, *details, **named):
         for hook in self.hooks:
             await self._tell(hook, event, *details, **named)
 
@@ -1182,11 +1182,11 @@ for _event in vars(AgentHook):
 class LoggingHook(AgentHook):
     only_watches = True
 
-    async def after_tool(self, call: ToolCallRequest, result: ToolResult, seconds: float) -> None:
+    async def after_tool(self, call: ToolCallRequest, result: ToolResult, seconds: float):
         outcome = "failed" if result.is_error else f"{len(result.text):,} characters"
         log.info("%s: %s in %.3f s", tool_hint(call), outcome, seconds)
 
-    async def after_iteration(self, context: AgentHookContext) -> None:
+    async def after_iteration(self, context: AgentHookContext):
         finish_reason = context.response.finish_reason
         log.info("iteration %d: %s %s", context.iteration, finish_reason, context.usage)
 
@@ -1198,7 +1198,7 @@ class CostTrackingHook(AgentHook):
         self.price = prices.get(model)
         self.total = dict(NO_USAGE)
 
-    async def after_iteration(self, context: AgentHookContext) -> None:
+    async def after_iteration(self, context: AgentHookContext):
         add_up(self.total, context.response.usage)
 
     def line(self, usage: dict) -> str:
@@ -1221,10 +1221,10 @@ class ApprovalHook(AgentHook):
     """Asks the user before each call, except calls of known read-only tools."""
 
     tools: ToolRegistry
-    ask: Callable[[str], Awaitable[str | None]] | None  # None, also as an answer: nobody is there
+    ask: Callable | None  # None, also as an answer: nobody is there
     always: set[str] = field(default_factory=set)  # tools that need no further approval
 
-    async def before_execute_tools(self, tool_calls: list[ToolCallRequest]) -> None:
+    async def before_execute_tools(self, tool_calls: list[ToolCallRequest]):
         asked = []
         for call in tool_calls:
             call.must_only_read = is_read_only(call.name, self.tools)
@@ -1257,17 +1257,17 @@ class EventHook(AgentHook):
     shows_deltas: bool = True  # True: the channel shows deltas
     only_watches = True
 
-    async def send(self, kind: str, content: str) -> None:
+    async def send(self, kind: str, content: str):
         if self.emit:
             await self.emit(OutboundMessage(self.turn.channel, self.turn.chat_id, content, kind))
 
-    async def before_iteration(self, context: AgentHookContext) -> None:
+    async def before_iteration(self, context: AgentHookContext):
         self.context = context
 
     on_stream = partialmethod(send, "delta")
     on_retry = partialmethod(send, "retry")
 
-    async def before_execute_tools(self, tool_calls: list[ToolCallRequest]) -> None:
+    async def before_execute_tools(self, tool_calls: list[ToolCallRequest]):
         if text := self.context.response.content:
             await self.send("progress", text)
         for call in tool_calls:
@@ -1281,13 +1281,13 @@ class WaitingHook(AgentHook):
     waiting: Waiting
     only_watches = True
 
-    async def before_iteration(self, context: AgentHookContext) -> None:
+    async def before_iteration(self, context: AgentHookContext):
         self.waiting.begin("the model")
 
-    async def on_stream(self, delta: str) -> None:
+    async def on_stream(self, delta: str):
         self.waiting.end()
 
-    async def before_execute_tools(self, tool_calls: list[ToolCallRequest]) -> None:
+    async def before_execute_tools(self, tool_calls: list[ToolCallRequest]):
         self.waiting.begin(", ".join(tool_hint(call) for call in tool_calls))
 
     after_iteration = on_stream
@@ -1318,7 +1318,7 @@ class BusService:
         self.work.start(self._hear_helpers())
         loop.tools.register(tool(self.message))
 
-    async def receive(self, message: InboundMessage) -> None:
+    async def receive(self, message: InboundMessage):
         """Queue a message in its chat. Commands run at once, except /new and /continue."""
         is_report = message.channel == "system"  # the `chat_id` of a report is a session key
         key = message.chat_id if is_report else message.session_key
@@ -1334,7 +1334,7 @@ class BusService:
     def _conversation(self, key: str) -> Conversation:
         return self.conversations.setdefault(key, Conversation(self, key))
 
-    async def _hear_helpers(self) -> None:
+    async def _hear_helpers(self):
         while True:
             await self.receive(await self.loop.subagents.results.get())
 
@@ -1367,13 +1367,13 @@ class BusService:
             await conversation.say("file", "", str(file))
         return f"Sent to {key}."
 
-    async def go_on_after_restart(self) -> None:
+    async def go_on_after_restart(self):
         """Send all undelivered answers, resume open turns, and answer all waiting messages."""
         for key in self.loop.sessions.list_keys():
             if key.partition(":")[0] in self.bus.channels:
                 self.work.start(self._conversation(key).go_on_after_restart())
 
-    async def end(self) -> None:
+    async def end(self):
         """Cancel running turns. The next start of the gateway resumes the cancelled turns."""
         self.loop.is_ending = True
         await end_all([*self.work.tasks, *self.loop.subagents.running], 5.0)
@@ -1395,7 +1395,7 @@ class Conversation:
         self.reply_to = ""  # id of the newest message in this turn
         self.said: list[str] = []  # what the tool `message` has sent in this turn
 
-    async def take_in(self, message: InboundMessage, kind: str) -> None:
+    async def take_in(self, message: InboundMessage, kind: str):
         """Append a message to the inbox file, then acknowledge the message to its channel. Until
         the file can be written, retry, and tell the chat once; other chats do not wait."""
         said = f"{message.speaker}: " if message.speaker and kind == "user" else ""
@@ -1422,19 +1422,19 @@ class Conversation:
         GATEWAY_LOG.info("%s: received %d characters", self.key, len(message.content))
         await self._answer_what_waits()
 
-    async def say(self, kind: str, text: str, *files: str) -> None:
+    async def say(self, kind: str, text: str, *files: str):
         """Send what the tool `message` says. It stays in the outbox file until it has arrived."""
         line = {"id": uuid.uuid4().hex, "kind": kind, "content": text, "media": files}
         await asyncio.to_thread(self.outbox.append, line)
         self._send_said(line)
         self.said.append(text.strip())
 
-    def _send_said(self, line: dict) -> None:
+    def _send_said(self, line: dict):
         said = OutboundMessage(*self.chat, line["content"], line["kind"], line["media"])
         said.on_delivered = partial(self.outbox.remove, {line["id"]})
         self.service.bus.send(said)
 
-    async def obey(self, command: str) -> None:
+    async def obey(self, command: str):
         """Answer a command, also during a turn. If the command fails, the chat gets the error."""
         try:
             if slash_command(command)[0] == "stop" and self._stops_sending():
@@ -1455,7 +1455,7 @@ class Conversation:
         self.service.bus.send(OutboundMessage(*self.chat, text))
         return True
 
-    async def go_on_after_restart(self) -> None:
+    async def go_on_after_restart(self):
         """Resume a recent open turn, but at most twice, because the turn may crash the gateway."""
         session = self.loop.sessions.get(self.key)
         for line in self.outbox.read():
@@ -1465,7 +1465,7 @@ class Conversation:
             self.is_due = time.time() - session.path.stat().st_mtime < 86_400
         await self._answer_what_waits()
 
-    async def _answer_what_waits(self) -> None:
+    async def _answer_what_waits(self):
         """Answer until the inbox is empty. Skip a terminal's inbox: `Talk` shows its reports."""
         if self.chat[0] not in self.service.bus.channels:
             return
@@ -1552,24 +1552,24 @@ class Conversation:
             sent[-1]["content"] = [*images, {"type": "text", "text": sent[-1]["content"]}]
         return sent
 
-    def _deliver(self, session: Session, result: AgentRunResult) -> None:
+    def _deliver(self, session: Session, result: AgentRunResult):
         """Send a turn's result, even an empty one. The delivery writes the mark `delivered`."""
         GATEWAY_LOG.info("%s: %s", self.key, result.stop_reason)
         text = text_for_chat(result)
         self._send(session, "" if text in self.said else text, session.last)
 
-    def _send_answers(self, session: Session, behind: int = 0) -> None:
+    def _send_answers(self, session: Session, behind: int = 0):
         for answer in session.undelivered:
             if answer["n"] > behind:
                 self._send(session, answer["content"], answer["n"])
 
-    def _send(self, session: Session, text: str, n: int) -> None:
+    def _send(self, session: Session, text: str, n: int):
         """Send message `n` of the journal. After a restart, undelivered messages are sent again."""
         answer = OutboundMessage(*self.chat, text, reply_to=self.reply_to)
         answer.on_delivered = partial(session.mark, "delivered", upto=n)
         self.service.bus.send(answer)
 
-    async def emit(self, event: OutboundMessage) -> None:
+    async def emit(self, event: OutboundMessage):
         if event.kind in ("final", "delta", *kinds_to_show(self.loop.config.channels)):
             self.service.bus.send(event)
 
@@ -1615,13 +1615,13 @@ class Gateway:
     page: WebPage | None = None
     bus: MessageBus = field(default_factory=MessageBus)
 
-    def run(self) -> None:
+    def run(self):
         """Serve until a signal arrives. Raises SessionBusy if this workspace has a gateway."""
         home = self.loop.workspace
         with locked(home / ".nanobot" / "gateway.lock", SERVED.format(home)):
             asyncio.Runner().run(self.serve())  # unlike `asyncio.run`, do not wait for stuck tasks
 
-    async def serve(self) -> None:
+    async def serve(self):
         """Serve until a signal arrives or a task fails; then stop within 8 s."""
         stop = asyncio.Event()
         here = asyncio.get_running_loop()
@@ -1645,7 +1645,7 @@ class Gateway:
             await self.end(work)
         GATEWAY_LOG.info("ended")
 
-    def open_channels(self) -> None:
+    def open_channels(self):
         if self.page:
             self.bus.open(self.page)
         telegram = self.loop.config.channels.telegram
@@ -1663,7 +1663,7 @@ class Gateway:
         if not (self.page or telegram.token and telegram.allow_from):
             log.warning("Nobody can reach the agent: set channels.telegram.token and allowFrom.")
 
-    async def end(self, work: list[asyncio.Task]) -> None:
+    async def end(self, work: list[asyncio.Task]):
         """Cancel all tasks and return within 8 s, even if a tool ignores the cancellation."""
         ending = asyncio.create_task(self._end_in_order(work))
         await asyncio.wait([ending], timeout=8.0)
@@ -1672,7 +1672,7 @@ class Gateway:
             what = ", ".join(sorted(sessions)) or "a task of the gateway"
             log.warning("still running at the end: %s; the journal has the finished steps", what)
 
-    async def _end_in_order(self, work: list[asyncio.Task]) -> None:
+    async def _end_in_order(self, work: list[asyncio.Task]):
         await end_all(work, 6.0)
         await self.bus.close(2.0)
         await self.loop.close(1.0)
@@ -1682,7 +1682,7 @@ class JobRunner:
     """Runs each due job as its own turn. `tell(message)` sends the job's report to its chat.
     Without `tell`, only jobs of terminals run, if no gateway runs; reports wait in the inbox."""
 
-    def __init__(self, loop: AgentLoop, tell: Callable[[InboundMessage], Awaitable] | None = None):
+    def __init__(self, loop: AgentLoop, tell: Callable | None = None):
         self.loop = loop
         self.is_gateway = tell is not None
         self.tell = tell or self._into_inbox
@@ -1698,7 +1698,7 @@ class JobRunner:
     def may_run(self) -> bool:
         return self.is_gateway or not gateway_runs(self.loop.workspace)
 
-    async def run(self) -> None:
+    async def run(self):
         """Run due jobs until cancelled, but only while no other program holds the lock `jobs`."""
         lock = self.loop.workspace / ".nanobot" / "jobs.lock"
         while True:
@@ -1706,19 +1706,19 @@ class JobRunner:
                 await self.clock.run(self.may_run)
             await self.loop.config.sleep(1.0)
 
-    def add_system_jobs(self) -> None:
+    def add_system_jobs(self):
         hours = self.loop.config.defaults.dream.interval_h
         heartbeat = self.loop.config.gateway.heartbeat
         self.clock.add_system("dream", hours * 3_600)
         self.clock.add_system("heartbeat", heartbeat.interval_s, heartbeat.enabled)
 
-    async def _beat(self) -> None:
+    async def _beat(self):
         """If HEARTBEAT.md has tasks, run a turn. The model reports with the tool `message`."""
         tasks = active_tasks(self.loop.memory.text_of(self.loop.workspace / "HEARTBEAT.md"))
         if tasks:
             await self._answer("cron:heartbeat", template("heartbeat", tasks=tasks))
 
-    async def run_job(self, job: CronJob, run: str) -> None:
+    async def run_job(self, job: CronJob, run: str):
         """Run a job and send its answer or error to its chat. The report gets the id `run`."""
         if job.channel == "system":
             await {"dream": self.loop.dream.run, "heartbeat": self._beat}[job.id]()
@@ -1750,7 +1750,7 @@ class JobRunner:
             raise RuntimeError(answer)
         return answer
 
-    async def _into_inbox(self, report: InboundMessage) -> None:
+    async def _into_inbox(self, report: InboundMessage):
         line = {
             "id": report.message_id,
             "kind": "report",
@@ -1761,7 +1761,7 @@ class JobRunner:
 
     def cron_tool(self) -> Tool:
         @wraps(self.clock.cron)
-        def cron(action: str, *, turn: Turn, **arguments: Any) -> str:
+        def cron(action: str, *, turn: Turn, **arguments) -> str:
             try:
                 text = self.clock.cron(action, turn=turn, **arguments)
             except CronError as mistake:
@@ -1831,11 +1831,11 @@ class MemoryModel:
 class FencedTools(ToolRegistry):
     """Tools for Dream. `refuse(name, arguments)` returns why a call is forbidden, or ""."""
 
-    def __init__(self, tools: Iterable[Tool], refuse: Callable[[str, dict], str]):
+    def __init__(self, tools: Iterable[Tool], refuse: Callable):
         super().__init__(tools)
         self.refuse = refuse
 
-    def prepare_call(self, name: str, params: Any) -> tuple[Tool | None, dict, str | None]:
+    def prepare_call(self, name: str, params) -> tuple[Tool | None, dict, str | None]:
         tool, arguments, problem = super().prepare_call(name, params)
         return tool, arguments, problem or self.refuse(name, arguments)
 
@@ -1891,7 +1891,7 @@ class SubagentManager:
         cause = result.error or result.final_content
         raise ToolError(f"The helper did not finish ({result.stop_reason}): {cause}")
 
-    def _announce(self, name: str, session_key: str, work: asyncio.Task) -> None:
+    def _announce(self, name: str, session_key: str, work: asyncio.Task):
         if work.cancelled():
             return
         outcome = str(work.exception()) if work.exception() else work.result()
@@ -2170,8 +2170,8 @@ class Config:
         )  # the base of relative paths and the working folder of `exec`
         self.streaming: bool = True
         self.patience: float = 15.0  # seconds to wait for MCP servers that are starting
-        self.now: Callable[[], datetime] = datetime.now
-        self.sleep: Callable[[float], Awaitable] = asyncio.sleep
+        self.now: Callable = datetime.now
+        self.sleep: Callable = asyncio.sleep
 
     @property
     def defaults(self) -> AgentDefaults:
@@ -2181,7 +2181,7 @@ class Config:
     def workspace(self) -> Path:
         return path_of(self.defaults.workspace.strip() or AgentDefaults.workspace)
 
-    def check(self) -> None:
+    def check(self):
         """Raises ConfigError if a value cannot work; warns of settings that have no effect."""
         answer, window = self.defaults.max_tokens, self.defaults.context_window_tokens
         if answer * 2 >= window or self.defaults.budget <= 0:
@@ -2233,7 +2233,7 @@ def load_config(path: Path | None = None, environ: Mapping[str, str] = os.enviro
     return config
 
 
-def read_json(file: Path, environ: Mapping[str, str]) -> Any:
+def read_json(file: Path, environ: Mapping[str, str]):
     """Read a settings file. Each `${VAR}` is replaced by the environment variable VAR."""
     try:
         text = file.read_text(encoding="utf-8-sig")
@@ -2249,7 +2249,7 @@ def read_json(file: Path, environ: Mapping[str, str]) -> Any:
     raise ConfigError(fault)
 
 
-def read_setting(hint: Any, value: Any, place: str = "") -> Any:
+def read_setting(hint, value, place: str = ""):
     """Convert a value of the file to the type `hint`. A ConfigError contains the setting's path."""
     schema = as_schema(dict if is_dataclass(hint) else hint)
     if hint is int:
@@ -2264,7 +2264,7 @@ def read_setting(hint: Any, value: Any, place: str = "") -> Any:
     return cast(value, schema)  # an integer setting: 100.0 → 100
 
 
-def read_section(section: type, values: dict, place: str) -> Any:
+def read_section(section: type, values: dict, place: str):
     """Convert a JSON object to its dataclass; keys may be in camelCase or in snake_case."""
     hints = get_type_hints(section)
     names = {camel_case(name): name for name in hints}
@@ -2349,14 +2349,14 @@ class StepHook(AgentHook):
     """Asks the user before each request and each tool call. `ask(text, what, **details)` returns
     "" (continue), "skip", "stop", new arguments for the call as JSON, or None (nobody is there)."""
 
-    ask: Callable[..., Awaitable[str | None]]
+    ask: Callable
 
-    async def before_request(self, messages: list[dict], tools: list[dict]) -> None:
+    async def before_request(self, messages: list[dict], tools: list[dict]):
         last = str(messages[-1].get("content"))[-1_000:]
         text = f"{last}\n---- {len(messages)} messages. Enter sends them; type stop to cancel: "
         await self._decide(text, "request")
 
-    async def after_response(self, response: LLMResponse) -> None:
+    async def after_response(self, response: LLMResponse):
         for call in response.tool_calls:
             shown = json.dumps(call.arguments, ensure_ascii=False)
             text = f"{call.name} {shown}\nEnter runs it; or type skip, stop or new JSON arguments: "
@@ -2366,7 +2366,7 @@ class StepHook(AgentHook):
             elif answer:
                 call.arguments, call.error = parse_arguments(answer, repair=False)
 
-    async def _decide(self, text: str, what: str, **details: Any) -> str:
+    async def _decide(self, text: str, what: str, **details) -> str:
         while True:  # ask again after an invalid answer
             answer = await self.ask(text, what, **details)
             answer = "stop" if answer is None else answer.strip()  # /continue resumes the turn
@@ -2386,10 +2386,10 @@ class PageHook(AgentHook):
         self.steps = StepHook(page.ask)
         self.began = 0.0
 
-    def show(self, kind: str, **event: Any) -> None:
+    def show(self, kind: str, **event):
         self.page.show(self.chat_id, {"kind": kind, **event})
 
-    async def before_request(self, messages: list[dict], tools: list[dict]) -> None:
+    async def before_request(self, messages: list[dict], tools: list[dict]):
         """If a request extends the previous request, the page gets only the new messages."""
         self.page.turn_of.set(self.chat_id)
         chat, model = self.page.chats[self.chat_id], self.loop.provider.model
@@ -2400,23 +2400,23 @@ class PageHook(AgentHook):
             await self.steps.before_request(messages, tools)
         self.began = time.monotonic()
 
-    async def after_response(self, response: LLMResponse) -> None:
+    async def after_response(self, response: LLMResponse):
         price, seconds = self.loop.cost.price, time.monotonic() - self.began
         cost = str(price.of(dict(NO_USAGE) | response.usage)) if price else ""
         self.show("answer", answer=asdict(response), seconds=seconds, cost=cost)
         if self.page.chats[self.chat_id].is_stepping:
             await self.steps.after_response(response)
 
-    async def on_retry(self, why: str) -> None:
+    async def on_retry(self, why: str):
         self.show("retry", text=why)
 
-    async def after_tool(self, call: ToolCallRequest, result: ToolResult, seconds: float) -> None:
+    async def after_tool(self, call: ToolCallRequest, result: ToolResult, seconds: float):
         outcome = {"text": result.text, "is_error": result.is_error, "seconds": seconds}
         began = time.monotonic() - seconds
         self.show("result", id=call.id, arguments=call.arguments, began=began, **outcome)
 
 
-def glass_html(**run: Any) -> str:
+def glass_html(**run) -> str:
     """The HTML of the page. If a trace's `records` are given, the page needs no server."""
     html = (DATA / "templates" / "glass.html").read_text(encoding="utf-8")
     escaped = json.dumps(run).replace("<", "\\u003c").replace("%", "\\u0025")
@@ -2633,7 +2633,7 @@ class Talk:
             self.terminal.note(f"nanobot: {result.error or result.final_content}")
         return 1
 
-    def follow_project(self) -> None:
+    def follow_project(self):
         """Use the project's instructions if the user has allowed this version of the file. A
         prompt asks once; a single message says how to allow them."""
         project = Project(self.loop.config, self.loop.turn(self.key))
@@ -2646,12 +2646,12 @@ class Talk:
             self.terminal.note(NOT_FOLLOWED.format(project, self.trust))
         self.loop.context.project = project.part()
 
-    async def watch_reports(self) -> None:
+    async def watch_reports(self):
         while True:
             await self.loop.config.sleep(1.0)
             await logged(self.show_reports(), "reports")
 
-    async def show_reports(self) -> None:
+    async def show_reports(self):
         """Show the reports that wait for a terminal, if a person sees this one; the user's next
         message quotes them. After a kill, a report may appear twice."""
         inbox = self.loop.sessions.inbox(self.key)
@@ -2676,7 +2676,7 @@ def agent_command(arguments: argparse.Namespace) -> int:
         return Talk(arguments, background, held).run()
 
 
-def trust_command(arguments: argparse.Namespace) -> None:
+def trust_command(arguments: argparse.Namespace):
     """Allows the instructions of the project in the current folder, or forbids them."""
     config = settings_of(arguments)
     project = Project(config, AgentLoop(config).turn("cli:trust"))
@@ -2688,7 +2688,7 @@ def trust_command(arguments: argparse.Namespace) -> None:
     print(printable(f"{project}: {'followed' if project.answer else 'not followed'}"))
 
 
-def onboard_command(arguments: argparse.Namespace) -> None:
+def onboard_command(arguments: argparse.Namespace):
     file = arguments.config or path_of(USUAL_SETTINGS)
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -2758,7 +2758,7 @@ async def model_and_problem(provider: LLMProvider) -> tuple[str, str]:
     return f"{model} at {address} ({endpoint.spec.name})", problem or ""
 
 
-def prompt_command(arguments: argparse.Namespace) -> None:
+def prompt_command(arguments: argparse.Namespace):
     """Prints the next request part by part, but does not send it."""
     config = settings_of(arguments)
     loop = AgentLoop(config)
@@ -2784,7 +2784,7 @@ def lines_of_json(records: list[dict]) -> str:
     return "\n".join(json.dumps(record, ensure_ascii=False) for record in records)
 
 
-def sessions_command(arguments: argparse.Namespace) -> None:
+def sessions_command(arguments: argparse.Namespace):
     """Prints the last twenty conversations, or the transcript of one."""
     sessions = SessionManager(settings_of(arguments).workspace)
     if arguments.show:
@@ -2833,7 +2833,7 @@ def short_path(path: Path) -> str:
     return f"~/{path.relative_to(home)}" if path.is_relative_to(home) else str(path)
 
 
-def gateway_command(arguments: argparse.Namespace) -> None:
+def gateway_command(arguments: argparse.Namespace):
     """Runs the channels, the cron jobs and the heartbeat until a signal arrives."""
     GATEWAY_LOG.setLevel(logging.INFO)
     config = settings_of(arguments)
@@ -2847,7 +2847,7 @@ def gateway_command(arguments: argparse.Namespace) -> None:
     Gateway(loop).run()
 
 
-def cron_command(arguments: argparse.Namespace) -> None:
+def cron_command(arguments: argparse.Namespace):
     loop = AgentLoop(settings_of(arguments))
     clock, turn = JobRunner(loop).clock, loop.turn("cli:direct")
     print(printable(clock.cron(arguments.action, job_id=arguments.job_id, turn=turn)))
@@ -2855,7 +2855,7 @@ def cron_command(arguments: argparse.Namespace) -> None:
         print(template("no_gateway"))
 
 
-def web_command(arguments: argparse.Namespace) -> None:
+def web_command(arguments: argparse.Namespace):
     """Runs the page, the channels, the cron jobs and the heartbeat until a signal arrives."""
     config = settings_of(arguments)
     if gateway_runs(config.workspace):
@@ -2872,7 +2872,7 @@ def web_command(arguments: argparse.Namespace) -> None:
     def files(chat_id: str) -> tuple[Path, Path]:
         return loop.sessions.path(f"web:{chat_id}"), loop.memory.facts
 
-    def tell(address: str) -> None:
+    def tell(address: str):
         """Print a new address; the file has only the first one."""
         print(f"The page (each address works once): {address}", flush=True)
         file.unlink(missing_ok=True)
@@ -2891,7 +2891,7 @@ def web_command(arguments: argparse.Namespace) -> None:
         loop.hooks.append(ApprovalHook(loop.tools, page.ask))
     into_file = Trace(arguments.trace) if arguments.trace else None
 
-    def trace(request: LLMRequest, response: LLMResponse | None, outcome: str) -> None:
+    def trace(request: LLMRequest, response: LLMResponse | None, outcome: str):
         if outcome in ("healed", "retried"):
             page.show(page.turn_of.get() or "page", {"kind": "retry", "text": response.error})
         if into_file:
@@ -2909,7 +2909,7 @@ def web_command(arguments: argparse.Namespace) -> None:
         file.unlink(missing_ok=True)
 
 
-def trace_command(arguments: argparse.Namespace) -> None:
+def trace_command(arguments: argparse.Namespace):
     """Prints a summary of a recorded run, or writes the run as an HTML page."""
     records = recorded(arguments.file)
     if not arguments.html:
@@ -3040,7 +3040,7 @@ def main(argv: list[str] | None = None) -> int:
     return 1
 
 
-def complain(text: str) -> None:
+def complain(text: str):
     print(f"nanobot: {printable(text)}", file=sys.stderr)
 
 

@@ -106,7 +106,7 @@ def calling(tool: str, arguments: dict, error: str = "") -> LLMResponse:
     return LLMResponse(None, [ToolCallRequest(new_id(), tool, arguments, error)], "tool_calls")
 
 
-def failed(cause: str, **fields: Any) -> LLMResponse:
+def failed(cause: str, **fields) -> LLMResponse:
     return LLMResponse(finish_reason="error", error=cause, **fields)
 
 
@@ -124,12 +124,12 @@ class LLMRequest:
     sent: dict = field(default_factory=dict)  # the body of the current HTTP attempt
     began: float = field(default_factory=time.monotonic)  # when that attempt began
 
-    async def show(self, *pieces: str) -> None:
+    async def show(self, *pieces: str):
         for piece in pieces:
             if piece and self.on_delta:
                 await self.on_delta(piece)
 
-    async def tell(self, line: str) -> None:
+    async def tell(self, line: str):
         """Tell the user why the answer takes longer, for example because of a retry."""
         log.info("%s", line)
         if self.on_retry:
@@ -141,7 +141,7 @@ class LLMProvider:
 
     model = ""
     is_local = False  # True: a server on the user's own machine
-    trace: Callable[[LLMRequest, LLMResponse | None, str], None] | None = None  # called per attempt
+    trace: Callable | None = None  # called per attempt
 
     async def chat(
         self,
@@ -152,7 +152,7 @@ class LLMProvider:
         on_delta: OnDelta | None = None,
         on_retry: OnDelta | None = None,
         read_only: Collection[str] = (),
-        **options: Any,
+        **options,
     ) -> LLMResponse:
         """Ask the model. `on_delta` receives pieces of the answer; `on_retry` receives notices.
 
@@ -177,10 +177,10 @@ class LLMProvider:
         """Return the model's answer. The whole conversation is in `request.messages`."""
         raise NotImplementedError
 
-    def warm_up(self) -> None:
+    def warm_up(self):
         """Do slow work, like an import, before the first request. Called on another thread."""
 
-    async def close(self) -> None:
+    async def close(self):
         """Close open connections. A later `chat` opens new connections."""
 
 
@@ -321,7 +321,7 @@ class OpenAIProvider(LLMProvider):
                 raise
             return LLMResponse(None, calls, "tool_calls", estimate_usage(request, LLMResponse()))
 
-    async def _learn(self, request: LLMRequest, answer: LLMResponse, tried: list[Remedy]) -> None:
+    async def _learn(self, request: LLMRequest, answer: LLMResponse, tried: list[Remedy]):
         """Remember the changes that this model needed. Warn once if the server cut the request."""
         known = self.learnt.setdefault(request.model, [])
         known += [remedy for remedy in tried if remedy.is_remembered and remedy not in known]
@@ -334,11 +334,11 @@ class OpenAIProvider(LLMProvider):
             fix = "Set a larger context. For Ollama: OLLAMA_CONTEXT_LENGTH=64000 ollama serve"
             await request.tell(f"The server read {seen:,} of about {sent:,} tokens. {fix}")
 
-    def warm_up(self) -> None:
+    def warm_up(self):
         with contextlib.suppress(ImportError):  # the first request reports a missing package
             load_sdk()
 
-    async def close(self) -> None:
+    async def close(self):
         await self.connection.close()
 
     async def check(self) -> str | None:
@@ -418,7 +418,7 @@ def clean_message(message: dict) -> dict | None:
     return clean if clean["content"] or "tool_calls" in clean else None
 
 
-def clean_content(content: Any, filler: str) -> str | list[dict]:
+def clean_content(content, filler: str) -> str | list[dict]:
     """Text or blocks. `filler` replaces blank text; an empty `filler` removes blank blocks."""
     if not isinstance(content, list):
         text = content if isinstance(content, str) else to_json(content)
@@ -481,7 +481,7 @@ def with_results(messages: list[dict]) -> list[dict]:
     return paired
 
 
-def unused_id(id_: Any, used: set[str]) -> str:
+def unused_id(id_, used: set[str]) -> str:
     """Return the id, with a number if another call has the same id: "a", then "a_2"."""
     base = name = str(id_ or "call")
     number = 1
@@ -513,7 +513,7 @@ def with_neighbours_joined(messages: list[dict]) -> list[dict]:
     return joined
 
 
-def with_whole_letters(value: Any) -> Any:
+def with_whole_letters(value):
     """Repair surrogates, which UTF-8 cannot encode: "\\ud83d\\ude00 \\ud83d" → "😀 ?"."""
     try:
         to_json(value).encode()
@@ -531,7 +531,7 @@ def with_whole_letters(value: Any) -> Any:
 JSON_MARKS = re.compile(r""""(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'|["'{}\[\]]""", re.DOTALL)
 
 
-def parse_arguments(written: Any, repair: bool) -> tuple[dict, str]:
+def parse_arguments(written, repair: bool) -> tuple[dict, str]:
     """Return a call's arguments and an error: `({}, "its arguments are not valid JSON …")`."""
     try:
         text = written if isinstance(written, str) else to_json(written or {})
@@ -543,7 +543,7 @@ def parse_arguments(written: Any, repair: bool) -> tuple[dict, str]:
     return value, ""
 
 
-def load_json(text: str, repair: bool) -> Any:
+def load_json(text: str, repair: bool):
     """Parse JSON, or raise ValueError. If `repair` is set, try a Python dict, then json-repair.
     Incomplete JSON is never repaired. A text of over 10,000 characters is not repaired either,
     because the time for a repair grows with the square of the length.
@@ -914,7 +914,7 @@ def as_failure(problem: Exception) -> Failure:
     return Failure(TROUBLES[kind].cause or str(below or "") or str(problem), kind)
 
 
-def refusal(body: Any, status: int | None = None, wait: str = "") -> Failure:
+def refusal(body, status: int | None = None, wait: str = "") -> Failure:
     """Find the error message in nested JSON; `wait` is the value of the header retry-after.
 
     [{"error":{"code":400,"message":"Unknown name"}}]  → Failure("Unknown name", …)
@@ -994,7 +994,7 @@ def refused_parameters(body: dict, complaint: str) -> list[str]:
     return sorted(refused)
 
 
-def setting(**values: Any) -> Change:
+def setting(**values) -> Change:
     """A change that sets the parameters in `values`; the value None removes a parameter."""
 
     def change(body: dict) -> dict:
@@ -1007,7 +1007,7 @@ def in_messages(change: Change) -> Change:
     return lambda body: {**body, "messages": [change(each) for each in body["messages"]]}
 
 
-def without_keys(value: Any, unwanted: tuple[str, ...], above: str = "") -> Any:
+def without_keys(value, unwanted: tuple[str, ...], above: str = ""):
     """Remove keys at every depth, but not the keys of "properties", which are parameter names."""
     if isinstance(value, list):
         return [without_keys(item, unwanted) for item in value]
@@ -1239,7 +1239,7 @@ def cache_marks(body: dict) -> dict:
 
 
 @cache
-def load_sdk() -> Any:
+def load_sdk():
     """Import the `openai` package, which takes 0.5 s."""
     gc.disable()  # with the garbage collector on, loading 800 modules takes 0.1 s more
     try:
@@ -1258,7 +1258,7 @@ class Connection:
         self.request_timeout, self.idle_timeout = request_timeout, idle_timeout
         self._loop: asyncio.AbstractEventLoop | None = None  # the event loop of the connections
 
-    def client(self) -> Any:
+    def client(self):
         here = asyncio.get_running_loop()
         if self._loop is here:
             return self._client
@@ -1281,7 +1281,7 @@ class Connection:
         self._loop = here
         return self._client
 
-    async def close(self) -> None:
+    async def close(self):
         if self._loop is asyncio.get_running_loop():
             self._loop = None
             await self._client.close()
@@ -1323,7 +1323,7 @@ class Connection:
             raise as_failure(problem) from problem
 
 
-async def chunks_of(response: Any) -> AsyncIterator[dict]:
+async def chunks_of(response) -> AsyncIterator[dict]:
     """Yield a chunk for each line `data: {…}`; skip comments, event names and blank lines."""
     if "event-stream" not in response.headers.get("content-type", ""):
         yield parse_answer(await response.read())
@@ -1334,7 +1334,7 @@ async def chunks_of(response: Any) -> AsyncIterator[dict]:
             yield DONE if data == b"[DONE]" else parse_answer(data)
 
 
-async def lines_of(response: Any) -> AsyncIterator[bytes]:
+async def lines_of(response) -> AsyncIterator[bytes]:
     """Split only at \\n: other line separators, like U+2028, may be part of a text."""
     rest = b""
     async for data in response.iter_bytes():
@@ -1441,7 +1441,7 @@ class AnswerReader:
             text = "".join([block.get("text") or "" for block in text])
         return self._ready(text)
 
-    def _add_call(self, piece: dict) -> None:
+    def _add_call(self, piece: dict):
         """Begin a call, or continue an earlier call. Examples with read_file({…}) and now({}):
 
         by index       0 read_file {"pa    1 now {}            0 th":"a"}
@@ -1489,7 +1489,7 @@ class AnswerReader:
                 self.held = self.held[end.end() :]
         return self.shown[begin:]
 
-    def _show(self, length: int) -> None:
+    def _show(self, length: int):
         """Move the first characters from `held` to `shown`."""
         self.shown += self.held[:length]
         self.held = self.held[length:]
@@ -1681,7 +1681,7 @@ def name_and_arguments(found: dict) -> tuple[str, Any]:
     return found["name"], found.get("arguments", found.get("parameters"))
 
 
-def text_call(name: str, written: Any, tools: dict[str, dict]) -> ToolCallRequest:
+def text_call(name: str, written, tools: dict[str, dict]) -> ToolCallRequest:
     """Drop unknown arguments. Raises an exception for an unknown tool or a missing argument."""
     schema = tools[name]
     arguments, error = parse_arguments(written, repair=False)
@@ -1703,7 +1703,7 @@ KEYS = (
 )
 
 
-def without_key_texts(value: Any, name: str = "") -> Any:
+def without_key_texts(value, name: str = ""):
     """Make a deep copy in which `[key]` replaces API keys, recognized by form or field name."""
     if isinstance(value, dict):
         return {key: without_key_texts(inside, key) for key, inside in value.items()}
@@ -1725,12 +1725,12 @@ class Trace:
         self.path = path
         self._append("")  # raises OSError now if the file cannot be written
 
-    def _append(self, text: str) -> None:
+    def _append(self, text: str):
         private = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         with open(private, "a", encoding="utf-8", errors="replace") as file:
             file.write(text)
 
-    def __call__(self, request: LLMRequest, answer: LLMResponse | None, outcome: str) -> None:
+    def __call__(self, request: LLMRequest, answer: LLMResponse | None, outcome: str):
         known = {**request.options, "tools": request.tools, "messages": request.messages}
         sent = {name: value for name, value in request.sent.items() if known.get(name) != value}
         record = {
@@ -1778,7 +1778,7 @@ class HumanProvider(LLMProvider):
     **details)` returns the typed line, or None if nobody can answer. Typed calls are checked like
     the calls of a model."""
 
-    ask: Callable[..., Awaitable[str | None]] | None = None
+    ask: Callable | None = None
     seen: LLMRequest = field(default_factory=lambda: LLMRequest([], [], "", {}))
     model = "human"
 
@@ -1849,7 +1849,7 @@ class Rules:
                 self.last["broken"], self.last = "", {}  # the rule is left out
         self.vocabulary = set(re.findall("[a-z]{3,}", text))
 
-    def _read(self, line: str) -> None:
+    def _read(self, line: str):
         """Read one line. Raises ValueError or re.error with a text that describes the mistake."""
         kind = re.fullmatch(r"<(\w+)>(?: \([^()]*\))?: (.+)", line)  # <files> (a.txt): …
         key = re.match(r"(\w+): ?(.*)", line)
@@ -1872,7 +1872,7 @@ class Rules:
         elif line and self.last:
             raise ValueError("this is neither a sentence (- read <file>) nor a field (answer: Hi)")
 
-    def _check_field(self, key: str, value: str) -> None:
+    def _check_field(self, key: str, value: str):
         if key not in FIELDS and "tool" not in self.last:
             raise ValueError(f"unknown key {key}: use tool, answer, offer, line or calculate")
         if key == "tool" and not re.fullmatch(self.kinds["tool"], value):
@@ -2077,7 +2077,7 @@ class Plan:
         return self._result("edit_file", place | edit) if page else text
 
 
-def fill(template: str, known: dict, change: Callable[[str], str] = str) -> str:
+def fill(template: str, known: dict, change: Callable = str) -> str:
     """`<file> says:` → `a.txt says:`; a line with a <word> that is not known is left out"""
     lines = []
     for line in template.split("\n"):

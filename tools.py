@@ -87,7 +87,7 @@ class ToolError(Exception):
     """The model made a mistake. The model gets the error's text: the cause, then what to do."""
 
 
-def as_result(value: Any) -> ToolResult:
+def as_result(value) -> ToolResult:
     """Convert a tool's return value (None, text, a ToolResult or JSON data) to a ToolResult."""
     if isinstance(value, ToolResult):
         return value
@@ -107,7 +107,7 @@ class Tool:
     read_only: bool = False  # True: the tool changes nothing and needs no approval
     exclusive: bool = False  # True: the tool never runs together with another tool
 
-    async def execute(self, **arguments: Any) -> Any:
+    async def execute(self, **arguments):
         """Returns text, a ToolResult or JSON data; raises ToolError if the model made a mistake."""
         return await in_thread(self.run, **arguments)
 
@@ -130,7 +130,7 @@ class Tool:
         return {"type": "function", "function": {**about, "parameters": self.parameters}}
 
 
-def tool(function: Callable | None = None, **flags: Any) -> Any:
+def tool(function: Callable | None = None, **flags):
     """Make a tool: `@tool` or `@tool(read_only=True)` above a function, `tool(a.b)` for a method.
     A new Tool subclass has the function as its method `run` (`execute` if it is async)."""
     if function is None:
@@ -149,7 +149,7 @@ def tool(function: Callable | None = None, **flags: Any) -> Any:
     return FunctionTool()
 
 
-def as_schema(hint: Any) -> dict:
+def as_schema(hint) -> dict:
     """JSON Schema of a type hint; a dict, such as a Schema, is returned unchanged.
 
     list[str] → {"type": "array", "items": {"type": "string"}}
@@ -202,13 +202,13 @@ class ToolRegistry:
         for tool in tools:
             self.register(tool)
 
-    def register(self, tool: Tool) -> None:
+    def register(self, tool: Tool):
         """Add a tool; a tool with the same name is replaced."""
         if not isinstance(tool, Tool):
             raise TypeError(f"{getattr(tool, '__name__', tool)} is not a tool: put @tool above it.")
         self._tools[tool.name] = tool
 
-    def unregister(self, name: str) -> None:
+    def unregister(self, name: str):
         self._tools.pop(name, None)
 
     def get(self, name: str) -> Tool | None:
@@ -219,7 +219,7 @@ class ToolRegistry:
         names = sorted(self._tools, key=lambda name: (name.startswith("mcp_"), name))
         return [self._tools[name].to_schema() for name in names]
 
-    def prepare_call(self, name: str, params: Any) -> tuple[Tool | None, dict, str | None]:
+    def prepare_call(self, name: str, params) -> tuple[Tool | None, dict, str | None]:
         """Return (tool or None, arguments after casting, problem or None)."""
         tool = self._tools.get(name)
         if not tool:
@@ -234,7 +234,7 @@ class ToolRegistry:
         problem = f"{name} was not run: {'; '.join(errors)}. Correct the call." if errors else None
         return tool, params, problem
 
-    async def execute(self, name: str, params: Any, turn: "Turn | None" = None) -> ToolResult:
+    async def execute(self, name: str, params, turn: "Turn | None" = None) -> ToolResult:
         """Run one tool. `params` is a dict or JSON text. Every failure becomes an error result."""
         turn = turn or self._turn
         try:
@@ -335,7 +335,7 @@ class Turn:
         version, lines = self.seen.get(path, (0, 0))
         return lines if version == hash(data) else 0
 
-    def note_read(self, path: Path, data: bytes, first: int, last: int) -> None:
+    def note_read(self, path: Path, data: bytes, first: int, last: int):
         """Record that lines `first` to `last` were read. A page after a gap does not count."""
         lines = self.lines_read(path, data)
         if first <= lines + 1:
@@ -387,13 +387,13 @@ def write_file(path: str, content: str, *, turn: Turn) -> str:
 # ---- Blocking calls, long results ----
 
 
-async def in_thread(function: Callable, /, *args: Any, **kwargs: Any) -> Any:
+async def in_thread(function: Callable, /, *args, **kwargs):
     """Run a blocking function in a new daemon thread and await it; if cancelled, drop the result.
     `asyncio.to_thread` has few threads (CPU cores + 4), and the program's exit waits for them."""
     future: Future = Future()
     future.set_running_or_notify_cancel()  # a cancelled caller must not make `set_result` fail
 
-    def work() -> None:
+    def work():
         try:
             future.set_result(function(*args, **kwargs))
         except BaseException as failure:
@@ -436,13 +436,13 @@ LIMITS = {
 OPENING = ("additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref", "if")
 
 
-def keyword(schema: Any, name: str, kind: type) -> Any:
+def keyword(schema, name: str, kind: type):
     """Return a keyword's value; if it is missing or has another type, return `kind()`, like {}."""
     value = schema.get(name) if isinstance(schema, dict) else None
     return value if isinstance(value, kind) else kind()
 
 
-def kinds(schema: Any) -> list[str]:
+def kinds(schema) -> list[str]:
     """The JSON types that a schema allows; [] means any type (anyOf and $ref are ignored)."""
     names = keyword(schema, "type", list) or [keyword(schema, "type", str)]
     if not all(str(name) in JSON_TYPES for name in names):
@@ -450,7 +450,7 @@ def kinds(schema: Any) -> list[str]:
     return [*names, "null"] if keyword(schema, "nullable", bool) else list(names)
 
 
-def fits(value: Any, wanted: list[str]) -> bool:
+def fits(value, wanted: list[str]) -> bool:
     """Does a value have one of these types? 5.0 is an integer, True is not; [] means any type."""
     if isinstance(value, bool):  # in Python True is an int, in JSON it is not
         return not wanted or "boolean" in wanted
@@ -458,7 +458,7 @@ def fits(value: Any, wanted: list[str]) -> bool:
     return not wanted or is_whole or isinstance(value, tuple(JSON_TYPES[kind] for kind in wanted))
 
 
-def cast(value: Any, schema: Any) -> Any:
+def cast(value, schema):
     """Convert a value to its schema's type if possible: "120" → 120, "True" → True, "[1]" → [1]."""
     wanted = kinds(schema)
     with contextlib.suppress(ValueError, RecursionError):  # invalid JSON, or an overlong integer
@@ -477,7 +477,7 @@ def cast(value: Any, schema: Any) -> Any:
     return value
 
 
-def validate(value: Any, schema: Any, path: str = "") -> list[str]:
+def validate(value, schema, path: str = "") -> list[str]:
     """Find values that the schema forbids: ["size must be <= 6", "rows[0].name is required"]"""
     if not isinstance(schema, dict):
         return []
@@ -503,7 +503,7 @@ def validate(value: Any, schema: Any, path: str = "") -> list[str]:
     return errors
 
 
-def wrong_size(value: Any, schema: dict, name: str) -> list[str]:
+def wrong_size(value, schema: dict, name: str) -> list[str]:
     low, high = (schema.get(limit) for limit in LIMITS.get(type(value), ("", "")))
     if isinstance(value, str | list):
         value, name = len(value), f"{name}: its length"
@@ -524,7 +524,7 @@ def unexpected_keys(params: dict, schema: dict) -> list[str]:
 class Schema(dict):
     """`StringSchema("A path", min_length=1)`; `IntegerSchema(60)` has the default 60."""
 
-    def __init__(self, kind: str, first: Any = None, /, nullable: bool = False, **keywords: Any):
+    def __init__(self, kind: str, first=None, /, nullable: bool = False, **keywords):
         super().__init__(type=[kind, "null"] if nullable else kind)
         about = {"description": first} if isinstance(first, str) else {"default": first}
         for name, value in (about | keywords).items():
@@ -539,12 +539,12 @@ NumberSchema = functools.partial(Schema, "number")
 BooleanSchema = functools.partial(Schema, "boolean")
 
 
-def ArraySchema(items: Any = Any, description: str = "", **keywords: Any) -> Schema:
+def ArraySchema(items=Any, description: str = "", **keywords) -> Schema:
     return Schema("array", description, items=as_schema(items), **keywords)
 
 
 def ObjectSchema(
-    properties: dict, required: Iterable[str] = (), description: str = "", **keywords: Any
+    properties: dict, required: Iterable[str] = (), description: str = "", **keywords
 ) -> Schema:
     """`ObjectSchema({"name": str, "size": IntegerSchema(minimum=1)}, required=["name"])`"""
     schemas = {name: as_schema(hint) for name, hint in properties.items()}
@@ -553,12 +553,12 @@ def ObjectSchema(
 
 
 def tool_parameters_schema(
-    description: str = "", required: Iterable[str] = (), **properties: Any
+    description: str = "", required: Iterable[str] = (), **properties
 ) -> Schema:
     return ObjectSchema(properties, required, description)
 
 
-def tool_parameters(schema: dict) -> Callable[[type], type]:
+def tool_parameters(schema: dict) -> Callable:
     """Class decorator for a hand-written schema, such as `tool_parameters_schema(…)`."""
 
     def decorate(tool_class: type) -> type:
@@ -594,7 +594,7 @@ IMAGE_STARTS = {
 }
 
 
-def open_file(path: Any) -> BinaryIO:
+def open_file(path) -> BinaryIO:
     """Open a file for reading. A link is refused; a FIFO opens at once, even without a writer."""
     return open(path, "rb", opener=lambda path, _: os.open(path, READING))
 
@@ -656,7 +656,7 @@ def numbered_page(lines: list[str], first: int, most: int, room: int) -> tuple[s
     return "\n".join(page), last_whole
 
 
-def write_atomic(path: Path, data: bytes) -> None:
+def write_atomic(path: Path, data: bytes):
     """Write the whole file or change nothing, even if the power fails; keeps the file mode."""
     if path.exists() and not path.is_file():
         raise ToolError(f"{path} is not a regular file: nothing was written.")
@@ -718,7 +718,7 @@ def edit_file(
     return rewrite(path, turn, lambda text: replace_passage(text, old, new, replace_all))
 
 
-def rewrite(path: str, turn: Turn, change: Callable[[str], str]) -> str:
+def rewrite(path: str, turn: Turn, change: Callable) -> str:
     """Apply `change` to a text file; returns the diff. BOM, CRLF and invalid UTF-8 are kept."""
     real = turn.path(path, write=True)
     data = read_bytes(real)
@@ -1061,7 +1061,7 @@ def child_program() -> str:
     return "\n".join(lines).encode("ascii", "backslashreplace").decode()  # ASCII fits any locale
 
 
-def search_child() -> None:
+def search_child():
     """The main function of the child: read a request from stdin, print the answer."""
     if hasattr(signal, "alarm"):
         signal.alarm(SEARCH_SECONDS + 10)  # the alarm ends this child even if its parent has died
@@ -1150,7 +1150,7 @@ UNKNOWN = r"[$`{?\[]|\*.*/|(^|/)\.\.(/|$)"  # the target of $X/../*/a is unknown
 TOO_LONG = "The command is too long to check. Write a script file and run it."
 
 
-def check_command(command: str, turn: Turn, *, confined: bool = False) -> None:
+def check_command(command: str, turn: Turn, *, confined: bool = False):
     """Raise ToolError for a FATAL program, a fork bomb, a file with API keys, or a write to a
     device or to the agent's records. If the fence is on, existing paths outside the allowed folders
     are refused. A recursive delete may only name plain paths below the working folder, unless the
@@ -1223,7 +1223,7 @@ def without_here_documents(command: str) -> str:
     return "\n".join(kept)
 
 
-def check_deleted(names: set[str], turn: Turn) -> None:
+def check_deleted(names: set[str], turn: Turn):
     """Raise ToolError if a recursive delete does not only name plain paths below turn.cwd, or if
     these hold AGENT_FILES or keys."""
     here = turn.cwd.resolve()
@@ -1240,7 +1240,7 @@ def check_deleted(names: set[str], turn: Turn) -> None:
             )
 
 
-def check_paths(words: set[str], turn: Turn, *, writes: bool) -> None:
+def check_paths(words: set[str], turn: Turn, *, writes: bool):
     """Raise ToolError if a path in the words may not be written, or exists and may not be read."""
     paths = {path for word in words for path in paths_in(word)}
     if not writes:
@@ -1378,7 +1378,7 @@ class Job:
         output, code = await in_thread(self.output), self.process.returncode
         return ToolResult(f"{output}{late}\nExit code: {code}".strip("\n"), code != 0)
 
-    def finish(self) -> None:
+    def finish(self):
         """Kill a command that still runs. End the watchdog, if no background process is left."""
         if self.process.returncode is None:
             self.kill()
@@ -1388,7 +1388,7 @@ class Job:
         if self.watchdog:
             self.watchdog.communicate(b"\n")
 
-    def kill(self) -> None:
+    def kill(self):
         """Send SIGKILL (9) to the process group until it is empty, for at most 0.5 s. Blocks."""
         deadline = time.monotonic() + 0.5  # a zombie process stays until its parent waits for it
         while self.signal_group(9) and time.monotonic() < deadline:
@@ -1417,12 +1417,12 @@ class Job:
 class Capture(threading.Thread):
     """Reads a pipe to its end, so the writer never blocks; keeps only the start and the end."""
 
-    def __init__(self, pipe: Any):
+    def __init__(self, pipe):
         super().__init__(daemon=True)
         self.pipe, self.head, self.tail, self.missing = pipe, b"", b"", 0
         self.start()
 
-    def run(self) -> None:
+    def run(self):
         with self.pipe:
             while chunk := self.pipe.read1(65_536):
                 room = KEPT_BYTES - len(self.head)
@@ -1527,7 +1527,7 @@ NOT_PUBLIC = [
 ]
 
 
-def is_public(ip: Any) -> bool:
+def is_public(ip) -> bool:
     """Is the address on the public internet? `is_global` alone accepts multicast and tunnels."""
     if any(ip in network for network in CARRIERS):  # check the IPv4 address that `ip` contains
         ip = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
@@ -1567,7 +1567,7 @@ class Web:
     def __init__(
         self,
         whitelist: Iterable[str] = (),
-        resolve: Any = socket.getaddrinfo,
+        resolve=socket.getaddrinfo,
         seconds: float = 30,
         proxy: str = "",
     ):
@@ -1577,7 +1577,7 @@ class Web:
         if proxy and not (self.proxy.scheme == "http" and self.proxy.hostname and self.proxy.port):
             raise ValueError(f"{proxy!r} is no proxy. Write it like http://proxy.example:3128")
 
-    async def ask(self, url: str, redirects: int = 0, **request: Any) -> tuple[Any, bytes]:
+    async def ask(self, url: str, redirects: int = 0, **request) -> tuple[Any, bytes]:
         """Return http.client's response and the body. Options: `trusted`, `body`, `headers`."""
         try:
             work = self._ask(web_url(url), redirects, **request)
@@ -1586,7 +1586,7 @@ class Web:
             why = str(problem)[:200] or f"it took longer than {self.seconds} s"
             raise ToolError(f"No answer from {url[:200]}: {why}. Try another source.") from None
 
-    async def _ask(self, url: Any, redirects: int, trusted: bool = False, **request: Any) -> tuple:
+    async def _ask(self, url, redirects: int, trusted: bool = False, **request) -> tuple:
         if self.proxy.hostname and not trusted:
             line = await in_thread(self._connect_by_proxy, url)
         else:
@@ -1605,7 +1605,7 @@ class Web:
             return await self._ask(url, redirects - 1)
         return response, body
 
-    async def _addresses(self, url: Any, trusted: bool) -> list[tuple]:
+    async def _addresses(self, url, trusted: bool) -> list[tuple]:
         """Resolve a host only once, because a second answer could differ; check each address."""
         place = (url.hostname, url.port or PORTS[url.scheme])
         answers = await in_thread(self.resolve, *place, type=socket.SOCK_STREAM)
@@ -1624,14 +1624,14 @@ class Web:
                 return socket.create_connection(address, timeout=15)
         raise OSError("no address accepted the connection")
 
-    def _connect_by_proxy(self, url: Any) -> socket.socket:
+    def _connect_by_proxy(self, url) -> socket.socket:
         connection = HTTPConnection(self.proxy.hostname, self.proxy.port, timeout=15)
         if url.scheme == "https":
             connection.set_tunnel(url.hostname, url.port or 443)
         connection.connect()
         return connection.sock
 
-    def _exchange(self, line: Any, url: Any, body: Any = None, headers: Any = ()) -> tuple:
+    def _exchange(self, line, url, body=None, headers=()) -> tuple:
         about = {"Host": url.netloc, "User-Agent": "Mozilla/5.0 (compatible; nanobot)"}
         with contextlib.closing(HTTPConnection(url.hostname, 80)) as connection:
             connection.sock = line  # already connected, so http.client resolves no name
@@ -1772,7 +1772,7 @@ class WebFetch(Tool):
         return ToolResult(f"{head}\n{text[:max_chars]}{end}", failed, pictures)
 
 
-def readable(response: Any, body: bytes) -> str:
+def readable(response, body: bytes) -> str:
     """Convert HTML to plain text, keep other text, and describe binary data by type and size."""
     kind = response.getheader("Content-Type", "").lower()
     text = decode_page(body, kind).replace("\r\n", "\n")
@@ -1878,7 +1878,7 @@ class WebSearch(Tool):
         return await self.web.ask(url, trusted=bool(self.base), body=body, headers=headers)
 
 
-def one_line(source: Any) -> str:
+def one_line(source) -> str:
     """<b>Python</b> &amp;⏎more → Python & more"""
     return " ".join(page_text(str(source or "")).split())
 
@@ -1936,7 +1936,7 @@ class MCPTool(Tool):
         properties = {name: as_schema(part) for name, part in schema.get("properties", {}).items()}
         self.parameters = {**schema, "type": "object", "properties": properties}
 
-    async def execute(self, /, **arguments: Any) -> ToolResult:
+    async def execute(self, /, **arguments) -> ToolResult:
         if "uri" not in self.request:
             arguments = {**self.request, "arguments": arguments}
         return mcp_result(await self.server.call(self.method, arguments or self.request, self.name))
@@ -1974,13 +1974,13 @@ class MCPServer:
     time_limit = 25.0  # seconds to connect, because `npx -y …` may first download the server
     retry_after = 30.0  # seconds between attempts: a hanging server must not slow every turn
 
-    def __init__(self, name: str, settings: Any, registry: ToolRegistry):
+    def __init__(self, name: str, settings, registry: ToolRegistry):
         self.name, self.settings, self.registry = name, settings, registry
         self.tools: list[str] = []  # the names of this server's tools in the registry
         self.client = self.task = self.scope = self.stderr = None
         self.problem, self.started, self.retry_at = "", 0.0, 0.0
 
-    async def connect(self, patience: float = 5.0) -> None:
+    async def connect(self, patience: float = 5.0):
         """Connect if needed; wait for the result until `patience` s after the attempt began."""
         is_running = self.task and not self.task.done()
         if not is_running and time.monotonic() >= self.retry_at:
@@ -2011,7 +2011,7 @@ class MCPServer:
             await asyncio.wait([work], timeout=2)
         raise ToolError(f"(MCP tool call timed out after {limit}s)")
 
-    async def close(self) -> None:
+    async def close(self):
         if not self.task:
             return
         if self.scope:
@@ -2020,7 +2020,7 @@ class MCPServer:
             self.task.cancel()  # the task is still importing the SDK
         await asyncio.wait([self.task], timeout=8)  # the SDK kills the process group within 5 s
 
-    async def _serve(self) -> None:
+    async def _serve(self):
         """Open a connection and keep it open until `close` is called or the connection is lost."""
         try:
             await in_thread(__import__, "mcp.client")  # this import takes a second of CPU time
@@ -2032,7 +2032,7 @@ class MCPServer:
             self.client = None
             self.ready.set()
 
-    async def _hold(self) -> None:
+    async def _hold(self):
         """Connect, register the tools and wait for `close`. Connection errors are raised."""
         import anyio
         from mcp.client import Client
@@ -2048,7 +2048,7 @@ class MCPServer:
             self.ready.set()
             await anyio.sleep_forever()
 
-    async def _transport(self, stack: contextlib.AsyncExitStack) -> Any:
+    async def _transport(self, stack: contextlib.AsyncExitStack):
         from mcp.client import sse, stdio, streamable_http
 
         logging.getLogger("mcp").setLevel(logging.CRITICAL)  # mcp logs a traceback per invalid line
@@ -2085,7 +2085,7 @@ class MCPServer:
         advice = f"Check tools.mcpServers.{self.name}; the connection is retried."
         return f"MCP server {self.name}: {shown}. {advice}"
 
-    async def _offer(self, client: Any) -> None:
+    async def _offer(self, client):
         """Register the server's tools, resources and prompts; earlier entries are removed."""
         while self.tools:
             self.registry.unregister(self.tools.pop())
@@ -2114,7 +2114,7 @@ class MCPServer:
         if left_out:
             log.warning("MCP server %s, left out: %s", self.name, shorten(", ".join(left_out), 900))
 
-    async def _list(self, client: Any, kind: str) -> list[dict]:
+    async def _list(self, client, kind: str) -> list[dict]:
         items, cursor = [], None
         for _ in range(20 if getattr(client.server_capabilities, kind) else 0):  # at most 20 pages
             page = await getattr(client, f"list_{kind}")(cursor=cursor)
@@ -2138,7 +2138,7 @@ class MCPServers:
         ]
         self.told_problems: set[str] = set()
 
-    async def connect(self, patience: float = 5.0) -> None:
+    async def connect(self, patience: float = 5.0):
         """Before a turn: connect to all unconnected servers; wait `patience` seconds at most."""
         await asyncio.gather(*(server.connect(patience) for server in self.servers))
         problems = {server.problem for server in self.servers} - {""}
@@ -2146,7 +2146,7 @@ class MCPServers:
             log.warning("%s", problem)
         self.told_problems = problems
 
-    async def close(self) -> None:
+    async def close(self):
         await asyncio.gather(*(server.close() for server in self.servers))
 
     async def check(self) -> dict[str, str]:
