@@ -2881,6 +2881,20 @@ def web_command(arguments: argparse.Namespace):
         page = WebPage(html, files, tell, arguments.port, without_key_texts)
     except (OSError, OverflowError) as problem:
         raise ConfigError(f"Port {arguments.port}: {problem}. Change or omit --port.") from None
+    connect_page(loop, page, arguments)
+    print(f"Ctrl-C stops nanobot (process {os.getpid()}).", flush=True)
+    try:
+        if not arguments.no_open:  # each account can read command lines, but not this file
+            file.touch(0o600)
+            file.write_text(f'<meta http-equiv="refresh" content="0; url={page.address}">')
+            threading.Thread(target=webbrowser.open, args=[file.as_uri()], daemon=True).start()
+        Gateway(loop, page).run()
+    finally:
+        file.unlink(missing_ok=True)
+
+
+def connect_page(loop: AgentLoop, page: WebPage, arguments: argparse.Namespace):
+    """Let the page show the sessions and each turn, and ask the questions of a turn."""
     names = [key.partition(":")[2] for key in loop.sessions.list_keys() if key[:4] == "web:"]
     page.chats |= {name: PageChat() for name in names}
     loop.hooks_of = lambda turn: [PageHook(loop, page, turn)]
@@ -2898,15 +2912,6 @@ def web_command(arguments: argparse.Namespace):
             into_file(request, response, outcome)
 
     loop.provider.trace = trace
-    print(f"Ctrl-C stops nanobot (process {os.getpid()}).", flush=True)
-    try:
-        if not arguments.no_open:  # each account can read command lines, but not this file
-            file.touch(0o600)
-            file.write_text(f'<meta http-equiv="refresh" content="0; url={page.address}">')
-            threading.Thread(target=webbrowser.open, args=[file.as_uri()], daemon=True).start()
-        Gateway(loop, page).run()
-    finally:
-        file.unlink(missing_ok=True)
 
 
 def trace_command(arguments: argparse.Namespace):
