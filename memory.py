@@ -458,7 +458,7 @@ class Consolidator:
             return
         parts = []
         for key in reversed(ended):
-            messages = self.sessions.get(key).messages
+            messages = self.sessions.messages(key)
             text = text_of_turns([each for each in messages if written_at(each) > since])
             parts.append(fitted(text, self.budget // 2 // len(ended)))
         async with self.one_at_a_time:
