@@ -1436,8 +1436,8 @@ class CronService:
         every_seconds: Annotated[int, "Seconds from one run to the next"] = 0,
         cron_expr: Annotated[str, "Five fields, minute first: 30 8 * * mon-fri"] = "",
         tz: Annotated[str, "Time zone, like Europe/Berlin; default: the user's zone"] = "",
-        at: Annotated[str, "Run once: 2026-11-21T17:00 (a UTC offset may follow)"] = "",
-        in_seconds: Annotated[int, "Run once, this many seconds from now"] = 0,
+        at: Annotated[str, "Run once: 2026-11-21T17:00"] = "",
+        in_seconds: Annotated[int, "Run once, so many seconds from now"] = 0,
         job_id: Annotated[str, "For `remove`: the id of the job, from `list`"] = "",
         *,
         turn,
@@ -1445,8 +1445,8 @@ class CronService:
         """Reminders and regular tasks. Each job runs later as a turn; this chat gets the answer.
 
         `add` needs a message and one of `every_seconds`, `cron_expr`, `at` and `in_seconds`. For
-        "in 10 minutes", `in_seconds` is 600. For "daily at 8", `cron_expr` is "0 8 * * *". Tell
-        the user the job's time. To change a job, remove it, then add another.
+        "daily at 8", `cron_expr` is "0 8 * * *". Tell the user the job's time. To change a job,
+        remove it, then add another.
         """
         if action == "list":
             return "\n".join(map(self._line, self.jobs())) or "There are no jobs."
