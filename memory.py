@@ -1147,6 +1147,8 @@ class MemoryRepository:
             self.folder.parent.mkdir(exist_ok=True)
             self.git("init", "-q")
             write_atomically(self.folder / "info" / "attributes", self.attributes)
+        for lock in self.folder.glob("*.lock"):  # a killed git leaves `index.lock`
+            lock.unlink()
         self.git("add", "-u")  # changed and deleted files
         names = [name for name in self.files if (self.workspace / name).exists()]
         self.git("add", "-f", "--", *names)
