@@ -828,8 +828,8 @@ class Telegram(Channel):
         self.keep_strangers, self._strangers = keep_strangers, []  # 8 (Ann), 9 (Bob): at most 100
         self.bot: dict = {}  # the bot's id and username, from getMe
         self._offset = 0  # all updates with a lower id are on disk
-        self._storing: dict[int, asyncio.Task] = {}  # update id → task that ends with `confirm()`
-        self._order: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # chat id → lock
+        self._storing = {}  # update id → task that ends with `confirm()`
+        self._order = defaultdict(asyncio.Lock)  # chat id → lock
         self._typing: dict[str, asyncio.Task] = {}
 
     async def start(self, bus: MessageBus):
@@ -1587,7 +1587,7 @@ class WebPage(Channel):
         self.html, self.files, self.tell, self.scrub = html, files, tell, scrub
         self.turn_of = contextvars.ContextVar("turn_of", default="")  # the current turn's chat
         self.chats: dict[str, PageChat] = defaultdict(PageChat)
-        self.questions: dict[str, tuple] = {}  # id → (event as JSON, future with the answer)
+        self.questions = {}  # id → (event as JSON, future with the answer)
         self.server = self._server(port)
         port = self.server.server_port
         self.host, self.cookie = f"127.0.0.1:{port}", f"nanobot_{port}={secrets.token_urlsafe(24)}"

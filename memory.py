@@ -56,18 +56,18 @@ class Session:
         self.path = path
         self.created_at = time.strftime(MOMENT)
         self.about: dict = {}  # for the first line: the folder, and whether a person typed
-        self.messages: list[dict] = []  # messages that are not in the long-term memory
+        self.messages = []  # messages that are not in the long-term memory
         self.newest: dict = {}  # the last message that is no report
         self.last = 0  # the number of this message
         self.highest = 0  # highest number so far: the next message gets `highest + 1`
         self.start = 0  # last message number before `/new`
         self.saved = 0  # the messages up to this number are in the long-term memory
         self.summary = ""  # requests have this text instead of the saved messages
-        self.turn_ends: set[int] = set()  # of each turn but the newest: its last message number
-        self.ended: dict[int, str] = {}  # last message number of each unanswered turn → the reason
+        self.turn_ends = set()  # of each turn but the newest: its last message number
+        self.ended = {}  # last message number of each unanswered turn → the reason
         self.resumed = 0  # number of restarts that resumed the open turn
-        self.undelivered: list[dict] = []  # answers that have no mark `delivered` yet
-        self.known_ids: deque[str] = deque(maxlen=1_000)  # ids of inbox lines
+        self.undelivered = []  # answers that have no mark `delivered` yet
+        self.known_ids = deque(maxlen=1_000)  # ids of inbox lines
         self.size = 0  # expected file size; another size means that another program wrote to it
 
     def append(self, *messages: dict):
@@ -271,7 +271,7 @@ class MemoryStore:
         self.history = self.folder / "history.jsonl"
         self.archive = self.folder / "history-archive.jsonl"
         self.lock = self.folder / ".lock"
-        self._entries: tuple[int, list[dict]] = (0, [])  # size and entries of the history file
+        self._entries = (0, [])  # size and entries of the history file
 
     def text_of(self, path: Path) -> str:
         """Read a text file; a missing file gives "". Raises OSError if the file cannot be read."""
@@ -517,7 +517,7 @@ class Governed:
         self, messages: list[dict], budget: float, task: dict | None = None, beside: int = 0
     ):
         self.messages = list(messages)
-        self.notes: list[str] = []  # `8 messages left out (~7,900 tokens)`
+        self.notes = []  # `8 messages left out (~7,900 tokens)`
         self.tokens = total_tokens(messages) + beside  # `beside` is the size of the tools' schemas
         users = [n for n, message in enumerate(messages) if message["role"] == "user"]
         self.begin = users[-1] if users else 0  # where this turn begins
@@ -792,7 +792,7 @@ class SessionManager:
     def __init__(self, workspace: Path, store: MemoryStore | None = None):
         self.folder = workspace / "sessions"
         self.store = store or MemoryStore(workspace)
-        self._cache: dict[str, Session] = {}  # the least recently used session first
+        self._cache = {}  # the least recently used session first
         self._held: set[str] = set()
 
     def path(self, key: str) -> Path:

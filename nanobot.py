@@ -558,7 +558,7 @@ class AgentLoop:
         self.provider = provider or make_provider(config)
         self.tools = make_tools(config) if tools is None else tools
         self.mcp = MCPServers(config.tools.mcp_servers, self.tools)
-        self.files_seen: defaultdict[str, dict] = defaultdict(dict)  # session key → files read
+        self.files_seen = defaultdict(dict)  # session key → files read
         read = partial(read_own, self.turn("cli:direct"))
         self.memory = MemoryStore(self.workspace, read)
         self.sessions = SessionManager(self.workspace, self.memory)
@@ -582,7 +582,7 @@ class AgentLoop:
         self.started = time.monotonic()
         self.turns = RunningTurns(self.sessions)
         self.background = Background()
-        self.notes: dict[str, str] = {}  # session key → notice for the next turn
+        self.notes = {}  # session key → notice for the next turn
         self.is_ending = False  # True if the gateway is stopping; the next start resumes open turns
 
     async def process_direct(
@@ -1393,7 +1393,7 @@ class Conversation:
         self.answering = asyncio.Lock()
         self.is_due = False  # True: resume the turn that the previous gateway left open
         self.reply_to = ""  # id of the newest message in this turn
-        self.said: list[str] = []  # what the tool `message` has sent in this turn
+        self.said = []  # what the tool `message` has sent in this turn
 
     async def take_in(self, message: InboundMessage, kind: str):
         """Append a message to the inbox file, then acknowledge the message to its channel. Until

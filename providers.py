@@ -258,7 +258,7 @@ class OpenAIProvider(LLMProvider):
         self.model, self.pace = endpoint.model, pace
         self.is_local = endpoint.spec.is_local
         self.connection = Connection(self.endpoint, request_timeout, idle_timeout)
-        self.learnt: dict[str, list[Remedy]] = {}  # model name → remedies that the model needs
+        self.learnt = {}  # model name → remedies that the model needs
         self.is_warned = False  # True: the user was warned that the server cuts requests
 
     async def answer(self, request: LLMRequest) -> LLMResponse:

@@ -1976,7 +1976,7 @@ class MCPServer:
 
     def __init__(self, name: str, settings, registry: ToolRegistry):
         self.name, self.settings, self.registry = name, settings, registry
-        self.tools: list[str] = []  # the names of this server's tools in the registry
+        self.tools = []  # the names of this server's tools in the registry
         self.client = self.task = self.scope = self.stderr = None
         self.problem, self.started, self.retry_at = "", 0.0, 0.0
 
