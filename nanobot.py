@@ -2013,9 +2013,8 @@ class ConfigError(Exception):
 
 
 USUAL_SETTINGS = "~/.nanobot/config.json"
-LOCAL_ONLY = (
-    -1.0
-)  # a temperature: 0.1 for local servers; elsewhere, models may refuse the parameter
+# a temperature that stands for 0.1 at local servers, and for none elsewhere: gpt-5 refuses it
+LOCAL_ONLY = -1.0
 
 
 @dataclass
