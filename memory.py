@@ -467,7 +467,7 @@ class Consolidator:
             self.store.append_history(saved[0])
             write_atomically(path, str(int(max(ended.values())) + 1))
 
-    async def _save(self, earlier: list[str], text: str) -> tuple[str, str, str] | None:
+    async def _save(self, earlier: list[str], text: str) -> tuple | None:
         """Returns (entry, summary, changes of MEMORY.md), or None if the model cannot be reached.
         Without a valid call, the entry is a short piece of the text. `earlier`: the summary of the
         conversation so far."""
@@ -878,7 +878,7 @@ class SessionManager:
     def transcript(self, key: str) -> list[str]:
         return [readable(line) for line in self.messages(key)]
 
-    def by_last_use(self) -> list[tuple[str, float]]:
+    def by_last_use(self) -> list[tuple]:
         """(key, time of its last use) of all sessions, the most recently used first. Some sessions
         have only an inbox."""
         used: dict[str, float] = {}

@@ -336,7 +336,7 @@ class AgentRunner:
             images = itertools.chain.from_iterable(images for _, images in seen)
             state.add({"role": "user", "content": [{"type": "text", "text": names}, *images]})
 
-    async def _call(self, state: RunState, call: ToolCallRequest) -> tuple[dict, list[dict]]:
+    async def _call(self, state: RunState, call: ToolCallRequest) -> tuple:
         """Run a call and journal its result at once. Returns the tool message and the images."""
         began = time.monotonic()
         if problem := reason_not_to_run(call, state.spec.tools):
@@ -519,7 +519,7 @@ class ContextBuilder:
         parts["Recent History"] = titled("# Recent History", recent)
         return {name: text for name, text in parts.items() if text}
 
-    def user_message(self, text: str, turn: Turn, media: Media = ()) -> tuple[dict, list[dict]]:
+    def user_message(self, text: str, turn: Turn, media: Media = ()) -> tuple:
         """Returns the user's message for the journal, and the images for the request.
 
         {"role": "user", "content": "[image: cat.png]\\nWhat is it?", "runtime": "[Runtime …"}
@@ -1079,7 +1079,7 @@ def skill_parts(skills: list[Skill]) -> dict[str, str]:
     }
 
 
-def attachment(path: Path) -> tuple[str, dict | None]:
+def attachment(path: Path) -> tuple:
     """Returns a line with the file's path, and an image block (None if the file is no image)."""
     try:
         image = image_block(path.read_bytes())
@@ -1835,7 +1835,7 @@ class FencedTools(ToolRegistry):
         super().__init__(tools)
         self.refuse = refuse
 
-    def prepare_call(self, name: str, params) -> tuple[Tool | None, dict, str | None]:
+    def prepare_call(self, name: str, params) -> tuple:
         tool, arguments, problem = super().prepare_call(name, params)
         return tool, arguments, problem or self.refuse(name, arguments)
 
@@ -2710,7 +2710,7 @@ def status_command(arguments: argparse.Namespace) -> int:
     return status
 
 
-def status_rows(config: Config) -> Iterator[tuple[str, str, str | None]]:
+def status_rows(config: Config) -> Iterator:
     """Yields (part, state, problem). Problem: a text, "" (ok) or None (missing, but not needed)."""
     loop = AgentLoop(config)
     usual = "the defaults; `nanobot onboard` creates a settings file"
@@ -2802,7 +2802,7 @@ def sessions_command(arguments: argparse.Namespace):
         print(printable(f"{number:>3}  {ago(used):>14}  {words}  ({place})"))
 
 
-def conversations(sessions: SessionManager) -> list[tuple[str, float]]:
+def conversations(sessions: SessionManager) -> list[tuple]:
     """(key, time of the last use) of all sessions except those of jobs, in which nobody talks."""
     return [row for row in sessions.by_last_use() if not row[0].startswith("cron:")]
 

@@ -1628,7 +1628,7 @@ def parameters_by_name(tools: list[dict]) -> dict[str, dict]:
     return {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
 
 
-def calls_in(text: str, tools: dict[str, dict]) -> tuple[list[ToolCallRequest], int]:
+def calls_in(text: str, tools: dict[str, dict]) -> tuple:
     """Read the calls at the start of a text. Returns the calls and where the last call ends; no
     call if the text is not valid.
 
@@ -1641,7 +1641,7 @@ def calls_in(text: str, tools: dict[str, dict]) -> tuple[list[ToolCallRequest], 
         return [], 0
 
 
-def read_calls(text: str, tools: dict[str, dict]) -> tuple[list[ToolCallRequest], int]:
+def read_calls(text: str, tools: dict[str, dict]) -> tuple:
     """Raises an exception for an invalid call, and for any other text between the calls. A JSON
     parser reads JSON calls, so a code fence or a tag inside a string stays in the string."""
     calls, is_fenced, place = [], False, 0

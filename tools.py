@@ -219,7 +219,7 @@ class ToolRegistry:
         names = sorted(self._tools, key=lambda name: (name.startswith("mcp_"), name))
         return [self._tools[name].to_schema() for name in names]
 
-    def prepare_call(self, name: str, params) -> tuple[Tool | None, dict, str | None]:
+    def prepare_call(self, name: str, params) -> tuple:
         """Return (tool or None, arguments after casting, problem or None)."""
         tool = self._tools.get(name)
         if not tool:
@@ -844,7 +844,7 @@ SKIPPED_FOLDERS = {
 }
 
 
-def find_files(turn: Turn, root: Path, *globs: str) -> list[tuple[str, str]]:
+def find_files(turn: Turn, root: Path, *globs: str) -> list[tuple]:
     """Find regular, non-secret files that match all globs: [(relative path, full path), …]."""
     if root.is_file():
         return [(root.name, str(root))]
