@@ -610,8 +610,17 @@ class CLI(Channel):
                 readline.append_history_file(1, history)
         return line
 
+    def ask(self, question: str) -> str:
+        """Ask the user. A report that arrives meanwhile is shown above the question."""
+        self._prompt = question
+        try:
+            return read_answer(question)
+        finally:
+            self._prompt = ""
+
     def read_piped(self, beside_message: bool, folder: Path) -> str:
-        """Read standard input. With -m, wait at most 3 s, because a pipe may never send a byte."""
+        """Read standard input. With -m, wait at most 3 s, because a pipe may never send a byte, and
+        leave a file alone that another program is reading."""
         if not beside_message:
             return text_of_pipe(sys.stdin.buffer, folder)
         if is_partly_read(sys.stdin):

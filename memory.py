@@ -31,7 +31,6 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
-from datetime import datetime
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -55,7 +54,7 @@ class Session:
         self.key = key
         self.path = path
         self.created_at = time.strftime(MOMENT)
-        self.about: dict = {}  # for the first line: the folder, and whether a person typed
+        self.origin: dict = {}  # more keys for the first line: `folder` and `typed`
         self.messages = []  # messages that are not in the long-term memory
         self.newest: dict = {}  # the last message that is no report
         self.last = 0  # the number of this message
@@ -82,7 +81,7 @@ class Session:
     def _write(self, lines: list[dict]):
         if not self.size:
             first = {"mark": "session", "key": self.key, "created_at": self.created_at}
-            lines = [first | self.about, *lines]
+            lines = [first | self.origin, *lines]
         moment = {"timestamp": time.strftime(MOMENT)}
         lines = [line if "timestamp" in line else line | moment for line in lines]
         self.size += append_lines(self.path, lines)
@@ -146,7 +145,8 @@ class Session:
             if "report" in message:
                 reports.append(message)
             elif message["role"] == "user":
-                quotes = map(quoted, reports[-5:])
+                recent = reports[-50:]
+                quotes = [quoted(report, 10_000 // len(recent)) for report in recent]
                 sent.append(as_sent(message, self.gap_behind(before), *quotes))
                 before, reports = message, []
             elif before:  # skip a turn if its user message is lost
@@ -209,10 +209,15 @@ def is_answer(message: dict) -> bool:
     return message["role"] == "assistant" and not is_part
 
 
-def quoted(report: dict) -> str:
-    """A report as the user's next message quotes it: [2026-11-23 10:00, reminder: stretch!]"""
+def quoted(report: dict, most: int) -> str:
+    """A report as the user's next message quotes it, with `most` characters of its text. All lines
+    after the first are indented, so that they cannot pass for the user's.
+
+    [2026-11-23 10:00, reminder: stretch!]
+    """
     moment = report.get("timestamp", "")[:16].replace("T", " ")
-    return f"[{moment}, {report['report']}: {middle_out(report['content'], 2_000)}]"
+    text = middle_out(report["content"], most).replace("\n", "\n    ")
+    return f"[{moment}, {report['report']}: {text}]"
 
 
 def as_sent(message: dict, *notes: str) -> dict:
@@ -445,32 +450,35 @@ class Consolidator:
         return end, fitted(text, room)  # even a single turn may be too long
 
     async def remember_terminals(self):
-        """Save what people said at terminals, except in the last hour, with one request for all
+        """Save what people typed at terminals, except in the last hour, with one request for all
         conversations. The journals stay as they are, because `-c` may continue the conversations.
-        A file keeps the time up to which everything is saved."""
-        path = self.store.folder / ".terminals_saved"
-        since = number_in(path)
-        ended = {}  # key → the time of the last use
-        for key, used in self.sessions.by_last_use():
-            if since < used < time.time() - 3_600 and self.sessions.about(key).get("typed"):
-                ended[key] = used
-        if not ended:
-            return
-        parts = []
-        for key in reversed(ended):
-            messages = self.sessions.messages(key)
-            text = text_of_turns([each for each in messages if written_at(each) > since])
-            parts.append(fitted(text, self.budget // 2 // len(ended)))
-        async with self.one_at_a_time:
-            saved = await self._save([], "\n\n".join(parts))
-        if saved:
-            self.store.append_history(saved[0])
-            write_atomically(path, str(int(max(ended.values())) + 1))
+        A file has, for each key, the last saved message and the time of the conversation's last
+        use. Raises SessionBusy."""
+        path = self.store.workspace / ".nanobot" / "terminals.json"
+        with locked(path.with_suffix(".lock"), "Another program saves the conversations."):
+            known = json.loads(self.store.text_of(path) or "{}")
+            parts = []
+            for key, used in reversed(self.sessions.by_last_use()):
+                upto, last_used = known.get(key, (0, 0))
+                is_old = last_used < used < time.time() - 3_600
+                if is_old and self.sessions.first_line(key).get("typed"):
+                    session = self.sessions.load(key)
+                    new = [message for message in session.messages if message["n"] > upto]
+                    parts.append(text_of_turns(new))
+                    known[key] = (session.last, used)
+            text = "\n\n".join(fitted(part, self.budget // 2 // len(parts)) for part in parts)
+            if not text:
+                return
+            async with self.one_at_a_time:
+                saved = await self._save([], text, or_raw=False)
+            if saved:
+                self.store.append_history(saved[0])
+                write_atomically(path, to_json(known))
 
-    async def _save(self, earlier: list[str], text: str) -> tuple | None:
+    async def _save(self, earlier: list[str], text: str, or_raw: bool = True) -> tuple | None:
         """Returns (entry, summary, changes of MEMORY.md), or None if the model cannot be reached.
-        Without a valid call, the entry is a short piece of the text. `earlier`: the summary of the
-        conversation so far."""
+        Without a valid call, the entry is a short piece of the text, or with `or_raw=False` the
+        result is None. `earlier`: the summary of the conversation so far."""
         repository = MemoryRepository(self.store.workspace)
         for _ in range(3):  # retry if MEMORY.md has changed, or if the answer was cut off
             facts = self.store.read_facts()
@@ -492,6 +500,8 @@ class Consolidator:
                 changes = await asyncio.to_thread(repository.record, "consolidation")
                 summary = str(valid[0].get("summary") or "\n\n".join([*earlier, entry]))
                 return entry, summary[-4_000:], changes
+        if not or_raw:
+            return None
         entry = f"[RAW] {middle_out(text, 2_000)}"
         return entry, "\n\n".join([*earlier, entry])[-4_000:], ""
 
@@ -822,9 +832,9 @@ class SessionManager:
                 open_private(self.path(key).with_suffix(".lock"), "xb").close()
                 return key
 
-    def about(self, key: str) -> dict:
-        """The first line of the journal. Terminals write their `folder`, and `typed: true` if a
-        person typed the message."""
+    def first_line(self, key: str) -> dict:
+        """The first line of the journal. Terminals write their `folder`, and `typed: true` for what
+        `-c` may continue. {} if there is no journal, or the line is damaged."""
         with contextlib.suppress(OSError, ValueError):
             with open(self.path(key), "rb") as file:
                 first = json.loads(file.readline(100_000))
@@ -833,10 +843,10 @@ class SessionManager:
         return {}
 
     def latest(self, folder: Path) -> str:
-        """The key of the conversation that a person had last at a terminal in `folder`, or ""."""
+        """The key of the newest `typed` conversation at a terminal in `folder`, or ""."""
         for key in self.list_keys():
-            about = self.about(key)
-            if about.get("typed") and about.get("folder") == str(folder):
+            first = self.first_line(key)
+            if first.get("typed") and first.get("folder") == str(folder):
                 return key
         return ""
 
@@ -845,14 +855,15 @@ class SessionManager:
         path = self.path(key)
         session = self._cache.pop(key, None)
         if session is None or session.size != file_size(path):
-            session = self._load(key, path)
+            session = self.load(key)
         self._cache[key] = session
         if len(self._cache) > 64:
             del self._cache[next(iter(self._cache))]
         return session
 
-    def _load(self, key: str, path: Path) -> Session:
+    def load(self, key: str) -> Session:
         """Load a session. If a mark `saved` is lost or damaged, use the history entry instead."""
+        path = self.path(key)
         session = Session(key, path)
         size = file_size(path)
         lines = journal_lines(path)
@@ -931,14 +942,6 @@ def text_of_turns(messages: list[dict]) -> str:
         if message.get("runtime"):
             lines.append(message["runtime"])
     return "\n".join(lines)
-
-
-def written_at(message: dict) -> float:
-    """The time of a journal line in seconds; 0 if the line has no valid time."""
-    try:
-        return datetime.fromisoformat(message["timestamp"]).timestamp()
-    except (KeyError, ValueError):
-        return 0.0
 
 
 def without_images(message: dict) -> dict:

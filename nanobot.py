@@ -76,7 +76,6 @@ from channels import (
     page_chat,
     prepare_streams,
     printable,
-    read_answer,
     zone_named,
 )
 from memory import (
@@ -601,7 +600,7 @@ class AgentLoop:
         session = None
         if command in ("", "new", "continue"):
             async with self.turns.hold(session_key) as session:
-                session.about = session.about or {"folder": str(events.turn.cwd)}
+                session.origin = session.origin or {"folder": str(events.turn.cwd)}
                 result = await self._take_turn(session, text, command, events, media)
         else:  # other commands run at once, even during a turn
             result = await self.commands.answer(command, argument, events.turn)
@@ -985,20 +984,21 @@ def identity(turn: Turn, who: str) -> str:
     return f"{who or usual}\n\n{rest}"
 
 
-def read_own(turn: Turn, path: Path) -> bytes:
+def read_own(turn: Turn, path: Path, most: int = 100_000) -> bytes:
     """Read a file for the prompt, if `turn` allows the file. Raises OSError or ValueError."""
     path.stat()  # raises FileNotFoundError
-    most = 10_000_000 if path.name == "MEMORY.md" else 100_000  # MEMORY.md is shortened later
+    if path.name == "MEMORY.md":
+        most = 10_000_000  # it is shortened later
     try:
         return read_bytes(turn.path(str(path)), most)
     except ToolError as problem:
         raise ValueError(str(problem)) from None
 
 
-def own_text(turn: Turn, path: Path) -> str:
+def own_text(turn: Turn, path: Path, most: int = 100_000) -> str:
     """The text of a workspace file for the prompt, without the kit's placeholder lines."""
     try:
-        text = plain_text(read_own(turn, path))
+        text = plain_text(read_own(turn, path, most))
     except FileNotFoundError:
         return ""
     except (OSError, ValueError) as problem:
@@ -1034,10 +1034,14 @@ class Project:
         fenced = replace(turn, workspace=inside[-1], cwd=inside[-1], restrict=True, readable=())
         for name in ("AGENTS.md", "CLAUDE.md"):
             for folder in inside:
-                real = os.path.realpath(folder / name)
-                is_text = os.path.exists(real) and real.endswith(".md")  # not a link to .env
-                if is_text and folder != turn.workspace:
-                    return folder / name, own_text(fenced, folder / name)[:16_000]
+                path = folder / name
+                is_markdown = os.path.realpath(path).endswith(".md")  # not a link to .env
+                if is_markdown and folder != turn.workspace:
+                    text = own_text(fenced, path, 10_000_000)
+                    if len(text) > 16_000:
+                        text = text[:16_000] + "\n[the rest is left out]"
+                    if text:
+                        return path, text
         return here, ""
 
     @property
@@ -2535,11 +2539,14 @@ class Talk:
         background.close = self.loop.close
 
     def open_session(self, arguments: argparse.Namespace, held: contextlib.ExitStack) -> str:
-        """Choose the session, and return its key. A prompt holds its session until it ends."""
+        """Choose the session, and return its key. A prompt holds its session until it ends. The
+        first line of a new journal has the folder and whether `-c` may continue the session."""
         sessions, folder = self.loop.sessions, self.loop.config.cwd
         key = named_session(sessions, arguments.session)
         if not key and (self.is_conversation or arguments.resume):
             key = sessions.latest(folder)
+        if arguments.session.isdecimal():  # use moves a conversation to number 1
+            self.terminal.note(f"Session {key}")
         if not key and arguments.resume:
             self.terminal.note("There is no conversation in this folder yet: a new one begins.")
         key = key or sessions.new_key()
@@ -2556,7 +2563,7 @@ class Talk:
                 key = sessions.new_key()
                 held.enter_context(sessions.lock(key))
         is_typed = self.is_conversation or self.is_watched or arguments.resume
-        sessions.get(key).about = {"folder": str(folder), "typed": is_typed}
+        sessions.get(key).origin = {"folder": str(folder), "typed": is_typed}
         return key
 
     def run(self) -> int:
@@ -2637,37 +2644,39 @@ class Talk:
         prompt asks once; a single message says how to allow them."""
         project = Project(self.loop.config, self.loop.turn(self.key))
         if project.is_unknown and self.is_conversation:
-            typed = ""
-            with contextlib.suppress(EOFError):  # Ctrl-D
-                typed = read_answer(f"The project has instructions: {project}. Follow them? [y/N] ")
-            project.keep(typed.strip().lower() in ("y", "yes"))
+            question = f"The project has instructions: {project}. Follow them? [y/N] "
+            try:
+                project.keep(self.terminal.ask(question).strip().lower() in ("y", "yes"))
+            except EOFError:  # Ctrl-D: not now
+                self.terminal.note("")
         elif project.is_unknown:
             self.terminal.note(NOT_FOLLOWED.format(project, self.trust))
         self.loop.context.project = project.part()
 
     async def watch_reports(self):
         while True:
-            await self.loop.config.sleep(1.0)
-            await logged(self.show_reports(), "reports")
+            is_done = await logged(self.show_reports(), "reports")
+            await self.loop.config.sleep(1.0 if is_done else 60.0)
 
-    async def show_reports(self):
+    async def show_reports(self) -> bool:
         """Show the reports that wait for a terminal, if a person sees this one; the user's next
         message quotes them. After a kill, a report may appear twice."""
         inbox = self.loop.sessions.inbox(self.key)
         if not self.is_watched or not inbox.path.exists():
-            return
+            return True
         try:
-            with locked(self.folder / "reports.lock", "Another terminal shows the reports."):
-                async with self.loop.turns.hold(self.key) as session:
+            async with self.loop.turns.hold(self.key) as session:
+                with locked(self.folder / "reports.lock", "Another terminal shows the reports."):
                     reports = inbox.read()
                     for report in reports:
                         line = report_line(report)
                         if report["id"] not in session.known_ids:
                             session.append(line)
-                        self.terminal.report(quoted(line))
+                        self.terminal.report(quoted(line, sys.maxsize))
                     inbox.remove({report["id"] for report in reports})
         except SessionBusy as busy:  # the reports stay in the inbox until the next try
             log.info("%s", busy)
+        return True
 
 
 def agent_command(arguments: argparse.Namespace) -> int:
@@ -2797,7 +2806,7 @@ def sessions_command(arguments: argparse.Namespace):
             return print("Older conversations: nanobot sessions --all")
         said = [line["content"] for line in sessions.messages(key) if line["role"] == "user"]
         words = " ".join(str(said[0]).split())[:50] if said else "(no message yet)"
-        folder = sessions.about(key).get("folder")
+        folder = sessions.first_line(key).get("folder")
         place = f"{short_path(Path(folder))}, {key}" if folder else key
         print(printable(f"{number:>3}  {ago(used):>14}  {words}  ({place})"))
 
@@ -2808,7 +2817,8 @@ def conversations(sessions: SessionManager) -> list[tuple]:
 
 
 def named_session(sessions: SessionManager, name: str) -> str:
-    """`work` → `cli:work`; `telegram:7` → `telegram:7`; `3` → the third of `nanobot sessions`"""
+    """`work` → `cli:work`; `telegram:7` → `telegram:7`; `3` → the third of `nanobot sessions` (the
+    numbers change with each use)"""
     if not name.isdecimal():
         return name if ":" in name or not name else f"cli:{name}"
     rows = conversations(sessions)
@@ -2827,9 +2837,9 @@ def ago(moment: float) -> str:
 
 
 def short_path(path: Path) -> str:
-    """/home/ada/kit → ~/kit"""
-    home = Path.home()
-    return f"~/{path.relative_to(home)}" if path.is_relative_to(home) else str(path)
+    """/home/ada/kit → ~/kit. A newline in a name must not look like a line of the program."""
+    text, home = str(path).replace("\n", "\\n"), Path.home()
+    return "~" + text[len(str(home)) :] if path.is_relative_to(home) else text
 
 
 def gateway_command(arguments: argparse.Namespace):

@@ -2622,7 +2622,7 @@ def test_what_people_said_at_terminals_is_remembered_together_when_it_is_an_hour
 
     def talk(key, folder, typed, text, hours):
         session = loop.sessions.get(key)
-        session.about = {"folder": folder, "typed": typed}
+        session.origin = {"folder": folder, "typed": typed}
         stamp = datetime.fromtimestamp(time.time() - hours * 3_600, UTC).isoformat()
         session.append(question(text) | {"timestamp": stamp, "runtime": f"Folder: {folder}"})
         os.utime(session.path, (time.time() - hours * 3_600,) * 2)
@@ -2644,6 +2644,22 @@ def test_what_people_said_at_terminals_is_remembered_together_when_it_is_an_hour
     talk("cli:a", "/a", True, "three", 2)  # somebody continued it
     assert remember() == [[("three", "/a")]]
     assert roles(loop.sessions.get("cli:a").history()) == ["user", "user"]
+    talk("cli:d", "/d", True, "later", 1.5)  # also what was said before others were saved
+    assert remember() == [[("just now", "/d"), ("later", "/d")]]
+    loop.sessions.get("cli:b").mark("saved", upto=1, summary="two")
+    talk("cli:b", "/b", True, "four", 1.2)
+    assert remember() == [[("four", "/b")]], "not what the journal says is saved"
+
+    async def chatty_model(messages, tools):
+        asked.append(messages[-1]["content"])
+        return LLMResponse("I would rather not.")
+
+    loop.consolidator.ask, good_model = chatty_model, model
+    talk("cli:a", "/a", True, "five", 1.1)
+    entries = len(loop.memory.entries())
+    assert remember() == [[("five", "/a")]] and len(loop.memory.entries()) == entries
+    loop.consolidator.ask = good_model
+    assert remember() == [[("five", "/a")]], "it was not lost"
 
 
 def test_stop_in_a_chat_stops_the_job_that_runs_for_it(tmp_path):
