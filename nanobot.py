@@ -2475,7 +2475,7 @@ def summary_of(records: list[dict]) -> Iterator[str]:
 # `nanobot agent` prints only answers on stdout. Ctrl-C prints no traceback.
 
 
-def settings_of(arguments: argparse.Namespace) -> Config:
+def settings_of(arguments) -> Config:
     """Load the settings. Flags override environment variables; these override the settings file."""
     flags = {"NANOBOT_WORKSPACE": arguments.workspace, "NANOBOT_MODEL": arguments.model}
     given = {name: value for name, value in flags.items() if value}
@@ -2486,7 +2486,7 @@ def settings_of(arguments: argparse.Namespace) -> Config:
     return config
 
 
-def command_with_flags(arguments: argparse.Namespace, *words: str) -> str:
+def command_with_flags(arguments, *words: str) -> str:
     """A command for the user: `nanobot -s work -m /continue --workspace /tmp/ws`"""
     command = ["nanobot", *words]
     for name in ("config", "workspace", "model", "base_url", "provider"):
@@ -2507,7 +2507,7 @@ class Talk:
 
     def __init__(
         self,
-        arguments: argparse.Namespace,
+        arguments,
         background: BackgroundLoop,
         held: contextlib.ExitStack,
     ):
@@ -2538,7 +2538,7 @@ class Talk:
         background.waiting = self.terminal.waiting
         background.close = self.loop.close
 
-    def open_session(self, arguments: argparse.Namespace, held: contextlib.ExitStack) -> str:
+    def open_session(self, arguments, held: contextlib.ExitStack) -> str:
         """Choose the session, and return its key. A prompt holds its session until it ends. The
         first line of a new journal has the folder and whether `-c` may continue the session."""
         sessions, folder = self.loop.sessions, self.loop.config.cwd
@@ -2679,12 +2679,12 @@ class Talk:
         return True
 
 
-def agent_command(arguments: argparse.Namespace) -> int:
+def agent_command(arguments) -> int:
     with BackgroundLoop() as background, contextlib.ExitStack() as held:
         return Talk(arguments, background, held).run()
 
 
-def trust_command(arguments: argparse.Namespace):
+def trust_command(arguments):
     """Allows the instructions of the project in the current folder, or forbids them."""
     config = settings_of(arguments)
     project = Project(config, AgentLoop(config).turn("cli:trust"))
@@ -2696,7 +2696,7 @@ def trust_command(arguments: argparse.Namespace):
     print(printable(f"{project}: {'followed' if project.answer else 'not followed'}"))
 
 
-def onboard_command(arguments: argparse.Namespace):
+def onboard_command(arguments):
     file = arguments.config or path_of(USUAL_SETTINGS)
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -2707,7 +2707,7 @@ def onboard_command(arguments: argparse.Namespace):
     print("Next: put a key into the settings, or export OPENAI_API_KEY; then try `nanobot status`.")
 
 
-def status_command(arguments: argparse.Namespace) -> int:
+def status_command(arguments) -> int:
     """Prints one line per part: `ok`, `--` (missing, but not needed) or `BAD` (broken; the line
     says how to fix the part). Returns exit status 1 if a part is broken."""
     status = 0
@@ -2766,7 +2766,7 @@ async def model_and_problem(provider: LLMProvider) -> tuple[str, str]:
     return f"{model} at {address} ({endpoint.spec.name})", problem or ""
 
 
-def prompt_command(arguments: argparse.Namespace):
+def prompt_command(arguments):
     """Prints the next request part by part, but does not send it."""
     config = settings_of(arguments)
     loop = AgentLoop(config)
@@ -2792,7 +2792,7 @@ def lines_of_json(records: list[dict]) -> str:
     return "\n".join(json.dumps(record, ensure_ascii=False) for record in records)
 
 
-def sessions_command(arguments: argparse.Namespace):
+def sessions_command(arguments):
     """Prints the last twenty conversations, or the transcript of one."""
     sessions = SessionManager(settings_of(arguments).workspace)
     if arguments.show:
@@ -2842,7 +2842,7 @@ def short_path(path: Path) -> str:
     return "~" + text[len(str(home)) :] if path.is_relative_to(home) else text
 
 
-def gateway_command(arguments: argparse.Namespace):
+def gateway_command(arguments):
     """Runs the channels, the cron jobs and the heartbeat until a signal arrives."""
     GATEWAY_LOG.setLevel(logging.INFO)
     config = settings_of(arguments)
@@ -2856,7 +2856,7 @@ def gateway_command(arguments: argparse.Namespace):
     Gateway(loop).run()
 
 
-def cron_command(arguments: argparse.Namespace):
+def cron_command(arguments):
     loop = AgentLoop(settings_of(arguments))
     clock, turn = JobRunner(loop).clock, loop.turn("cli:direct")
     print(printable(clock.cron(arguments.action, job_id=arguments.job_id, turn=turn)))
@@ -2864,7 +2864,7 @@ def cron_command(arguments: argparse.Namespace):
         print(template("no_gateway"))
 
 
-def web_command(arguments: argparse.Namespace):
+def web_command(arguments):
     """Runs the page, the channels, the cron jobs and the heartbeat until a signal arrives."""
     config = settings_of(arguments)
     if gateway_runs(config.workspace):
@@ -2902,7 +2902,7 @@ def web_command(arguments: argparse.Namespace):
         file.unlink(missing_ok=True)
 
 
-def connect_page(loop: AgentLoop, page: WebPage, arguments: argparse.Namespace):
+def connect_page(loop: AgentLoop, page: WebPage, arguments):
     """Let the page show the sessions and each turn, and ask the questions of a turn."""
     names = [key.partition(":")[2] for key in loop.sessions.list_keys() if key[:4] == "web:"]
     page.chats |= {name: PageChat() for name in names}
@@ -2923,7 +2923,7 @@ def connect_page(loop: AgentLoop, page: WebPage, arguments: argparse.Namespace):
     loop.provider.trace = trace
 
 
-def trace_command(arguments: argparse.Namespace):
+def trace_command(arguments):
     """Prints a summary of a recorded run, or writes the run as an HTML page."""
     records = recorded(arguments.file)
     if not arguments.html:
@@ -2934,7 +2934,7 @@ def trace_command(arguments: argparse.Namespace):
     complain(f"{arguments.html} contains the prompts and all tool results")
 
 
-def lesson_command(arguments: argparse.Namespace) -> int:
+def lesson_command(arguments) -> int:
     """Runs `exercises` or `walk`, which only a checkout of the source contains."""
     lessons = HERE / "tests" / "exercises"
     if not lessons.exists():
@@ -2945,7 +2945,7 @@ def lesson_command(arguments: argparse.Namespace) -> int:
     return walk(AgentLoop(settings_of(arguments)), arguments.message, HERE, is_long=arguments.all)
 
 
-def replay_command(arguments: argparse.Namespace) -> int:
+def replay_command(arguments) -> int:
     """Shows a recorded run as it looked at the terminal. No tool runs, and no model is asked."""
     return asyncio.run(play(recorded(arguments.file), CLI()))
 
