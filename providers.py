@@ -1980,7 +1980,7 @@ class Plan:
     def __init__(self, request: LLMRequest, rules: Rules):
         self.request, self.rules = request, rules
         # <words>; `file` is "it", `last` is the last number
-        self.known = dict(file="", last="that", calls="")
+        self.known = dict(file="", Time=time.ctime(), last="that", calls="")
         self.results = []  # of the calls in this turn that have a result
         self.matches = {}  # title of a rule → the values of its <words>
         self.next_call = None  # the first call that has no result yet
