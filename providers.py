@@ -31,14 +31,12 @@ import logging
 import os
 import re
 import shlex
-import shutil
 import time
 import warnings
 import zlib
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable
 from dataclasses import asdict, dataclass, field, replace
-from datetime import datetime, timedelta
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -1820,9 +1818,9 @@ class HumanProvider(LLMProvider):
 OFFLINE_RULES = "templates/offline/rules.md"  # nanobot_data/templates/… after pip install
 # the fields of a rule; any other field is an argument of its tool
 FIELDS = ("tool", "answer", "offer", "line", "without", "schedule", "calculate", "title", "words")
-BUILT_IN = ("<result>", "<Time>", "<memory>", "<file>", "<count>")  # the code fills these in
+BUILT_IN = "<result> <Time> <memory> <file> <count> <can> <calls> <last>"  # filled in here
 WORD = r"<(\w+)>"
-TYPED_WORD = r"(?<![\w./'’-])[a-z]{3,20}(?![\w/'’-]|\.\w)"  # not the `txt` of a.txt
+TYPED_WORD = r"(?<![\w./'’-])[a-z]{2,20}(?![\w/'’-]|\.\w)"  # not the `txt` of a.txt
 # the signs of a sentence as parts of a regex; `...` stands for any words
 MARKS = {"[": "(?:", "]": ")?", "(": "(?:", ")": ")", "|": "|", "...": r"[^\w\s]*(?:\s+\S+)*?"}
 Steps = list[tuple[dict, dict]]  # the rule of each step, and what its <words> are
@@ -1836,7 +1834,7 @@ class Rules:
 
     def __init__(self, text: str):
         self.kinds = defaultdict(lambda: "(?!)")  # {"url": "(?:https?://\\S+)"}
-        self.sentences = []  # (sentence, its regex, its rule)
+        self.sentences = []  # (the regex of a sentence, its rule)
         self.problems = []
         self.otherwise = {"title": "no rules"}  # the rule for sentences that no other rule has
         self.last = {}  # the rule of the current line
@@ -1846,8 +1844,8 @@ class Rules:
             except (ValueError, re.error) as problem:
                 self.problems.append(f"{OFFLINE_RULES}, line {number}: {problem}")
                 log.warning(self.problems[-1])
-                self.last["broken"], self.last = "", {}  # the rule is left out
-        self.vocabulary = set(re.findall("[a-z]{3,}", text))
+                self.last.clear()  # the rule is left out
+        self.vocabulary = set(re.findall("[a-z]{2,}", text))
 
     def _read(self, line: str):
         """Read one line. Raises ValueError or re.error with a text that describes the mistake."""
@@ -1863,7 +1861,8 @@ class Rules:
             re.compile(regex)
             self.kinds[kind[1]] = f"(?:{regex})"
         elif line.startswith("- ") and self.last:
-            self.sentences.append((line[2:], self._regex(line[2:]), self.last))
+            for sentence in line[2:].split(" | "):
+                self.sentences.append((self._regex(sentence), self.last))
         elif key and self.last:
             self._check_field(key[1], key[2])
             self.last[key[1]] = key[2]
@@ -1878,7 +1877,7 @@ class Rules:
         if key == "tool" and not re.fullmatch(self.kinds["tool"], value):
             raise ValueError(f"there is no tool {value}: if it is your own, add it to <tool>")
         for word in re.findall(r"<\w+>", value):
-            if word not in (*BUILT_IN, *self.last["words"]):
+            if word not in [*BUILT_IN.split(), *self.last["words"]]:
                 raise ValueError(f"{word} is in no sentence of this rule: add it to one")
 
     def _regex(self, sentence: str) -> str:
@@ -1901,25 +1900,31 @@ class Rules:
     def find(self, text: str, read_only: Collection[str]) -> Steps:
         """Find the rule of each step, and its <words>: `list docs and read a.txt` has two steps.
 
-        If a step has no rule, nothing runs: there is only one rule then, which has an `offer`.
-        If text is piped in (after a blank line) or words are misspelt, only rules that read run.
+        If a step has no rule, nothing runs: there is only one rule then, which has an `offer`, and
+        <can> is the steps that have a rule. Only rules that read run if text is piped in (after a
+        blank line), words are misspelt or something is not to be done (`don't change it, show it`).
         """
         head = text.partition("\n\n")[0]
         if len(head) > 1_000:
             head = ""  # no rule is for such a long text
+        can = []
         for spoken in self._readings(head):
-            steps = self._steps(re.split(f"({self.kinds['between']})", spoken, maxsplit=6))
+            pieces = re.split(f"({self.kinds['between']})", spoken, maxsplit=6)
+            steps = self._steps(pieces)
             only_reads = all(rule.get("tool", "") in ("", *read_only) for rule, _ in steps)
-            if steps and (only_reads or spoken == text):
+            if steps and (only_reads or (spoken == text and "negation" not in str(steps))):
                 return steps
-        return [self.match(head) or (self.otherwise, {})]
+            parts = (spoken, *pieces)
+            can = can or [part for part in parts if part != text and self._steps([part])]
+        rule, said = self.match(head) or (self.otherwise, {})
+        return [(rule if "offer" in rule else self.otherwise, {"can": "\n  ".join(can)} | said)]
 
     def _readings(self, text: str) -> Iterable[str]:
         """Yields the text, and then the text with the nearest word of the rules for each word."""
 
         def nearest(word: re.Match) -> str:
             close = difflib.get_close_matches(word[0], self.vocabulary, 1, 0.75)
-            return close[0] if close else word[0]
+            return [*close, word[0]][0]
 
         yield text
         yield re.sub(TYPED_WORD, nearest, text)
@@ -1941,12 +1946,10 @@ class Rules:
         """Return the first rule that has a matching sentence, and the values of its <words>."""
         spoken = re.sub(self.kinds["after"], "", text.strip())
         spoken = re.sub(self.kinds["before"], "", spoken)
-        start = re.match(r"\w{0,2}", spoken.lower())[0]
-        for sentence, regex, rule in self.sentences:
-            if start in sentence.lower() or {*"<.["} & {*sentence[:3]}:  # saves 100 ms
-                found = re.fullmatch(regex, f" {spoken}", re.IGNORECASE | re.DOTALL)
-                if found and "broken" not in rule:
-                    return rule, {name: said for name, said in found.groupdict().items() if said}
+        for regex, rule in self.sentences:
+            found = re.fullmatch(regex, f" {spoken}", re.IGNORECASE | re.DOTALL)
+            if found and rule:
+                return rule, {name: said for name, said in found.groupdict().items() if said}
         return None
 
 
@@ -1966,7 +1969,6 @@ SECONDS_OF = {"sec": 1, "min": 60, "hour": 3_600, "hr": 3_600, "day": 86_400, "w
 SUCCESS = {"read_file": r"\d+\| ", "edit_file": "--- ", "exec": r"(?s).*Exit code: 0$"}
 NOISE = r"(?m)^STDERR:\n|^MEMORY\.md:\d+: (?:- )?|^Exit code: 0\Z|\nExit code: \d+\Z"  # not shown
 WHICH_FILE = "Which file do you mean? Name it, like: read a.txt (or say: list the files here)"
-NO_BASH = "That needs bash, which is not installed. On Windows, install Git for Windows."
 
 
 class Plan:
@@ -1977,7 +1979,8 @@ class Plan:
 
     def __init__(self, request: LLMRequest, rules: Rules):
         self.request, self.rules = request, rules
-        self.known = {"file": "", "Time": str(datetime.now())}  # <words>; `file` is "it"
+        # <words>; `file` is "it", `last` is the last number
+        self.known = dict(file="", Time=time.ctime(), last="that", calls="")
         self.results = []  # of the calls in this turn that have a result
         self.matches = {}  # title of a rule → the values of its <words>
         self.next_call = None  # the first call that has no result yet
@@ -2010,21 +2013,22 @@ class Plan:
         self.matches, self.next_call = {}, None
         reports = []
         for rule, said in self.rules.find(question, self.request.read_only):
-            self.matches[rule["title"]] = said
+            self.matches[rule.get("title")] = said
             reports += [self._follow(rule, said, file) for file in self._files(said)]
         self.results.clear()
         return reports
 
     def _files(self, said: dict) -> list[str]:
         """`a.txt and b.txt` → both; `it` → the file named last; `my essay` → `essay.md`"""
-        if "name" in said:
-            name = said["name"].lower()
-            # *ssay* finds essay.md and Essay.md
-            found = self._result("glob", {"pattern": f"*{name[1:]}*"})
-            same = re.findall(rf"(?im)^(?!No file).*{name}[^/\n]*$", found)
+        name = (said.get("name") or said.get("document", "")).lower().strip('"')
+        if name and name not in self.known["file"].lower():
+            found = self._result("glob", {"pattern": "*"})
+            # `essay` is in My Essay.md, but `a.txt` is not in data.txt
+            start = r"(?im)^(?!No file)(?:.*(?:_|[^\w\n]))?"
+            same = re.findall(rf"{start}{re.escape(name)}[^/\n]*$", found)
+            same = same or difflib.get_close_matches(name, found.split("\n"), 1, 0.75)
             return same if len(same) == 1 else [""]
-        named = said.get("files") or said.get("document", "")
-        files = re.findall(self.rules.kinds["a_file"], named, re.IGNORECASE)
+        files = re.findall(self.rules.kinds["a_file"], said.get("files", ""), re.IGNORECASE)
         if not files:
             return [self.known["file"]]
         return [re.sub(QUOTED, r"\1", file).replace("\\", "/") for file in files]
@@ -2034,16 +2038,21 @@ class Plan:
         self.known["file"] = file
         known = self.known | {name: re.sub(QUOTED, r"\1", text) for name, text in said.items()}
         if "offer" in rule:
-            return fill(rule["offer"].strip(), said)
+            return fill(rule["offer"].strip(), self.known | said)
         if "<file>" in str(rule) and not file:
             return WHICH_FILE
         result = ""
         if "calculate" in rule:
-            result = calculate(fill(rule["calculate"], known))
+            result = self.known["last"] = calculate(fill(rule["calculate"], known))
         elif "line" in rule:
             result = self._change_lines(rule, known)
         elif "tool" in rule:
-            result = self._result(rule["tool"], arguments_of(rule, known))
+            arguments = arguments_of(rule, known)
+            result = self._result(rule["tool"], arguments)
+            for word in re.findall(self.rules.kinds["key_word"], known.get("text", ""))[::-1]:
+                if result.startswith("No match for"):  # nothing has `ERROR lines`, but some `ERROR`
+                    result = self._result("grep", arguments | {"pattern": word})
+                    result += f"\n(I searched for {word}.)"
         shown = re.sub(NOISE, "", result).strip()
         if not re.match(SUCCESS.get(rule.get("tool"), ""), result):
             return shown
@@ -2056,9 +2065,9 @@ class Plan:
     def _result(self, tool: str, arguments: dict) -> str:
         """Return a call's result. If the call has no result yet, set `next_call` and return ""."""
         if self.results:
+            if tool not in self.request.read_only:
+                self.known["calls"] += f"\n- {tool} {arguments}"
             return self.results.pop(0)
-        if tool == "exec" and not (shutil.which("bash") or shutil.which("sh")):
-            return NO_BASH
         self.next_call = self.next_call or (tool, arguments)
         return ""
 
@@ -2081,7 +2090,7 @@ def fill(template: str, known: dict, change: Callable = str) -> str:
     """`<file> says:` → `a.txt says:`; a line with a <word> that is not known is left out"""
     lines = []
     for line in template.split("\n"):
-        if all(word in known for word in re.findall(WORD, line)):
+        if all(known.get(word) for word in re.findall(WORD, line)):
             lines.append(re.sub(WORD, lambda word: change(known[word[1]]), line))
     return "\n".join(lines)
 
@@ -2097,20 +2106,21 @@ def arguments_of(rule: dict, known: dict) -> dict:
         if text or not template:
             arguments[name] = text
     when = fill(rule.get("schedule", ""), known)
-    return arguments | schedule(when.lower(), known["Time"]) if when else arguments
+    return arguments | schedule(when.lower()) if when else arguments
 
 
 SIGNS = {  # what is said → what it means to Python; the first one is for 1,000
     r",(?=\d{3})": "",
+    ",": ".",
     "=": "",
     r"(?:(?:square )?root of|sqrt) ?\(?([\d.]+)\)?": r"\1**0.5",
     r"(?<=[\d)]) ?\(": "*(",
     " squared": "**2",
     r"\^|to the power of": "**",
-    "plus": "+",
-    "minus": "-",
-    "times|multiplied by|x": "*",
-    "divided by|over": "/",
+    "plus|add": "+",
+    "minus|subtract": "-",
+    "times|multiplied by|multiply|x": "*",
+    "divided? by|divide|over": "/",
     "(?:%|percent) of": "/100*",
     "%|percent": "/100",
     r"\b(?<![\d.])(\d+)(?![\d.])": r"\1.",  # with fractions, 9**9**9 fails at once
@@ -2125,13 +2135,12 @@ def calculate(text: str) -> str:
         return "not a number"
     try:
         return f"{eval(text, {'__builtins__': {}}):.15g}"
-    except (ArithmeticError, SyntaxError, TypeError, MemoryError, RecursionError):
+    except Exception:  # 1/0, 9.**9.**9., 1.+(), or thousands of brackets
         return "not a number"
 
 
-def schedule(when: str, moment: str) -> dict:
-    """`in 5 minutes` at `2026-04-03 10:02 (Friday), CEST` → {"at":"2026-04-03T10:07:00"}"""
+def schedule(when: str) -> dict:
+    """`in 5 minutes` → {"in_seconds": 300}; `every 2 hours` → {"every_seconds": 7200}"""
     number, unit = re.search(rf"(\d*) ?({'|'.join(SECONDS_OF)})", when).groups()
-    seconds = int(number or 1) * SECONDS_OF[unit]
-    at = datetime.fromisoformat(moment[:16]) + timedelta(seconds=seconds)
-    return {"every_seconds": seconds} if when.startswith("every") else {"at": at.isoformat()}
+    name = "every_seconds" if when.startswith("every") else "in_seconds"
+    return {name: int(number or 1) * SECONDS_OF[unit]}

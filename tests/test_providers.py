@@ -2417,7 +2417,7 @@ FAILING = {  # the tool's error is the whole answer
     "read gone.txt": "Cannot read .*gone.txt: No such file or directory.*",
     "append x to gone.txt": "Cannot read .*gone.txt: No such file or directory.*",
     "remember that I like tea": "Cannot write .*: Permission denied. Nothing was changed.",
-    "run ls": "That needs bash, which is not installed.*",
+    "run ls": "There is no bash. The user has to install bash.*",
 }
 
 
@@ -2465,6 +2465,11 @@ def test_the_sentences_of_newcomers():
         sentence, _, expected = line.partition(" => ")
         name, _, arguments = expected.partition(" {")
         answer = offline_answer(sentence)
+        if answer.tool_calls and not arguments:  # an offer looks up the file that it names
+            call = answer.tool_calls[0]
+            assert call.arguments == {"pattern": "*"}, sentence
+            found = {"role": "tool", "tool_call_id": call.id, "content": "a.txt\nmain.py"}
+            answer = offline_answer(sentence, behind=[answer.to_message(), found])
         if answer.tool_calls:
             call = answer.tool_calls[0]
             assert arguments and call.name == name, sentence
@@ -2483,6 +2488,8 @@ SUMS = {
     "what's 15% of 240?": "15% of 240 = 36",
     "what is 3 times 12": "3 times 12 = 36",
     "12 x 7": "12 x 7 = 84",
+    "3,5 + 2": "3,5 + 2 = 5.5",
+    "divide that by 6": "that divide 6 = not a number",
     "2^10": "2^10 = 1024",
     "0.1 + 0.2": "0.1 + 0.2 = 0.3",
     "what's the square root of 144?": "square root of 144 = 12",
@@ -2505,14 +2512,24 @@ def test_the_offline_model_does_sums_by_itself(sentence):
 
 
 OFFERED = {  # nothing is run: what can be done with these words is offered, or asked for
-    "delte c.txt": "read c.txt",
+    "delte a.txt": "  delete a.txt",
+    "read b.txt and frobnicate it": "  read b.txt",
     "fhqwhgads a.txt": "  how many lines are in a.txt",
     'is "the sea" somewhere near a.txt?': '  find "the sea" in a.txt',
-    "whats the avarage grade in data/grades.csv": "read data/grades.csv",
-    "translate essay.md to German": "  count the words in essay.md",
-    "add butter to my shopping list": "  To add something, I need the exact name of a file",
-    "move on": "  To move something",
-    "remove all doubt": "  To remove something",
+    "whats the avarage grade in docs/b.md": "read docs/b.md",
+    "translate docs/bb.md to German": "  count the words in docs/b.md",
+    "fhqwhgads gone.txt": "I know no rule for that.",
+    "add butter to my shopping list": "To add something, I need the exact name of a file",
+    "add butter to my a list": "I know no rule for that.",
+    "save those to b.txt": "To save something",
+    "copy a.txt into it": "To copy something",
+    "insert 'x' after line 2 in a.txt": "read a.txt",
+    "make b.txt with the same content as a.txt": "To make something",
+    "add a sentence about the sea to a.txt": "takes a real language model",
+    "move on": "To move something",
+    "remove all doubt": "I know no rule for that.",
+    "is it good?": "I cannot judge",
+    "which bus do they take today": "  find bus",
     "delete": "Which file?",
     "read": "Which file?",
     "rename": "Which file?",
@@ -2526,7 +2543,7 @@ OFFERED = {  # nothing is run: what can be done with these words is offered, or 
     "write me a poem": "takes a real language model",
     "": "I know no rule for that.",
     "asdf": "I know no rule for that.",
-    "delete a.txt and sing": "read a.txt",
+    "delete a.txt and sing": "  delete a.txt",
     "make a new file b.txt with hello, then frobnicate it": "I know no rule for that.",
     "create a.txt with Hello. Then frobnicate it": "I know no rule for that.",
     "run make and tell me the result": "I know no rule for that.",
@@ -2534,7 +2551,8 @@ OFFERED = {  # nothing is run: what can be done with these words is offered, or 
     "delete everything in docs": "I know no rule for that.",
     "delete a.txt but not b.txt": "I do nothing",
     "please don't delete a.txt": "I do nothing",
-    "delete a.txt, don't really do it": "I know no rule for that.",
+    "don't delete a.txt, delete docs/b.md": "  delete docs/b.md",
+    "delete a.txt, don't really do it": "  delete a.txt",
     "create a.txt with hello if it does not exist": "I do nothing",
     "if a.txt is empty, delete it": "I know no rule for that.",
     "undo that": "I do nothing",
@@ -2548,18 +2566,15 @@ OFFERED = {  # nothing is run: what can be done with these words is offered, or 
 
 
 @pytest.mark.parametrize("sentence", OFFERED)
-def test_what_no_rule_has_is_offered_asked_for_or_refused_and_nothing_is_run(sentence):
-    tool, answer = offline(sentence)
-    assert tool is None and OFFERED[sentence] in answer
-
-
-def test_each_line_of_an_offer_works_and_only_reads():
-    shown = [offline(sentence)[1] for sentence in OFFERED]
-    lines = {line for text in shown for line in re.findall("(?m)^  (?!To )(.*)$", text)}
-    assert len(lines) > 10
-    assert {line: offline(line)[0] for line in lines if offline(line)[0] not in READ_ONLY} == {
-        line: "exec" for line in lines if line.startswith("count the words in ")
-    }
+def test_what_no_rule_has_is_offered_asked_for_or_refused_and_nothing_is_run(desk, sentence):
+    """A file that is named is looked up, so that an offer names no file that is not there."""
+    text, tools = desk.ask(sentence)
+    assert set(tools) <= {"glob"} and OFFERED[sentence] in text and "gone.txt" not in text
+    assert desk.read("a.txt") == "one\ntwo\nthree\n" and not (desk.folder / "b.txt").exists()
+    for line in re.findall("(?m)^  (.*)$", text):
+        assert "know no rule" not in (offline(line)[1] or ""), line
+        typed = line.split()[-1] in sentence  # only what was typed may write, delete or run
+        assert offline(line)[0] in (None, *READ_ONLY) or line.startswith("count the words") or typed
 
 
 def test_it_is_the_file_that_exists_and_a_name_is_looked_up_for_reading(desk):
@@ -2568,6 +2583,8 @@ def test_it_is_the_file_that_exists_and_a_name_is_looked_up_for_reading(desk):
     assert "The sea." in desk.ask("and now show it to me")[0]
     assert desk.ask("delete the essay")[1] == [] and desk.read("My Essay.md")
     (desk.folder / "essay2.md").write_text("2")
+    assert "The sea." in desk.ask("read my essay")[0]  # it was named before
+    desk.ask("read a.txt")
     assert "Which file do you mean?" in desk.ask("read my essay")[0]
     assert "No such file" in desk.ask("copy a.txt to backup/a.txt")[0]
     assert desk.ask("read it")[0].startswith("a.txt says:")
@@ -2576,6 +2593,25 @@ def test_it_is_the_file_that_exists_and_a_name_is_looked_up_for_reading(desk):
     assert desk.read("ideas.txt") == "agents are loops"
     desk.ask("explain docs/b.md")
     assert desk.ask("read it")[0].startswith("docs/b.md says:")
+
+
+def test_what_was_said_before_counts(desk):
+    desk.ask("what is 15% of 240")
+    assert desk.ask("now divide that by 6")[0] == "36 divide 6 = 6"
+    assert desk.ask("does b.md say anything about two?")[1] == ["grep"]
+    assert "write_file" not in desk.ask("did you change anything?")[0]
+    desk.ask("write hello to new.txt")
+    assert "- write_file {'path': 'new.txt'" in desk.ask("what did you change?")[0]
+
+
+def test_only_the_important_word_is_searched_for_if_nothing_has_the_text(desk):
+    assert "a.txt:2: two\n(I searched for two.)" in desk.ask("find the two lines in a.txt")[0]
+    assert "searched for two" in desk.ask("who is given as two in a.txt")[0]
+
+
+def test_reading_is_done_although_something_is_not_to_be_done(desk):
+    answer, tools = desk.ask("please don't change a.txt, just tell me how many lines it has")
+    assert answer.endswith("a.txt: 3") and tools == ["grep"]
 
 
 def test_facts_are_kept_apart_and_forgotten_one_by_one(desk):
