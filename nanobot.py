@@ -841,6 +841,9 @@ NO_USAGE = {
     "cached_tokens": 0,
     "estimated": False,
 }
+GIVEN_UP = (
+    "Your last message was not answered: nanobot was interrupted. /continue resumes the turn."
+)
 LIMIT_REACHED = "the limit of steps (maxToolIterations) is reached; ask the agent to go on"
 CUT_AGAIN = "cut: the answer reached its length limit again and again"
 WITHHELD = ("content_filter", "refusal")  # values of `finish_reason`
@@ -1460,13 +1463,26 @@ class Conversation:
         return True
 
     async def go_on_after_restart(self):
-        """Resume a recent open turn, but at most twice, because the turn may crash the gateway."""
+        """Resume a recent open turn, but at most twice, because the turn may crash the gateway. If
+        it is not resumed, a report says so, once: its id is that of an earlier start's report."""
         session = self.loop.sessions.get(self.key)
         for line in self.outbox.read():
             self._send_said(line)
         self._send_answers(session)
-        if session.is_open and session.resumed < 2:
-            self.is_due = time.time() - session.path.stat().st_mtime < 86_400
+        if session.is_open:
+            id_ = f"open@{session.last}"
+            age = time.time() - session.path.stat().st_mtime
+            self.is_due = session.resumed < 2 and age < 86_400 and id_ not in session.known_ids
+            if not self.is_due:
+                report = InboundMessage(
+                    "system",
+                    "",
+                    self.key,
+                    "Your last message was not answered: nanobot was interrupted. "
+                    "/continue resumes the turn.",
+                    message_id=id_,
+                )
+                await self.take_in(report, "report")
         await self._answer_what_waits()
 
     async def _answer_what_waits(self):
