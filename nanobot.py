@@ -578,7 +578,7 @@ class AgentLoop:
         self.commands = Commands(self)
         self.tools.register(tool(self.subagents.spawn))
         self.tools.register(JobRunner(self).cron_tool())
-        self.started = time.monotonic()
+        self.started = time.time()
         self.turns = RunningTurns(self.sessions)
         self.background = Background()
         self.notes = {}  # session key → notice for the next turn
@@ -841,6 +841,9 @@ NO_USAGE = {
     "cached_tokens": 0,
     "estimated": False,
 }
+GIVEN_UP = (
+    "Your last message was not answered: nanobot was interrupted. /continue resumes the turn."
+)
 LIMIT_REACHED = "the limit of steps (maxToolIterations) is reached; ask the agent to go on"
 CUT_AGAIN = "cut: the answer reached its length limit again and again"
 WITHHELD = ("content_filter", "refusal")  # values of `finish_reason`
@@ -1460,13 +1463,26 @@ class Conversation:
         return True
 
     async def go_on_after_restart(self):
-        """Resume a recent open turn, but at most twice, because the turn may crash the gateway."""
+        """Resume a recent open turn, but at most twice, because the turn may crash the gateway. If
+        it is not resumed, a report says so, once: its id is that of an earlier start's report."""
         session = self.loop.sessions.get(self.key)
         for line in self.outbox.read():
             self._send_said(line)
         self._send_answers(session)
-        if session.is_open and session.resumed < 2:
-            self.is_due = time.time() - session.path.stat().st_mtime < 86_400
+        if session.is_open:
+            id_ = f"open@{session.last}"
+            age = time.time() - session.path.stat().st_mtime
+            self.is_due = session.resumed < 2 and age < 86_400 and id_ not in session.known_ids
+            if not self.is_due:
+                report = InboundMessage(
+                    "system",
+                    "",
+                    self.key,
+                    "Your last message was not answered: nanobot was interrupted. "
+                    "/continue resumes the turn.",
+                    message_id=id_,
+                )
+                await self.take_in(report, "report")
         await self._answer_what_waits()
 
     async def _answer_what_waits(self):
@@ -1699,21 +1715,19 @@ class JobRunner:
             is_wanted=lambda job: self.is_gateway or job.channel == "cli",
         )
 
-    def may_run(self) -> bool:
-        return self.is_gateway or not gateway_runs(self.loop.workspace)
-
     async def run(self):
         """Run due jobs until cancelled, but only while no other program holds the lock `jobs`."""
-        lock = self.loop.workspace / ".nanobot" / "jobs.lock"
+        home = self.loop.workspace
+        lock = home / ".nanobot" / "jobs.lock"
         while True:
             with contextlib.suppress(SessionBusy), locked(lock, "another program runs the jobs"):
-                await self.clock.run(self.may_run)
+                await self.clock.run(lambda: self.is_gateway or not gateway_runs(home))
             await self.loop.config.sleep(1.0)
 
     def add_system_jobs(self):
         hours = self.loop.config.defaults.dream.interval_h
         heartbeat = self.loop.config.gateway.heartbeat
-        self.clock.add_system("dream", hours * 3_600)
+        self.clock.add_system("dream", (hours or 2) * 3_600, hours > 0)
         self.clock.add_system("heartbeat", heartbeat.interval_s, heartbeat.enabled)
 
     async def _beat(self):
@@ -1986,7 +2000,6 @@ class Commands:
         window = self.loop.config.defaults.context_window_tokens
         messages = counted(len(self.loop.sessions.get(turn.session_key).history()), "message")
         helpers = counted(len(self.loop.subagents.of(turn.session_key)), "helper")
-        hours, minutes = divmod(int(time.monotonic() - self.loop.started) // 60, 60)
         cost = self.loop.cost.line(self.loop.cost.total)
         return "\n".join(
             [
@@ -1996,7 +2009,7 @@ class Commands:
                 f"{helpers} at work",
                 f"context {request.tokens:,} of {window:,}",
                 *request.notes,
-                f"since the start: {cost}, {hours} h {minutes} min",
+                f"since the start, {ago(self.loop.started)}: {cost}",
             ]
         )
 
@@ -2023,7 +2036,7 @@ LOCAL_ONLY = -1.0
 
 @dataclass
 class DreamSettings:
-    interval_h: int = 2
+    interval_h: float = 2  # 0: no dreams except with /dream
     max_batch_size: int = 20  # maximum number of history entries per dream
     max_iterations: int = 10
 
@@ -2255,8 +2268,7 @@ def read_json(file: Path, environ: Mapping[str, str]):
 def read_setting(hint, value, place: str = ""):
     """Convert a value of the file to the type `hint`. A ConfigError contains the setting's path."""
     schema = as_schema(dict if is_dataclass(hint) else hint)
-    if hint is int:
-        schema["minimum"] = 1
+    schema["minimum"] = int(hint is int)  # of other numbers 0: `dream.intervalH: 0` means off
     if problems := validate(value, schema, place or "the file"):
         raise ConfigError("; ".join(problems))
     if is_dataclass(hint):
@@ -2605,8 +2617,12 @@ class Talk:
         self.terminal.note(self.first_line())
         self.follow_project()
         self.background.complete(logged(self.show_reports(), "reports"))
-        jobs = JobRunner(self.loop).run()
-        for work in (jobs, self.watch_reports(), self.loop.remember_terminals()):
+        for work in (
+            JobRunner(self.loop).run(),
+            self.watch_reports(),
+            self.loop.remember_terminals(),
+            self.dream_daily(),
+        ):
             asyncio.run_coroutine_threadsafe(logged(work, "jobs"), self.background.loop)
         return self.terminal.converse(self.answer, history)
 
@@ -2652,6 +2668,19 @@ class Talk:
         elif project.is_unknown:
             self.terminal.note(NOT_FOLLOWED.format(project, self.trust))
         self.loop.context.project = project.part()
+
+    async def dream_daily(self):
+        """One dream a day, if a history entry of an earlier day is unread. A gateway, which dreams
+        every two hours, leaves no such entry."""
+        hours = self.loop.config.defaults.dream.interval_h
+        unread = self.loop.memory.unread()
+        last = self.folder / "last-dream"
+        today = time.strftime("%Y-%m-%d")
+        if hours and unread and max(unread[0]["timestamp"], self.loop.memory.text_of(last)) < today:
+            last.write_text(today)
+            told = await self.loop.dream.run()
+            async with self.loop.turns.hold(self.key):  # not in the middle of an answer
+                self.terminal.report(told)
 
     async def watch_reports(self):
         while True:

@@ -25,7 +25,7 @@ from channels import JobStore
 from conftest import fork
 from fake_llm import Failure, FakeLLM, Hang, Reply, call
 from fake_telegram import FakeTelegram
-from memory import SessionManager, locked
+from memory import MemoryStore, SessionManager, locked
 from test_providers import check_grammar
 
 ROOT = Path(__file__).parent.parent
@@ -611,6 +611,46 @@ def test_a_reminder_comes_to_the_prompt_while_no_gateway_runs(own_home):
         "Hello.",
         "Remember <two>!",
     ]
+
+
+@needs_terminal
+def test_who_starts_no_gateway_gets_one_dream_a_day_when_a_prompt_opens(own_home):
+    off = settings(own_home, agents={"defaults": {"dream": {"intervalH": 0}}})
+
+    def script(body):
+        is_dream = "# History" in str(body["messages"][-1]["content"])
+        if is_dream:
+            dreams.append(body)
+        return "[SKIP]" if is_dream else "Hello."
+
+    def open_prompt(*flags: str) -> str:
+        terminal = Terminal(*flags, server=server)
+        terminal.expect("> ")
+        terminal.say("hi", "Hello.", "> ")
+        assert terminal.close() == 0
+        return terminal.everything
+
+    dreams: list[dict] = []
+    told = "Dreamt about 2 entries: no change. /dream-log shows the changes."
+    memory = MemoryStore(workspace_of(own_home))
+    with FakeLLM(script) as server:
+        memory.append_history("They began a kit today.")
+        assert "reamt" not in open_prompt(), "the entry is of today"
+        (memory.folder / "history.jsonl").unlink()
+        memory.append_history("[2026-04-03 00:02] They went to Rome.")
+        memory.append_history("They began a kit today.")
+        assert "reamt" not in open_prompt(*off) and dreams == []
+        terminal = Terminal(server=server)
+        terminal.expect(told, "> ")
+        assert terminal.close() == 0
+        memory.append_history("[2026-04-04 00:02] They came back.")
+        assert "reamt" not in open_prompt() and len(dreams) == 1, "the second prompt of a day"
+    gateway = Gateway(
+        own_home, None, None, "--offline", agents={"defaults": {"dream": {"intervalH": 0}}}
+    )
+    wait_until(lambda: "dream" in nanobot("cron")[1])
+    gateway.end()
+    assert re.search(r"dream · every 7200 s · off", nanobot("cron")[1])
 
 
 @needs_terminal

@@ -786,16 +786,29 @@ def test_on_windows_a_file_that_is_open_is_replaced_a_moment_later_or_stays_with
 
 # ---- Turns that were killed, stopped or failed ----
 
+GIVEN_UP = (
+    "Your last message was not answered: nanobot was interrupted. /continue resumes the turn."
+)
 OPEN_TURNS = [
     ("a question without an answer", [], 0, 0, ["Fine."]),
     ("a call without its result", [calling("c1")], 0, 0, ["Fine."]),
     ("results that nobody has looked at", [calling("c1"), result("c1", "x")], 0, 0, ["Fine."]),
     ("resumed once", [], 1, 0, ["Fine."]),
-    ("resumed twice: it may be what kills the program", [], 2, 0, []),
+    ("resumed twice: it may be what kills the program", [], 2, 0, [GIVEN_UP]),
     ("almost a day old", [], 0, 23, ["Fine."]),
-    ("more than a day old", [], 0, 25, []),
+    ("more than a day old", [], 0, 25, [GIVEN_UP]),
     ("answered, and perhaps not delivered", [answer("yes")], 0, 0, ["yes"]),
 ]
+
+
+def restarted(workspace: Path, model: LLMProvider) -> list[str]:
+    """What a gateway sends by itself."""
+
+    async def work(chats):
+        await chats.answered()
+        await chats.at_rest()
+
+    return serve(workspace, model, work).finals()
 
 
 @pytest.mark.parametrize(("what", "lines", "resumes", "hours", "sent"), OPEN_TURNS)
@@ -806,13 +819,27 @@ def test_what_the_next_gateway_does_with_a_killed_turn(tmp_path, what, lines, re
         session.mark("resumed")
     os.utime(session.path, (time.time() - hours * 3_600,) * 2)
     model = Model()
-    assert chat(tmp_path, model) == sent
+    assert restarted(tmp_path, model) == sent
     assert chat(tmp_path, model, "next") == ["Fine."]
     assert len(model.asked) == (2 if sent == ["Fine."] else 1)
     assert tokens_in(model.asked[-1].messages) == ["<q>"]
-    assert ("not answered: interrupted" in str(model.asked[-1].messages)) is (sent == [])
-    marks = [line.get("mark") for line in lines_of(session.path)]
+    is_given_up = sent == [GIVEN_UP]
+    assert ("not answered: interrupted" in str(model.asked[-1].messages)) is is_given_up
+    lines = lines_of(session.path)
+    assert [line["content"] for line in lines if "report" in line] == [GIVEN_UP] * is_given_up
+    marks = [line.get("mark") for line in lines]
     assert marks.count("resumed") == resumes + (sent == ["Fine."])
+
+
+def test_a_turn_that_is_not_resumed_any_more_goes_on_with_continue(tmp_path):
+    session = loaded(tmp_path, CHAT)
+    session.append(user("<q>"), calling("c1"))
+    os.utime(session.path, (time.time() - 90_000,) * 2)
+    model = Model()
+    assert restarted(tmp_path, model) == [GIVEN_UP] and model.asked == []
+    assert chat(tmp_path, model, "/continue") == ["Fine."]
+    assert tokens_in(model.asked[0].messages) == ["<q>"]
+    assert legal(model.asked[0].messages)[-1]["role"] == "tool", "the call reads as interrupted"
 
 
 def test_a_terminal_session_waits_for_continue(tmp_path):

@@ -1175,7 +1175,7 @@ def test_status_tells_of_the_session_the_window_and_all_since_the_start(tmp_path
     assert place == f"folder {loop.config.cwd}, workspace {loop.workspace}"
     assert first == f"nanobot {nanobot.__version__}, model scripted, session cli:direct, 2 messages"
     assert helpers == "0 helpers at work" and re.fullmatch(r"context \d,\d{3} of 5,000", second)
-    assert third == "since the start: 1,200 in · 34 out, 0 h 0 min"
+    assert third == "since the start, a moment ago: 1,200 in · 34 out"
     for _ in range(8):
         loop.sessions.get("cli:direct").append(
             question("word " * 400), {"role": "assistant", "content": "ok"}
@@ -1223,7 +1223,7 @@ def test_what_the_memory_asks_keeps_to_the_limits_and_is_paid_for(tmp_path):
         assert sorted(names) == ["edit_file", "read_file", "write_file"]
     assert {request.options["max_tokens"] for request in loop.provider.requests} == {99}
     assert f"Cannot read {loop.workspace}/0.md" in results(rest[1].messages)[0]
-    assert "since the start: 50 in · 5 out" in ask(loop, "/status")[0].final_content
+    assert ": 50 in · 5 out" in ask(loop, "/status")[0].final_content
 
 
 # ---- One call for programs ----
