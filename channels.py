@@ -74,7 +74,7 @@ class MessageBus:
         self.channels: dict[str, Channel] = {}
         self._inbound: asyncio.Queue[InboundMessage] = asyncio.Queue()
         self._listening: list[asyncio.Task] = []
-        self.outboxes: dict[tuple[str, str, bool], Outbox] = {}
+        self.outboxes = {}  # (channel, chat id, is it for files?) → Outbox
         self._sleep = sleep
 
     def open(self, channel: "Channel"):

@@ -166,9 +166,9 @@ class AgentRunSpec:
     context_window: int = 65_536  # tokens
     hook: AgentHook = field(default_factory=lambda: AgentHook())
     turn: Turn = field(default_factory=Turn)  # tools with a parameter `turn` get this object
-    append: Callable[..., None] = lambda *messages: None  # stores each new message at once
-    arrivals: Callable[[], list[dict]] = list  # journals and returns new user messages
-    make_room: Callable[[list[dict]], Awaitable[list[dict]]] | None = None  # before each request
+    append: Callable = lambda *messages: None  # stores each new message at once
+    arrivals: Callable = list  # journals and returns new user messages
+    make_room: Callable | None = None  # awaited before each request: messages → fewer messages
     keeps_half: bool = True  # if the run is cancelled, journal the text that was streamed
 
 
@@ -788,8 +788,8 @@ class RunningTurns:
     """Locks: each session runs one turn at a time, across all tasks and processes."""
 
     sessions: SessionManager
-    tasks: dict[str, asyncio.Task] = field(default_factory=dict)  # session key → running turn
-    chats: dict[str, str] = field(default_factory=dict)  # a job's session key → chat for its report
+    tasks: dict = field(default_factory=dict)  # session key → running turn
+    chats: dict = field(default_factory=dict)  # a job's session key → chat for its report
     locks: Any = field(default_factory=weakref.WeakValueDictionary)  # session key → lock in use
 
     @contextlib.asynccontextmanager
@@ -861,8 +861,8 @@ class RunState:
     why_empty: str = "the model sent nothing useful"  # the reason why there is no answer
     note: str = ""  # a message for the next request only
     failure: str = ""  # the error of the last failed call of this step
-    calls: dict[str, int] = field(default_factory=dict)  # call, outcome → number of steps in a row
-    calls_before: dict[str, int] = field(default_factory=dict)  # `calls` of the previous step
+    calls: dict = field(default_factory=dict)  # call, outcome → number of steps in a row
+    calls_before: dict = field(default_factory=dict)  # `calls` of the previous step
     room: int = sys.maxsize  # token limit of requests; lowered after a request was too long
     is_told: bool = False  # True: the user was informed that messages are left out
 
@@ -1474,14 +1474,7 @@ class Conversation:
             age = time.time() - session.path.stat().st_mtime
             self.is_due = session.resumed < 2 and age < 86_400 and id_ not in session.known_ids
             if not self.is_due:
-                report = InboundMessage(
-                    "system",
-                    "",
-                    self.key,
-                    "Your last message was not answered: nanobot was interrupted. "
-                    "/continue resumes the turn.",
-                    message_id=id_,
-                )
+                report = InboundMessage("system", "", self.key, GIVEN_UP, message_id=id_)
                 await self.take_in(report, "report")
         await self._answer_what_waits()
 
@@ -1867,7 +1860,7 @@ class SubagentManager:
 
     loop: AgentLoop
     most: int = 4  # the maximum number of running helpers
-    running: dict[asyncio.Task, str] = field(default_factory=dict)  # task → its session key
+    running: dict = field(default_factory=dict)  # task → its session key
     results: asyncio.Queue[InboundMessage] = field(default_factory=asyncio.Queue)
 
     def of(self, session_key: str) -> list[asyncio.Task]:
@@ -2268,7 +2261,7 @@ def read_json(file: Path, environ: Mapping[str, str]):
 def read_setting(hint, value, place: str = ""):
     """Convert a value of the file to the type `hint`. A ConfigError contains the setting's path."""
     schema = as_schema(dict if is_dataclass(hint) else hint)
-    schema["minimum"] = int(hint is int)  # of other numbers 0: `dream.intervalH: 0` means off
+    schema["minimum"] = 1 if hint is int else 0  # `dream.intervalH: 0` means off
     if problems := validate(value, schema, place or "the file"):
         raise ConfigError("; ".join(problems))
     if is_dataclass(hint):
