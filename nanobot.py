@@ -45,7 +45,7 @@ import uuid
 import warnings
 import weakref
 import webbrowser
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from datetime import datetime
@@ -137,9 +137,11 @@ from tools import (
     cast,
     image_block,
     in_thread,
+    kept_changes,
     plain_text,
     read_bytes,
     sandbox_problem,
+    take_back,
     tool,
     validate,
 )
@@ -233,7 +235,11 @@ class AgentRunner:
         tools, the answer and 1,024 spare tokens. If `state.note` has a text, append the note."""
         spec = state.spec
         may_call = state.has_tools and not state.is_over_limit
+        known = names_of(state.tools)
         state.tools = spec.tools.get_definitions() if may_call else []
+        late = [name for name in names_of(state.tools) if known and name not in known]
+        if late and not state.note:  # an MCP server has connected during the turn
+            state.note = f"[New tools: {', '.join(late)}]"
         tools = estimate(lines_of_json(state.tools)) if state.tools else 0
         budget = spec.context_window - spec.max_tokens - 1_024
         if budget <= 0:
@@ -277,7 +283,7 @@ class AgentRunner:
         spec = state.spec
         await spec.hook.before_request(request.messages, state.tools)
         state.result.requests += 1
-        names = [tool["function"]["name"] for tool in state.tools]
+        names = names_of(state.tools)
         response = await self.provider.chat(
             request.messages,
             state.tools,
@@ -339,7 +345,7 @@ class AgentRunner:
         """Run a call and journal its result at once. Returns the tool message and the images."""
         began = time.monotonic()
         if problem := reason_not_to_run(call, state.spec.tools):
-            result = ToolResult(problem, is_error=True)
+            result = ToolResult(problem, is_error=True, shown=f"refused: {problem}")
         else:
             result = await state.spec.tools.execute(call.name, call.arguments, state.spec.turn)
         if result.is_error:
@@ -555,7 +561,7 @@ class AgentLoop:
         self.config = config
         self.workspace = prepare_workspace(config.workspace)
         self.provider = provider or make_provider(config)
-        self.tools = make_tools(config) if tools is None else tools
+        self.tools = make_tools(config) if tools is None else tools.copy()
         self.mcp = MCPServers(config.tools.mcp_servers, self.tools)
         self.files_seen = defaultdict(dict)  # session key → files read
         read = partial(read_own, self.turn("cli:direct"))
@@ -598,7 +604,7 @@ class AgentLoop:
         events = EventHook(on_event, self.turn(session_key, folder), self.config.streaming)
         command, argument = slash_command(text)
         session = None
-        if command in ("", "new", "continue"):
+        if command in ("", *WAITING):
             async with self.turns.hold(session_key) as session:
                 session.origin = session.origin or {"folder": str(events.turn.cwd)}
                 result = await self._take_turn(session, text, command, events, media)
@@ -747,7 +753,8 @@ class AgentLoop:
         config = self.config
         channel, _, chat_id = session_key.partition(":")
         has_fence = config.tools.restrict_to_workspace or bool(config.tools.exec.sandbox)
-        secret = (config.path.resolve(), path_of(USUAL_SETTINGS))
+        undo = config.path.resolve().parent / "undo"
+        secret = (config.path.resolve(), path_of(USUAL_SETTINGS), undo)
         here = (folder or config.cwd).resolve()
         is_too_wide = any(path.is_relative_to(here) for path in (Path.home().resolve(), *secret))
         return Turn(
@@ -760,6 +767,8 @@ class AgentLoop:
             readable=(DATA / "skills",),
             secret=secret,
             seen=self.files_seen[session_key],
+            results=self.workspace / ".nanobot" / "tool-results",
+            undo=undo,
             max_result_chars=config.defaults.max_tool_result_chars,
         )
 
@@ -861,6 +870,7 @@ class RunState:
     why_empty: str = "the model sent nothing useful"  # the reason why there is no answer
     note: str = ""  # a message for the next request only
     failure: str = ""  # the error of the last failed call of this step
+    outcomes: Counter = field(default_factory=Counter)  # call, outcome → how often in this run
     calls: dict = field(default_factory=dict)  # call, outcome → number of steps in a row
     calls_before: dict = field(default_factory=dict)  # `calls` of the previous step
     room: int = sys.maxsize  # token limit of requests; lowered after a request was too long
@@ -890,11 +900,13 @@ class RunState:
             await self.spec.hook.on_stream(text)
 
     def count(self, call: ToolCallRequest, result: ToolResult) -> ToolResult:
-        """Count the consecutive steps in which this call had this outcome. From the third step on,
-        append a warning to the result. All failures of a call count as the same outcome."""
+        """Count how often this call had this outcome. From the third time on, append a warning to
+        the result. All failures of a call count as the same outcome."""
         outcome = None if result.is_error else [result.text, result.images]
         this_call = lines_of_json([call.name, call.arguments, outcome])
-        times = self.calls[this_call] = self.calls_before.get(this_call, 0) + 1
+        self.calls[this_call] = self.calls_before.get(this_call, 0) + 1
+        self.outcomes[this_call] += 1
+        times = self.outcomes[this_call]
         if times < 3:
             return result
         warning = template("same_failure" if result.is_error else "same_result", count=times)
@@ -935,6 +947,10 @@ def reason_not_to_run(call: ToolCallRequest, tools: ToolRegistry) -> str:
     if call.must_only_read and not is_read_only(call.name, tools):  # no user approved the call
         return f"{call.name} was not run: the tool has changed meanwhile. Send the call again."
     return call.denied
+
+
+def names_of(schemas: list[dict]) -> list[str]:
+    return [schema["function"]["name"] for schema in schemas]
 
 
 def is_read_only(name: str, tools: ToolRegistry) -> bool:
@@ -1331,7 +1347,7 @@ class BusService:
         key = message.chat_id if is_report else message.session_key
         conversation = self._conversation(key)
         command = "" if is_report else slash_command(message.content)[0]
-        if command in ("", "new", "continue"):
+        if command in ("", *WAITING):
             kind = "report" if is_report else "command" if command else "user"
             self.work.start(conversation.take_in(message, kind))
         else:
@@ -1781,6 +1797,7 @@ class JobRunner:
                 text += f"\n({template('no_gateway')} Tell the user.)"
             return text
 
+        cron.__annotations__ = self.clock.cron.__annotations__ | {"turn": Turn}
         return tool(cron)
 
 
@@ -1882,7 +1899,7 @@ class SubagentManager:
 
     async def _work(self, task: str, turn: Turn) -> str:
         """Run a helper. Returns its answer, or raises ToolError if there is none."""
-        names = [tool["function"]["name"] for tool in self.loop.tools.get_definitions()]
+        names = names_of(self.loop.tools.get_definitions())
         kept = ("spawn", "message", "cron")
         tools = [self.loop.tools.get(name) for name in names if name not in kept]
         prompt = template("subagent", cwd=turn.cwd, workspace=turn.workspace)
@@ -1930,12 +1947,14 @@ COMMANDS = {
     "new": "start a new conversation; the journal keeps the old one",
     "stop": "stop this chat's turn, helpers and jobs; in a terminal press Ctrl-C instead",
     "continue": "resume a turn that was interrupted",
+    "undo": "take back the file changes of the last turn that changed files",
     "status": "version, model, tokens, context, uptime",
     "dream": "read the recent history and save lasting facts in the memory",
     "dream-log": "list the commits of the memory, or show the commit that you name",
     "dream-restore": "undo the last dream, or the commit that you name",
     "help": "this list",
 }
+WAITING = ("new", "continue", "undo")  # these commands wait for the end of a running turn
 
 
 def slash_command(text: str) -> tuple[str, str]:
@@ -1949,13 +1968,15 @@ def slash_command(text: str) -> tuple[str, str]:
 
 @dataclass
 class Commands:
-    """Runs slash commands. Only /new and /continue wait for the end of a running turn."""
+    """Runs slash commands. Only those in WAITING wait for the end of a running turn."""
 
     loop: AgentLoop
 
     async def begin(self, command: str, session: Session, **origin: str) -> AgentRunResult | None:
-        """Run /new or /continue. Returns None if a turn must be resumed. `origin`: message id."""
+        """Run a WAITING command. Returns None if a turn must be resumed. `origin`: message id."""
         session.mark(command, **origin)
+        if command == "undo":
+            return AgentRunResult(await in_thread(self._undo, session))
         if command == "new":
             await session.synced()
             self.loop.turn(session.key).seen.clear()
@@ -1964,6 +1985,22 @@ class Commands:
         if not session.unfinished:
             return AgentRunResult("There is no interrupted turn to resume.")
         return None
+
+    def _undo(self, session: Session) -> str:
+        """Undo the last turn that changed files. The user's next message tells the model."""
+        outcomes = take_back(self.loop.turn(session.key).store("undo"), session.key)
+        undone = ", ".join(name for name, is_undone in outcomes.items() if is_undone)
+        left = ", ".join(name for name, is_undone in outcomes.items() if not is_undone)
+        told = []
+        if undone:
+            report = f"the user took back your changes to {undone}"
+            session.append({"role": "assistant", "report": "undo", "content": report})
+            session.mark("delivered", upto=session.highest)
+            told.append(f"Took back the changes to {undone}.")
+        if left:
+            told.append(f"Left alone, because something else has changed them since: {left}.")
+        told = told or ["No turn of this conversation has changed files."]
+        return " ".join([*told, "What commands (exec) did cannot be undone."])
 
     async def answer(self, command: str, argument: str, turn: Turn) -> AgentRunResult:
         repository = MemoryRepository(self.loop.workspace)
@@ -2718,6 +2755,22 @@ def trust_command(arguments):
     print(printable(f"{project}: {'followed' if project.answer else 'not followed'}"))
 
 
+def undo_command(arguments):
+    """Takes back the file changes of the last turn in this folder that changed files."""
+    loop = AgentLoop(settings_of(arguments))
+    turn = loop.turn("cli:undo")
+    keys = [
+        change["session"]
+        for change in kept_changes(turn.store("undo"))
+        if change["folder"] == str(turn.cwd) and change["session"].startswith("cli:")
+    ]
+    if not keys:
+        raise ConfigError(f"There is nothing to undo: no turn has changed files in {turn.cwd}.")
+    with BackgroundLoop(loop.close) as background:
+        result = background.complete(loop.process_direct("/undo", keys[-1]))
+    print(printable(result.final_content))
+
+
 def onboard_command(arguments):
     file = arguments.config or path_of(USUAL_SETTINGS)
     if not file.exists():
@@ -2977,6 +3030,7 @@ COMMAND_LINE = {  # command: (function, description in --help)
     "prompt": (prompt_command, "print the next request, but do not send it"),
     "sessions": (sessions_command, "list conversations, or `show NUMBER`"),
     "trust": (trust_command, "follow this project's AGENTS.md, or `no`"),
+    "undo": (undo_command, "take back the last turn's changes of files here"),
     "onboard": (onboard_command, "create settings and workspace"),
     "status": (status_command, "check the settings, the model and other parts"),
     "gateway": (gateway_command, "run the channels and the cron jobs"),

@@ -1967,7 +1967,7 @@ MEMORY_PATH = r"[:`] ?((?:/|~|\w:\\)[^\n:`]*MEMORY\.md)"  # - Facts: /home/a b/m
 SECONDS_OF = {"sec": 1, "min": 60, "hour": 3_600, "hr": 3_600, "day": 86_400, "week": 604_800}
 # tool → pattern for a successful result; any other result is an error
 SUCCESS = {"read_file": r"\d+\| ", "edit_file": "--- ", "exec": r"(?s).*Exit code: 0$"}
-NOISE = r"(?m)^STDERR:\n|^MEMORY\.md:\d+: (?:- )?|^Exit code: 0\Z|\nExit code: \d+\Z"  # not shown
+NOISE = r"(?m)^\S*MEMORY\.md:\d+: (?:- )?|^Exit code: 0\Z|\nExit code: \d+\Z"  # not shown
 WHICH_FILE = "Which file do you mean? Name it, like: read a.txt (or say: list the files here)"
 
 
