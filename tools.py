@@ -270,7 +270,12 @@ class ToolRegistry:
         """Return (tool or None, arguments after casting, problem or None)."""
         tool = self._tools.get(name)
         if not tool:
-            return None, {}, self._other_tools(name)
+            meant = OTHER_NAMES.get(name.lower())
+            near = difflib.get_close_matches(name[:64].lower(), self._tools, 99, 0)
+            names = (
+                meant if meant in self._tools else f"one of these, closest first: {', '.join(near)}"
+            )
+            return None, {}, f"There is no tool {name[:64]!r}. Use {names}."
         params = cast({} if params is None else params, {"type": "object"})
         if not isinstance(params, dict):
             problem = f'The arguments of {name} must be one JSON object, like {{"name": "value"}}.'
@@ -279,15 +284,6 @@ class ToolRegistry:
         errors = tool.validate_params(params)
         problem = f"{name} was not run: {'; '.join(errors)}. Correct the call." if errors else None
         return tool, params, problem
-
-    def _other_tools(self, name: str) -> str:
-        """There is no tool 'bash'. Use exec."""
-        problem = f"There is no tool {name[:64]!r}."
-        meant = OTHER_NAMES.get(name.lower())
-        if meant in self._tools:
-            return f"{problem} Use {meant}."
-        near = difflib.get_close_matches(name[:64].lower(), self._tools, 99, 0)
-        return f"{problem} The tools, closest first: {', '.join(near)}."
 
     async def execute(self, name: str, params, turn: "Turn | None" = None) -> ToolResult:
         """Run one tool. `params` is a dict or JSON text. Every failure becomes an error result."""
@@ -402,10 +398,10 @@ class Turn:
             path.write_bytes(text.encode("utf-8", errors="replace"))
             for old in sorted(folder.glob("*-*.txt"))[:-200]:
                 old.unlink(missing_ok=True)  # another program may have deleted the file
+            note = f"; the whole text is in {path}: use read_file or grep"
         except OSError as problem:
-            log.warning("could not save the result of %s to a file: %s", name, problem)
-            return shorten(text, most - 100)
-        return shorten(text, most - 300, f"; the whole text is in {path}: use read_file or grep")
+            note = f"; the whole text could not be saved: {problem}"
+        return shorten(text, most - 300, note)
 
     def lines_read(self, path: Path, data: bytes) -> int:
         """How many lines, from the first on, the session has read; 0 if the file has changed since.
@@ -509,9 +505,9 @@ def shorten(text: str, limit: int, note: str = "") -> str:
     if len(text) <= limit:
         return text
     head, tail = text[: limit // 2], text[-(limit // 2) :]
-    head, tail = head[: head.rfind("\n") + 1] or head, tail[tail.find("\n") + 1 :]
+    head, tail = head.rpartition("\n")[0] or head, tail.partition("\n")[2] or tail
     left_out = len(text) - len(head) - len(tail)
-    return f"{head.rstrip()}\n… {left_out:,} characters left out{note} …\n{tail}"
+    return f"{head}\n… {left_out:,} characters left out{note} …\n{tail}"
 
 
 # ---- Schemas: which arguments are valid ----
@@ -559,10 +555,10 @@ def kinds(schema: dict) -> list[str]:
 KEYWORDS = {
     "type": str | list,
     "properties": dict,
-    "required": list,
     "items": dict,
     "enum": list,
     "anyOf": list,
+    "required": list,
     "minimum": int | float,
     "maximum": int | float,
     "minLength": int,
@@ -572,31 +568,16 @@ KEYWORDS = {
 }
 
 
-def sane(schema) -> dict:
-    """A server's schema without what `cast` and `validate` cannot read: the server checks the rest.
-
-    {"type": "strin", "minLength": 1, "items": [5]} → {"minLength": 1}
-    """
+def is_sane(schema) -> bool:
+    """Can `cast` and `validate` read this schema of a foreign server?"""
     if not isinstance(schema, dict):
-        return {}
-    kept = {
-        name: value
-        for name, value in schema.items()
-        if isinstance(value, KEYWORDS.get(name, object))
-    }
-    if not all(str(kind) in JSON_TYPES for kind in kinds(kept)):
-        del kept["type"]
-    if schema.get("nullable") is True and kinds(kept):
-        kept["type"] = [*kinds(kept), "null"]
-    if "required" in kept:
-        kept["required"] = [name for name in kept["required"] if isinstance(name, str)]
-    if "properties" in kept:
-        kept["properties"] = {name: sane(part) for name, part in kept["properties"].items()}
-    if "items" in kept:
-        kept["items"] = sane(kept["items"])
-    if "anyOf" in kept:
-        kept["anyOf"] = [sane(option) for option in kept["anyOf"]]
-    return kept
+        return False
+    if not all(isinstance(value, KEYWORDS.get(name, object)) for name, value in schema.items()):
+        return False
+    parts = [*schema.get("properties", {}).values(), *schema.get("anyOf", ())]
+    if "items" in schema:
+        parts.append(schema["items"])
+    return all(str(kind) in JSON_TYPES for kind in kinds(schema)) and all(map(is_sane, parts))
 
 
 def fits(value, wanted: list[str]) -> bool:
@@ -930,10 +911,10 @@ def replace_passage(text: str, old: str, new: str, replace_all: bool = False) ->
     `new` is empty and a whole line is deleted, its line break is deleted, too."""
     if replace_all and old in text:
         return text.replace(old, new)
-    places, start = [], text.find(old)
-    while start >= 0 and len(places) < 20:  # the message names at most 20 places
-        places.append(start)
-        start = text.find(old, start + 1)
+    found = re.finditer(f"(?={re.escape(old)})", text)
+    places = [
+        match.start() for match in itertools.islice(found, 20)
+    ]  # the message names at most 20
     if not places:
         raise ToolError(f"old_text is not in the file.{nearest(text, old)}")
     if len(places) > 1:
@@ -1390,13 +1371,12 @@ def searched_bytes(path: str, most: int) -> tuple[bytes, str]:
     """Read a file; returns its bytes, and why it cannot be searched."""
     try:
         with open_file(path) as file:
-            data = file.read(65_536)  # allocating 2 MB takes longer than searching a small file
-            if is_binary(data):
-                return b"", "binary"
-            data += file.read(most + 1 - len(data)) if len(data) == 65_536 else b""
+            if os.fstat(file.fileno()).st_size > most:
+                return b"", f"over {most:,} bytes: name it in path"
+            data = file.read()
     except OSError:  # permission denied, or the file was deleted
         return b"", "not readable"
-    return (b"", f"over {most:,} bytes: name it in path") if len(data) > most else (data, "")
+    return (b"", "binary") if is_binary(data) else (data, "")
 
 
 def shown_lines(name: str, text: str, find: Callable, request: dict, hits: list) -> list[str]:
@@ -1489,9 +1469,7 @@ def check_command(command: str, turn: Turn, *, confined: bool = False):
         name = os.path.basename(program).lower()
         names = [word for word in arguments if not word.startswith("-")]
         options = " ".join([name, *(word for word in arguments if word.startswith("-"))])
-        changed = names[:-1] if name == "mv" else names if re.match(CHANGES, options) else []
-        is_sweeping = any(re.fullmatch(EVERYTHING, word) for word in changed)
-        if is_sweeping or re.match(FATAL, " ".join([name, *names, ""])):
+        if is_fatal(name, names, options):
             raise Refused(f"{name} is too dangerous here. Ask the user to run it.")
         for text in names if name in SHELLS else [program] if " " in program else []:
             programs += programs_of(text)  # the loop reaches these, too
@@ -1518,6 +1496,13 @@ def check_command(command: str, turn: Turn, *, confined: bool = False):
         check_deleted(name, folder, turn)
     check_paths(written, turn, writes=True)
     check_paths(named - written, turn, writes=False)
+
+
+def is_fatal(name: str, names: list[str], options: str) -> bool:
+    """reboot; mv ~ /tmp; chmod -R 777 /"""
+    changed = names[:-1] if name == "mv" else names if re.match(CHANGES, options) else []
+    is_sweeping = any(re.fullmatch(EVERYTHING, word) for word in changed)
+    return is_sweeping or bool(re.match(FATAL, " ".join([name, *names, ""])))
 
 
 def found_by(arguments: list[str]) -> list[str]:
@@ -2297,7 +2282,10 @@ class MCPTool(Tool):
             texts = {each["name"]: StringSchema(each.get("description")) for each in arguments}
             required = [each["name"] for each in arguments if each.get("required")]
             schema = ObjectSchema(texts, required=required)
-        self.parameters = {"properties": {}} | sane(schema) | {"type": "object"}
+        properties = schema.get("properties", {})
+        for odd in [name for name, part in properties.items() if not is_sane(part)]:
+            properties[odd] = {}  # any value: the server checks it
+        self.parameters = {**schema, "type": "object", "properties": properties}
 
     async def execute(self, /, **arguments) -> ToolResult:
         if "uri" not in self.request:
