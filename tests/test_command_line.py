@@ -825,6 +825,29 @@ def test_a_prompt_holds_its_conversation_and_a_second_one_begins_anew_and_says_s
         assert [each.close() for each in (first, second, third)] == [0, 0, 0]
 
 
+def test_undo_takes_back_what_a_command_changed_in_this_folder(own_home, tmp_path):
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        said = ("--offline", "-s", folder, "-m", f"create {folder}.txt with hello")
+        assert nanobot(*said, cwd=tmp_path / folder)[0] == 0
+        assert (tmp_path / folder / f"{folder}.txt").read_text().strip() == "hello"
+    assert nanobot("undo", cwd=tmp_path / "a")[:2] == (
+        0,
+        "Took back the changes to a.txt. What commands (exec) did cannot be undone.\n",
+    )
+    assert list((tmp_path / "a").iterdir()) == [] and (tmp_path / "b" / "b.txt").exists()
+    status, _, errors = nanobot("undo", cwd=tmp_path / "a")
+    assert status == 1 and "There is nothing to undo: no turn has changed files in" in errors
+    terminal = Terminal("--offline", "-s", "b", cwd=tmp_path / "b")
+    terminal.expect("> ")
+    status, _, errors = nanobot("undo", cwd=tmp_path / "b")
+    assert status == 1 and "in use" in errors and (tmp_path / "b" / "b.txt").exists()
+    terminal.say("/undo", "Took back the changes to b.txt", "> ")
+    assert not (tmp_path / "b" / "b.txt").exists()
+    terminal.type("\x04")
+    assert terminal.process.wait(LONG) == 0
+
+
 def test_in_a_deleted_folder_the_error_says_what_to_do(tmp_path):
     code = (
         f"mkdir gone && cd gone && rmdir ../gone && {sys.executable} {ROOT}/nanobot.py --offline hi"

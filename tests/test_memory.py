@@ -170,6 +170,33 @@ def chat(workspace: Path, model: LLMProvider, *texts: str) -> list[str]:
     return serve(workspace, model, work).finals()
 
 
+def test_undo_in_a_chat_takes_back_its_own_changes_and_is_delivered_once(own_home, tmp_path):
+    seen = []
+
+    def talk(request):
+        seen.append(said(request.messages)[-1])
+        is_first = request.messages[-1]["role"] == "user" and "write" in seen[-1]
+        return call("write_file", path="x", content="y") if is_first else "<done>"
+
+    async def work(chats):
+        await chats.say("write", id_="1")
+        await chats.answered(1)
+        assert (tmp_path / "x").exists()
+        await chats.say("/undo", id_="2")
+        await chats.say("/undo", id_="2")
+        await chats.answered(2)
+        await chats.say("what now?", id_="3")
+        await chats.answered(3)
+        await chats.at_rest()
+
+    model = Model(talk)
+    texts = serve(tmp_path, model, work).finals()
+    assert texts[1].startswith("Took back the changes to x.") and len(texts) == 3
+    assert "undo: the user took back your changes to x]" in seen[-1]
+    assert not (tmp_path / "x").exists()
+    assert serve(tmp_path, model, lambda chats: chats.at_rest()).finals() == []
+
+
 # ---- The journal on disk ----
 
 

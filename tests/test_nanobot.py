@@ -34,6 +34,7 @@ from nanobot import (
     JobRunner,
     Price,
     load_config,
+    names_of,
 )
 from providers import (
     ROWS,
@@ -1076,6 +1077,67 @@ def test_a_failed_turn_is_told_not_put_into_the_models_mouth_and_goes_on_with_co
     assert roles(sent)[-2:] == ["assistant", "user"]
     assert two.strip().endswith("two") and three.endswith("three")
     assert roles(journal(loop)).count("user") == 3
+
+
+def test_undo_takes_back_the_last_turn_that_changed_files_and_tells_the_model(own_home, tmp_path):
+    steps = [
+        [call("write_file", path="new.txt", content="a")],
+        "made",
+        [call("edit_file", "c1", path="a.txt", old_text="one", new_text="two")],
+        [call("edit_file", "c2", path="b.txt", old_text="one", new_text="two")],
+        "edited",
+        "only words",
+        "I see",
+    ]
+    loop = make_loop(tmp_path, steps)
+    for name in ("a.txt", "b.txt"):
+        (loop.workspace / name).write_text("one")
+    for text in ("make", "edit", "talk"):
+        ask(loop, text)
+    assert "No turn of this conversation" in ask(loop, "/undo", "cli:other")[0].final_content
+    (loop.workspace / "b.txt").write_text("mine")
+    told = ask(loop, "/undo")[0].final_content
+    assert told == (
+        "Took back the changes to a.txt. Left alone, because something else has changed them "
+        "since: b.txt. What commands (exec) did cannot be undone."
+    )
+    assert [(loop.workspace / name).read_text() for name in ("a.txt", "b.txt")] == ["one", "mine"]
+    assert "Took back the changes to new.txt." in ask(loop, "/undo")[0].final_content
+    assert not (loop.workspace / "new.txt").exists()
+    ask(loop, "why?")
+    asked = loop.provider.requests[-1].messages[-1]["content"]
+    assert "undo: the user took back your changes to a.txt]" in asked
+    assert "undo: the user took back your changes to new.txt]" in asked
+    assert "/undo" not in str(loop.provider.requests[-1].messages)
+    assert (own_home / ".nanobot" / "undo").is_dir()
+
+
+def test_a_lookup_repeated_over_the_whole_turn_is_warned_about(tmp_path):
+    steps = [call("look", f"c{n}", n=n % 2) for n in range(6)]
+    result, _ = run([[step] for step in steps] + ["done"], [look])
+    assert ["already" in text for text in results(result.messages)] == [False] * 4 + [True] * 2
+
+
+def test_a_tool_that_comes_during_the_turn_is_named_to_the_model():
+    registry = ToolRegistry([look])
+
+    @tool(read_only=True)
+    def wait() -> str:
+        """As an MCP server that connects late."""
+        registry.register(tool(look.run, name="mcp_late"))
+        return "waited"
+
+    registry.register(wait)
+    provider = ScriptedProvider([[call("wait", "a")], [call("look", "b")], "done"])
+    asyncio.run(AgentRunner(provider).run(AgentRunSpec([question()], registry)))
+    notes = [str(request.messages[-1]["content"]) for request in provider.requests]
+    assert ["[New tools: mcp_late]" in note for note in notes] == [False, True, False]
+
+
+def test_the_registry_of_a_program_is_not_changed(tmp_path):
+    registry = ToolRegistry([look])
+    AgentLoop(settings_for(tmp_path), Script([]), registry)
+    assert names_of(registry.get_definitions()) == ["look"]
 
 
 def test_a_session_may_overwrite_what_it_has_read_since_new(tmp_path):
