@@ -1419,18 +1419,17 @@ FILE_TOOLS = [read_file, write_file, edit_file, notebook_edit, list_dir, glob, g
 
 # :(){ :|:& };:
 FORK_BOMB = r"(?<![\w:.])([\w:.]{1,80})\s{0,9}\(\)\s{0,9}\{[^}]{0,200}\1\s{0,9}\|\s{0,9}\1\s{0,9}&"
-# mkfs.ext4 /dev/sda1; sudo reboot; systemctl poweroff; dd if=x of=/dev/sda
+# mkfs.ext4 /dev/sda1; sudo reboot; systemctl poweroff; dd if=x of=/dev/sda; mv ~ /x; chmod -R 7 /
 FATAL = (
-    r"(mkfs\S*|mke2fs|wipefs|shutdown|reboot|halt|poweroff|systemctl (reboot|halt|poweroff)"
-    r"|dd .*of=/dev/(?!null|std|shm|tty).*) "
+    r"(mkfs\S*|mke2fs|wipefs|shutdown|reboot|halt|poweroff|systemctl (-\S+ )*(reboot|halt|poweroff)"
+    r"|dd .*of=/dev/(?!null|std|shm|tty).*|mv (-\S+ )*(~|/|\$HOME|\$\{HOME\}|\.\.)[/*]* \S.*"
+    r"|ch(mod|own|grp) (?=.*-(\w*R|-recursive))(\S+ ){1,3}(~|/|\$HOME|\$\{HOME\}|\.\.)[/*]*) "
 )
 REMOVES = r"rm (.* )?-(\w*[rR]|-r)"  # rm -fr
 # find . -name '*.pyc' -delete removes some files, find . -type f -delete removes all
 CHOOSES = r"-(i?(name|path|regex) \S*\w|empty|size|[acm](time|min)|newer)"
-CHANGES = r"ch(mod|own|grp) .*-(\w*R|-recursive)"
-EVERYTHING = r"(~|/|\$HOME|\$\{HOME\})[/*]*|(\.\./?)+"  # mv ~/* x; chmod -R 777 /
 WRITERS = {"tee", "mv", "rm", "truncate", "touch", "mkdir"}
-WRITES_LAST = r"(cp|ln|install)( |$)|sed .*-i"  # cp a b writes to b
+WRITES_LAST = r"(cp|ln|install) |sed (.* )?-i"  # cp a b writes to b
 QUOTED = r"""\\(.)|'([^']*)'|"((?:[^"\\]|\\[\s\S])*)\""""
 WORD = r"""(?:[^\s;&|()<>`'"\\]|\\.|'[^']*'|"(?:[^"\\]|\\[\s\S])*")+"""
 # a comment; 2>>'log a' (group 1: the file); a word or operators (group 2). A lone quote is skipped.
@@ -1468,8 +1467,8 @@ def check_command(command: str, turn: Turn, *, confined: bool = False):
         program, *arguments = list(rest) or [""]
         name = os.path.basename(program).lower()
         names = [word for word in arguments if not word.startswith("-")]
-        options = " ".join([name, *(word for word in arguments if word.startswith("-"))])
-        if is_fatal(name, names, options):
+        line = " ".join([name, *arguments, ""])
+        if re.match(FATAL, line):
             raise Refused(f"{name} is too dangerous here. Ask the user to run it.")
         for text in names if name in SHELLS else [program] if " " in program else []:
             programs += programs_of(text)  # the loop reaches these, too
@@ -1479,13 +1478,13 @@ def check_command(command: str, turn: Turn, *, confined: bool = False):
             found = found_by(arguments)
             targets = found if "-delete" in arguments else []
         else:
-            targets = names or ["."] if re.match(REMOVES, options) else []  # as in `xargs rm -r`
+            targets = names or ["."] if re.match(REMOVES, line) else []  # as in `xargs rm -r`
         if "{}" in targets:
             targets += found
         deleted += [(target, here) for target in targets if target != "{}"]
         if name in WRITERS:
             written.update(names)
-        if re.match(WRITES_LAST, options):
+        if re.match(WRITES_LAST, line):
             written.update(names[-1:])
         named.update(words)
         if "/" in names and name not in ("awk", "cut", "sed", "tr"):
@@ -1496,13 +1495,6 @@ def check_command(command: str, turn: Turn, *, confined: bool = False):
         check_deleted(name, folder, turn)
     check_paths(written, turn, writes=True)
     check_paths(named - written, turn, writes=False)
-
-
-def is_fatal(name: str, names: list[str], options: str) -> bool:
-    """reboot; mv ~ /tmp; chmod -R 777 /"""
-    changed = names[:-1] if name == "mv" else names if re.match(CHANGES, options) else []
-    is_sweeping = any(re.fullmatch(EVERYTHING, word) for word in changed)
-    return is_sweeping or bool(re.match(FATAL, " ".join([name, *names, ""])))
 
 
 def found_by(arguments: list[str]) -> list[str]:
