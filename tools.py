@@ -304,24 +304,8 @@ class ToolRegistry:
             log.warning("tool %s", line, exc_info=log.isEnabledFor(logging.INFO))  # with --logs
         result.text = result.text if result.text.strip() else f"({name} completed with no output)"
         result.shown = result.shown or outcome(result)
-        result.text = turn.fitted(result.text, turn.max_result_chars, name)
+        result.text = fitted(result.text, turn.max_result_chars, name, turn)
         return result
-
-
-OTHER_NAMES = {  # what models call tools that have another name here
-    "bash": "exec",
-    "shell": "exec",
-    "run": "exec",
-    "terminal": "exec",
-    "cat": "read_file",
-    "open": "read_file",
-    "ls": "list_dir",
-    "search": "grep",
-    "find": "glob",
-    "edit": "edit_file",
-    "write": "write_file",
-    "fetch": "web_fetch",
-}
 
 
 # ---- The turn that a tool runs in, and two tools ----
@@ -387,22 +371,6 @@ class Turn:
         """The folder `results` or `undo`."""
         return getattr(self, name) or temporary_folder() / name
 
-    def fitted(self, text: str, most: int, name: str) -> str:
-        """Return a text; if it is too long, its first and last lines, and a file with all of it."""
-        if len(text) <= most:
-            return text
-        folder = self.store("results")
-        path = folder / f"{time.time_ns()}-{name[:64]}.txt"
-        try:
-            folder.mkdir(0o700, parents=True, exist_ok=True)
-            path.write_bytes(text.encode("utf-8", errors="replace"))
-            for old in sorted(folder.glob("*-*.txt"))[:-200]:
-                old.unlink(missing_ok=True)  # another program may have deleted the file
-            note = f"; the whole text is in {path}: use read_file or grep"
-        except OSError as problem:
-            note = f"; the whole text could not be saved: {problem}"
-        return shorten(text, most - 300, note)
-
     def lines_read(self, path: Path, data: bytes) -> int:
         """How many lines, from the first on, the session has read; 0 if the file has changed since.
         `data`: its bytes now."""
@@ -414,12 +382,6 @@ class Turn:
         lines = self.lines_read(path, data)
         if first <= lines + 1:
             self.seen[path] = hash(data), max(last, lines)
-
-
-@functools.cache
-def temporary_folder() -> Path:
-    """A private folder for programs that give their turns no folders."""
-    return Path(tempfile.mkdtemp(prefix="nanobot-"))
 
 
 @tool(read_only=True)
@@ -467,6 +429,21 @@ def write_file(path: str, content: str, *, turn: Turn) -> ToolResult:
 
 # ======== Second reading: how tools cope with real models, file systems and servers ========
 
+OTHER_NAMES = {  # what models call tools that have another name here
+    "bash": "exec",
+    "shell": "exec",
+    "run": "exec",
+    "terminal": "exec",
+    "cat": "read_file",
+    "open": "read_file",
+    "ls": "list_dir",
+    "search": "grep",
+    "find": "glob",
+    "edit": "edit_file",
+    "write": "write_file",
+    "fetch": "web_fetch",
+}
+
 # ---- Blocking calls, long results ----
 
 
@@ -486,6 +463,29 @@ async def in_thread(function: Callable, /, *args, **kwargs):
     # the thread gets a copy of the caller's context variables, as an asyncio task does
     threading.Thread(target=contextvars.copy_context().run, args=[work], daemon=True).start()
     return await asyncio.wrap_future(future)
+
+
+@functools.cache
+def temporary_folder() -> Path:
+    """A private folder for programs that give their turns no folders."""
+    return Path(tempfile.mkdtemp(prefix="nanobot-"))
+
+
+def fitted(text: str, most: int, name: str, turn: Turn) -> str:
+    """Return a text; if it is too long, its first and last lines, and a file with all of it."""
+    if len(text) <= most:
+        return text
+    folder = turn.store("results")
+    path = folder / f"{time.time_ns()}-{name[:64]}.txt"
+    try:
+        folder.mkdir(0o700, parents=True, exist_ok=True)
+        path.write_bytes(text.encode("utf-8", errors="replace"))
+        for old in sorted(folder.glob("*-*.txt"))[:-200]:
+            old.unlink(missing_ok=True)  # another program may have deleted the file
+        note = f"; the whole text is in {path}: use read_file or grep"
+    except OSError as problem:
+        note = f"; the whole text could not be saved: {problem}"
+    return shorten(text, most - 300, note)
 
 
 def outcome(result: ToolResult) -> str:
@@ -1639,7 +1639,7 @@ class Exec(Tool):
             argv = [*await in_thread(self._bwrap, turn), "--chdir", str(folder), *argv]
             environment["HOME"] = "/tmp"
         job, seconds = Job(argv, folder, environment), timeout or self.timeout
-        text = turn.fitted(await job.run(seconds), MAX_OUTPUT_CHARS, "exec")
+        text = fitted(await job.run(seconds), MAX_OUTPUT_CHARS, "exec", turn)
         code = job.process.returncode
         shown = f"exit {code}"
         if job.is_late:
