@@ -271,11 +271,10 @@ class ToolRegistry:
         tool = self._tools.get(name)
         if not tool:
             meant = OTHER_NAMES.get(name.lower())
-            near = difflib.get_close_matches(name[:64].lower(), self._tools, 99, 0)
-            names = (
-                meant if meant in self._tools else f"one of these, closest first: {', '.join(near)}"
-            )
-            return None, {}, f"There is no tool {name[:64]!r}. Use {names}."
+            if meant in self._tools:
+                return None, {}, f"There is no tool {name!r}. Use {meant}."
+            near = ", ".join(difflib.get_close_matches(name[:64].lower(), self._tools, 99, 0))
+            return None, {}, f"There is no tool {name[:64]!r}. The tools, closest first: {near}."
         params = cast({} if params is None else params, {"type": "object"})
         if not isinstance(params, dict):
             problem = f'The arguments of {name} must be one JSON object, like {{"name": "value"}}.'
@@ -295,7 +294,8 @@ class ToolRegistry:
             arguments = arguments | dict.fromkeys(tool.turn_parameters, turn)
             result = as_result(await tool.execute(**arguments))
         except ToolError as mistake:
-            result = ToolResult(str(mistake), True, shown=f"{mistake.outcome}: {mistake}")
+            shown = f"{mistake.outcome}: {mistake}".partition("\n")[0]
+            result = ToolResult(str(mistake), is_error=True, shown=shown)
         except (Exception, SystemExit, KeyboardInterrupt, asyncio.CancelledError) as error:
             if isinstance(error, asyncio.CancelledError) and asyncio.current_task().cancelling():
                 raise  # the turn itself is cancelled, not a task that the tool started
