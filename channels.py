@@ -470,8 +470,6 @@ class CLI(Channel):
         self.live = self.out.isatty()
         self.waiting = Waiting(self.err)
         self._streamed = ""  # the text of an unfinished answer so far
-        self._word, self._column = "", 0  # a word not yet printed, and the column where it starts
-        self._is_code = False  # inside a code block: between two lines that begin with ```
         self._prompt = ""  # the prompt at which the user is typing
 
     async def send(self, message: OutboundMessage):
@@ -488,21 +486,8 @@ class CLI(Channel):
 
     def _print(self, text: str):
         """Print `text`: unchanged to a pipe or file, with visible escape codes on a terminal."""
-        shown = self._wrapped(printable(text)) if self.live else encodable(text)
+        shown = printable(text) if self.live else encodable(text)
         self.waiting.print(shown, self.out)
-
-    def _wrapped(self, text: str) -> str:
-        """Break long lines between words, but not in code blocks, because people copy code."""
-        *words, self._word = re.split(r"(?<=\s)", self._word + text)
-        width, wrapped = shutil.get_terminal_size().columns, ""
-        for word in words:
-            if word.startswith("```"):
-                self._is_code = not self._is_code
-            if self._column and self._column + len(word.rstrip()) > width and not self._is_code:
-                wrapped, self._column = wrapped + "\n", 0
-            self._column = 0 if word.endswith("\n") else self._column + len(word)
-            wrapped += word
-        return wrapped
 
     def _end_text(self, text: str):
         rest = not_yet_shown(text, self._streamed)

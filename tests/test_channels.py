@@ -326,6 +326,12 @@ def test_on_a_terminal_the_final_answer_adds_only_what_was_not_streamed(
     assert terminal.read() == screen
 
 
+def test_on_a_terminal_each_piece_is_shown_at_once_also_without_blanks_between_words(terminal):
+    cli = CLI(terminal.stream, terminal.stream)
+    send(cli, event("delta", "你好，"), event("delta", "世界"))
+    assert terminal.read() == "你好，世界"
+
+
 def test_a_note_begins_a_line_of_its_own_and_is_dimmed_on_a_terminal_only(terminal):
     err = io.StringIO()
     CLI(err, err).note("note \x1b[1m")
@@ -1996,18 +2002,3 @@ def test_the_tool_removes_and_makes_no_job_in_a_job(tmp_path):
 )
 def test_what_is_to_be_done_at_a_heartbeat(text, active):
     assert active_tasks(text) == active
-
-
-def test_an_answer_wraps_at_words_on_a_terminal_but_not_in_code(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "30")
-    prose = "The quick brown fox jumps over the lazy dog and goes on for a while."
-    code = "ls -la one two three four five six seven eight"
-    text = f"{prose}\n```sh\n{code}\n```\n{prose}"
-    terminal = CLI(io.StringIO(), io.StringIO())
-    terminal.live = True
-    for place in range(0, len(text), 7):
-        asyncio.run(terminal.send(OutboundMessage("cli", "x", text[place : place + 7], "delta")))
-    asyncio.run(terminal.send(OutboundMessage("cli", "x", text)))
-    lines = [line.rstrip() for line in terminal.out.getvalue().split("\n")]
-    assert code in lines and max(len(line) for line in lines if line != code) <= 30
-    assert " ".join(lines).split() == text.split()
