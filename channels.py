@@ -538,8 +538,7 @@ class CLI(Channel):
                 self.note(f"Sorry, that failed: {str(problem).rstrip('.')}.")
 
     def read_line(self, prompt: str, history: Path) -> str:
-        """Read a line, with line editing and a history file, whose folder exists already. Raises
-        EOFError on Ctrl-D."""
+        """Read a line, with line editing and history. Raises EOFError on Ctrl-D."""
         # there is no readline on Windows; other systems have one without some of the functions
         missing = (ImportError, OSError, AttributeError)
         with contextlib.suppress(*missing):
@@ -547,6 +546,7 @@ class CLI(Channel):
 
             readline.parse_and_bind("set enable-bracketed-paste on")  # pasted lines are one message
             if not readline.get_current_history_length():
+                history.parent.mkdir(parents=True, exist_ok=True)
                 history.touch(0o600)  # `append_history_file` needs the file to exist
                 readline.read_history_file(history)
         line = self.ask(prompt, type_at)
@@ -677,7 +677,7 @@ class BotAPI:
             f"Content-Disposition: form-data; name={field_name}; filename={file_name}\r\n\r\n"
         )
         tail = f"\r\n--{boundary}--\r\n"
-        body = b"".join([head.encode(), await in_thread(path.read_bytes), tail.encode()])
+        body = head.encode() + await in_thread(path.read_bytes) + tail.encode()
         headers = {"Content-Type": f"multipart/form-data; boundary={boundary}"}
         return await self._ask(method, body, headers, 300)
 
@@ -693,7 +693,7 @@ class BotAPI:
             raise TelegramError(BAD_TOKEN, 60)
         if "ok" in answer and 400 <= status < 500 and status != 429:  # 429 "Too Many Requests"
             raise Refused(problem)
-        raise TelegramError(problem, (answer.get("parameters") or {}).get("retry_after", 0))
+        raise TelegramError(problem, answer.get("parameters", {}).get("retry_after", 0))
 
     async def download(self, path: str) -> bytes:
         """Download a file by the `file_path` from getFile; the server sends at most 20 MB."""
@@ -836,9 +836,9 @@ class Telegram(Channel):
         sender = update.get("message", {}).get("from", {})
         if update["update_id"] in self._storing or sender.get("is_bot", True):
             return False
-        if self.is_allowed(sender.get("id")):
+        if self.is_allowed(sender["id"]):
             return True
-        stranger = f"{sender.get('id')} ({name_of(sender)})"
+        stranger = f"{sender['id']} ({name_of(sender)})"
         if stranger not in self._strangers:
             self._strangers.append(stranger)
             log.warning("Telegram: no answer to %s: not in channels.telegram.allowFrom", stranger)
@@ -972,7 +972,7 @@ def name_of(sender: dict) -> str:
 def file_name(file: dict, place: str) -> str:
     """ "../a b.pdf" → "AgADBQ-.._a_b.pdf": the file's unique id and the end of its name, because
     file systems allow at most 255 bytes."""
-    name = file.get("file_name") or Path(place).name
+    name = file.get("file_name", Path(place).name)
     return re.sub(r"[^\w.-]+", "_", f"{file['file_unique_id']}-{name[-60:]}")
 
 
@@ -1040,26 +1040,24 @@ WHOLE_WORDS = r"(?s).*\n|.* (?![^<>]*>)"
 def as_html(markdown: str) -> str:
     """ "# Plan\\n**a** < `b`" → "<b>Plan</b>\\n<b>a</b> &lt; <code>b</code>"
 
-    First, placeholders replace code and links, because a `_` in code does not mean italic.
+    Placeholders replace code and links, because a `_` in code does not mean italic.
     """
     aside = []
 
     def put_aside(match: re.Match) -> str:
-        part = {name: html.escape(text) for name, text in match.groupdict("").items()}
-        if part["words"]:  # [`run.py`](…) → run.py
-            words = re.sub(r"`|\*\*", "", part["words"])
-            aside.append(f'<a href="{part["address"]}">{words}</a>')
-        elif part["code"]:
-            aside.append(f"<code>{part['code']}</code>")
+        if match["words"]:  # [`run.py`](…) → run.py
+            words = re.sub(r"`|\*\*", "", match["words"])
+            aside.append(f'<a href="{match["address"]}">{words}</a>')
+        elif match["code"]:
+            aside.append(f"<code>{match['code']}</code>")
         else:
-            language = f' class="language-{part["language"]}"' if part["language"] else ""
-            aside.append(f"<pre><code{language}>{part['block']}</code></pre>")
+            language = f' class="language-{match["language"]}"' if match["language"] else ""
+            aside.append(f"<pre><code{language}>{match['block']}</code></pre>")
         return f"\ue000{len(aside) - 1}\ue001"
 
-    text = re.sub("[\0\ue000\ue001]", "", encodable(markdown))
+    text = html.escape(re.sub("[\0\ue000\ue001]", "", encodable(markdown)))
     text = re.sub(f"{FENCE}|{CODE}|{LINK}", put_aside, text)
     text = re.sub(HEADING, lambda line: f"**{line[1].strip().replace('**', '')}**", text)
-    text = html.escape(text)
     for expression, tag in ((BOLD, "b"), (ITALIC, "i"), (UNDERLINED, "i")):
         text = re.sub(expression, rf"<{tag}>\1</{tag}>", text)
     return re.sub(ASIDE, lambda match: aside[int(match[1])], text)
