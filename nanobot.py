@@ -1460,23 +1460,11 @@ class Conversation:
     async def obey(self, command: str):
         """Answer a command, also during a turn. If the command fails, the chat gets the error."""
         try:
-            if slash_command(command)[0] == "stop" and self._stops_sending():
-                return
             await self.loop.process_direct(command, self.key, self.emit)
         except Exception as problem:
             text = f"Sorry, {command.split()[0]} failed: {problem}"
             self.service.bus.send(OutboundMessage(*self.chat, text))
             raise
-
-    def _stops_sending(self) -> bool:
-        """Between turns, /stop ends the sending of a long answer. Returns False if none is sent."""
-        is_open = self.loop.sessions.get(self.key).is_open
-        outbox = self.service.bus.outboxes.get((*self.chat, False))
-        if is_open or outbox is None or not outbox.skip():
-            return False
-        text = "Stopped: the rest of the answer is not sent. The journal has all of it."
-        self.service.bus.send(OutboundMessage(*self.chat, text))
-        return True
 
     async def go_on_after_restart(self):
         """Resume a recent open turn, but at most twice, because the turn may crash the gateway. If

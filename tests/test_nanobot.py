@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import nanobot
-from chats import Chats, Desk, Gate, Model, serve_chats, waiting_tool
+from chats import Chats, Gate, Model, serve_chats, waiting_tool
 from fake_llm import Failure, FakeLLM, Hang, Raw, Reply, error
 from fake_llm import call as ask_for
 from channels import CronError, CronJob
@@ -2511,37 +2511,6 @@ def test_a_waiting_message_with_odd_files_is_set_aside_and_its_chat_goes_on(tmp_
         return "fine"
 
     serve(tmp_path, script, work)
-
-
-def test_stop_while_a_long_answer_is_being_sent_sends_no_more_of_it_and_says_so(tmp_path):
-    class Slow(Desk):
-        async def send(self, message):
-            if message.content == "long":
-                message.parts_sent = 1
-                await asyncio.Event().wait()
-            await super().send(message)
-
-    async def script(request):
-        return "long" if users(request)[-1] == "tell me" else "short"
-
-    async def whole() -> None:
-        loop = AgentLoop(settings_for(tmp_path), Model(script))
-        async with Chats(loop, Slow()) as chats:
-            await chats.say("tell me")
-            await chats.until(lambda: "long" in chats.texts() and not loop.turns.tasks)
-            await chats.say("/stop")
-            await chats.answered(1)
-            assert "the rest of the answer is not sent" in chats.finals()[0]
-            await chats.until(lambda: not chats.session().undelivered)
-            await chats.say("go on")
-            await chats.answered(2)
-            assert chats.finals()[1] == "short"
-            await chats.at_rest()
-            await chats.say("/stop")
-            await chats.answered(3)
-            assert chats.finals()[2] == "Nothing is running."
-
-    asyncio.run(whole())
 
 
 def test_a_tool_hint_never_has_empty_quotes():
