@@ -62,6 +62,7 @@ class Session:
         self.start = 0  # last message number before `/new`
         self.saved = 0  # the messages up to this number are in the long-term memory
         self.summary = ""  # requests have this text instead of the saved messages
+        self.remembered = 0  # up to this number, too, but requests still have these messages
         self.turn_ends = set()  # of each turn but the newest: its last message number
         self.ended = {}  # last message number of each unanswered turn → the reason
         self.resumed = 0  # number of restarts that resumed the open turn
@@ -75,7 +76,8 @@ class Session:
         self._write([{"n": n} | without_images(message) for n, message in numbered])
 
     def mark(self, name: str, **details):
-        """`name`: new, continue, resumed, ended (why), saved (upto, summary), delivered (upto)."""
+        """`name`: new, continue, resumed, ended (why), saved (upto, summary), delivered (upto).
+        Without `summary`, requests still have the saved messages."""
         self._write([{"mark": name, **details}])
 
     def _write(self, lines: list[dict]):
@@ -95,14 +97,16 @@ class Session:
         if isinstance(line.get("id"), str):
             self.known_ids.append(line["id"])
         match line:
-            case {"mark": "saved", "upto": int(upto)}:
+            case {"mark": "saved", "upto": int(upto), "summary": str(summary)}:
                 self.saved = max(self.saved, min(upto, self.last))
-                self.summary = str(line.get("summary") or "")
+                self.summary = summary
                 self.messages = [message for message in self.messages if message["n"] > self.saved]
+            case {"mark": "saved", "upto": int(upto)}:
+                self.remembered = upto
             case {"mark": "delivered", "upto": int(upto)}:
                 self.undelivered = [answer for answer in self.undelivered if answer["n"] > upto]
             case {"mark": "new"}:
-                self.start = min([self.last, *uptos])
+                self.start = self.last
                 self.turn_ends.add(self.start)
             case {"mark": "ended"}:
                 self.ended[self.last] = str(line.get("why") or "interrupted")
@@ -172,8 +176,9 @@ class Session:
 
     def without_saved(self, messages: list[dict]) -> list[dict]:
         """Remove messages from a request if they are now in the long-term memory."""
-        system, *rest = [m for m in messages if "is_summary" not in m]
-        unsaved = [m for m in rest if m.get("n", self.saved + 1) > self.saved]
+        system, *rest = messages
+        later = self.saved + 1  # for a message without a number
+        unsaved = [m for m in rest if "is_summary" not in m and m.get("n", later) > self.saved]
         return [system, *self.summary_messages(), *unsaved]
 
     @property
@@ -414,17 +419,21 @@ class Consolidator:
         async with self.one_at_a_time:
             for _ in range(5):
                 end, text = self._next_part(session, upto)
+                if not end:
+                    break
                 earlier = [message["content"] for message in session.summary_messages()]
-                saved = await self._save(earlier, text) if end else None
+                is_new = end > session.remembered
+                saved = await self.save(earlier, text, is_new)
                 if saved is None or session.size != file_size(session.path):
-                    break  # no turn is left, the model failed, or another program changed the file
+                    break  # the model cannot be reached, or another program changed the file
                 entry, summary, changes = saved
                 if changes:
                     told.append(f"memory: {changes}")
                 origin = {"session": session.key, "created_at": session.created_at, "upto": end}
                 try:
                     with self.sessions.lock(session.key):  # no `await`, so no cancellation here
-                        self.store.append_history(entry, **origin, summary=summary)
+                        if is_new:
+                            self.store.append_history(entry, **origin, summary=summary)
                         session.mark("saved", upto=end, summary=summary)
                 except SessionBusy:
                     break
@@ -436,49 +445,24 @@ class Consolidator:
     def _next_part(self, session: Session, upto: int) -> tuple[int, str]:
         """Choose the turns of the next round. Returns (last message number, text of the turns)."""
         room = self.budget // 4  # the request also holds MEMORY.md and the summary
-        if session.saved < session.start:
-            upto = min(upto, session.start)  # a round must not go past `/new`
+        borders = (session.start, session.remembered)  # a round must not go past one of these
         end, text = 0, ""
         part: list[dict] = []
         for message in session.messages:
             part.append(message)
-            if message["n"] in session.turn_ends and message["n"] <= upto:
+            n = message["n"]
+            if n in session.turn_ends and n <= upto:
                 longer = text_of_turns(part)
-                if end and estimate(longer) > room:
+                is_past = any(end <= border < n for border in borders)
+                if end and (is_past or estimate(longer) > room):
                     break
-                end, text = message["n"], longer
+                end, text = n, longer
         return end, fitted(text, room)  # even a single turn may be too long
 
-    async def remember_terminals(self):
-        """Save what people typed at terminals, except in the last hour, with one request for all
-        conversations. The journals stay as they are, because `-c` may continue the conversations.
-        A file has, for each key, the last saved message and the time of the conversation's last
-        use. Raises SessionBusy."""
-        path = self.store.workspace / ".nanobot" / "terminals.json"
-        with locked(path.with_suffix(".lock"), "Another program saves the conversations."):
-            known = json.loads(self.store.text_of(path) or "{}")
-            parts = []
-            for key, used in reversed(self.sessions.by_last_use()):
-                upto, last_used = known.get(key, (0, 0))
-                is_old = last_used < used < time.time() - 3_600
-                if is_old and self.sessions.first_line(key).get("typed"):
-                    session = self.sessions.load(key)
-                    new = [message for message in session.messages if message["n"] > upto]
-                    parts.append(text_of_turns(new))
-                    known[key] = (session.last, used)
-            text = "\n\n".join(fitted(part, self.budget // 2 // len(parts)) for part in parts)
-            if not text:
-                return
-            async with self.one_at_a_time:
-                saved = await self._save([], text, or_raw=False)
-            if saved:
-                self.store.append_history(saved[0])
-                write_atomically(path, to_json(known))
-
-    async def _save(self, earlier: list[str], text: str, or_raw: bool = True) -> tuple | None:
+    async def save(self, earlier: list[str], text: str, is_new: bool = True) -> tuple | None:
         """Returns (entry, summary, changes of MEMORY.md), or None if the model cannot be reached.
-        Without a valid call, the entry is a short piece of the text, or with `or_raw=False` the
-        result is None. `earlier`: the summary of the conversation so far."""
+        Without a valid call, the entry is a short piece of the text. `earlier`: the summary of the
+        conversation so far. If the text is not new, MEMORY.md stays as it is."""
         repository = MemoryRepository(self.store.workspace)
         for _ in range(3):  # retry if MEMORY.md has changed, or if the answer was cut off
             facts = self.store.read_facts()
@@ -495,13 +479,13 @@ class Consolidator:
             entry = re.sub(THOUGHTS, "", valid[0]["history_entry"]).strip()
             if not entry:
                 break
+            summary = str(valid[0].get("summary") or "\n\n".join([*earlier, entry]))[-4_000:]
+            if not is_new:
+                return entry, summary, ""
             await asyncio.to_thread(repository.record, OUTSIDE)
             if self.store.write_facts(valid[0]["memory_update"], facts):
                 changes = await asyncio.to_thread(repository.record, "consolidation")
-                summary = str(valid[0].get("summary") or "\n\n".join([*earlier, entry]))
-                return entry, summary[-4_000:], changes
-        if not or_raw:
-            return None
+                return entry, summary, changes
         entry = f"[RAW] {middle_out(text, 2_000)}"
         return entry, "\n\n".join([*earlier, entry])[-4_000:], ""
 
@@ -591,6 +575,41 @@ class Governed:
         self.notes.append(f"{counted(len(results), 'tool result')} cut")
 
 
+# ---- What people said at terminals ----
+
+
+async def remember_terminals(memory: Consolidator):
+    """Save what people typed at terminals in the last month, except in the last hour, with one
+    request for all conversations. Requests still have the messages, because `-c` may continue a
+    conversation. Raises SessionBusy."""
+    sessions = memory.sessions
+    lock = memory.store.workspace / ".nanobot" / "terminals.lock"
+    with locked(lock, "Another program saves the conversations."):
+        unsaved = {}  # session → text
+        for key, used in reversed(sessions.by_last_use()):
+            await asyncio.sleep(0)
+            is_due = 3_600 < time.time() - used < 30 * 86_400
+            if is_due and sessions.first_line(key).get("typed"):
+                with contextlib.suppress(SessionBusy), sessions.lock(key):
+                    session = sessions.load(key)
+                    new = [m for m in session.messages if m["n"] > session.remembered]
+                    if new:
+                        unsaved[session] = text_of_turns(new)
+        if not unsaved:
+            return
+        room = memory.budget // 2 // len(unsaved)
+        texts = [fitted(text, room) for text in unsaved.values()]
+        async with memory.one_at_a_time:
+            saved = await memory.save([], "\n\n".join(texts))
+        if saved:
+            memory.store.append_history(saved[0])
+            for session in unsaved:
+                with contextlib.suppress(SessionBusy), sessions.lock(session.key):
+                    used = session.path.stat().st_mtime
+                    session.mark("saved", upto=session.highest)
+                    os.utime(session.path, (used, used))  # the mark is no use of the conversation
+
+
 # ---- Reading a damaged file of JSON lines ----
 # Real examples: 4,096 zero bytes after a power cut, half a line on a full disk, a `NaN`.
 
@@ -675,7 +694,7 @@ def numbered(lines: list[dict]) -> list[dict]:
         *({"n": n} | message for n, message in enumerate(messages, 1)),
         {"mark": "ended"},
         {"mark": "delivered", "upto": len(messages)},
-        {"mark": "saved", "upto": details.get("last_consolidated", 0)},
+        {"mark": "saved", "upto": details.get("last_consolidated", 0), "summary": ""},
     ]
 
 
@@ -712,7 +731,7 @@ def open_private(path: Path, mode: str = "a+b"):
 def write_atomically(path: Path, content: str):
     """Replace a file's content. A crash leaves the old or the new text. Keeps links and modes."""
     path = path.resolve()
-    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    draft = path.with_name(f".{path.name}.tmp")  # the next write overwrites it
     try:
         with open_private(draft, "wb") as file:
             file.write(content.encode("utf-8", errors="replace"))
@@ -809,9 +828,8 @@ class SessionManager:
         """`cli:direct` → `cli%3Adirect.jsonl`, or `cli_direct.jsonl` if this older name exists."""
         name = quote(key, " @+,=", errors="replace").replace(".", "%2E")
         path = self.folder / f"{name}.jsonl"
-        older = self.folder / f"{key.replace(':', '_')}.jsonl"
-        is_name = re.fullmatch(r"[\w-]{1,80}", older.stem)
-        return older if is_name and older.exists() and not path.exists() else path
+        older = self.folder / f"{name.replace('%3A', '_')}.jsonl"
+        return older if older.exists() and not path.exists() else path
 
     def inbox(self, key: str) -> Inbox:
         """All terminals have the same inbox: whichever comes first shows the reports."""
@@ -863,23 +881,19 @@ class SessionManager:
 
     def load(self, key: str) -> Session:
         """Load a session. If a mark `saved` is lost or damaged, use the history entry instead."""
-        path = self.path(key)
-        session = Session(key, path)
-        size = file_size(path)
-        lines = journal_lines(path)
-        own = {"session": key, "created_at": lines[0].get("created_at") if lines else ""}.items()
-        rounds = {}  # the last message number of a round → the summary of the round
+        session = Session(key, self.path(key))
+        size = file_size(session.path)
+        lines = journal_lines(session.path)
+        for line in lines:
+            session.take(line)
+        own = {"session": key, "created_at": session.created_at}.items()
         for entry in self.store.entries():
             upto = entry.get("upto")
             if entry.items() >= own and isinstance(upto, int):
-                rounds[upto] = str(entry.get("summary") or entry["content"])
-        for line in lines:
-            if line.get("mark") != "saved" or not rounds or line.get("upto") in rounds:
-                session.take(line)
-        upto = max([n for n in rounds if n <= session.last], default=0)
-        if upto > session.saved:
-            session.take({"mark": "saved", "upto": upto, "summary": rounds[upto]})
-        session.highest = max([session.highest, *rounds])
+                session.highest = max(session.highest, upto)
+                if session.saved < upto <= session.last:
+                    summary = entry.get("summary") or entry["content"]
+                    session.take({"mark": "saved", "upto": upto, "summary": str(summary)})
         session.size = size if lines else 0
         return session
 
@@ -898,8 +912,7 @@ class SessionManager:
                 name = unquote(path.stem)
                 key = name if ":" in name else name.replace("_", ":", 1)  # cli_direct
                 used[key] = max(path.stat().st_mtime, used.get(key, 0.0))
-        known = [row for row in used.items() if "\ufffd" not in row[0]]
-        return sorted(known, key=lambda row: row[1], reverse=True)
+        return sorted(used.items(), key=lambda row: row[1], reverse=True)
 
     def list_keys(self) -> list[str]:
         return [key for key, _ in self.by_last_use()]

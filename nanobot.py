@@ -98,6 +98,7 @@ from memory import (
     locked,
     quoted,
     read_records,
+    remember_terminals,
     total_tokens,
     write_atomically,
 )
@@ -704,7 +705,7 @@ class AgentLoop:
         while True:
             await self.config.sleep(60.0)
             if not self.turns.tasks:
-                await logged(self.consolidator.remember_terminals(), "the memory")
+                await logged(remember_terminals(self.consolidator), "the memory")
                 await self.config.sleep(3_540.0)
 
     async def after_turn(self, session: Session):
@@ -1753,7 +1754,7 @@ class JobRunner:
         self.loop.turns.chats[key] = chat  # /stop in this chat cancels the run
         async with self.loop.turns.hold(key) as session:
             session.mark("new")
-            session.mark("saved", upto=session.last)
+            session.mark("saved", upto=session.last, summary="")
         place = Path(folder) if folder else None
         result = await self.loop.process_direct(text, key, folder=place)
         answer = text_for_chat(result)
