@@ -32,6 +32,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
@@ -47,8 +48,8 @@ Read = Callable[[Path], bytes]  # reads a file for a request, or raises OSError
 
 
 class Session:
-    """One conversation. A program must hold the session's lock to append to the journal. The
-    only exception is the mark `delivered`, which needs no lock."""
+    """One conversation. A program must hold the session's lock to append to the journal. Only
+    the marks `delivered` and `remembered`, which may be anywhere in the file, need no lock."""
 
     def __init__(self, key: str, path: Path):
         self.key = key
@@ -76,8 +77,8 @@ class Session:
         self._write([{"n": n} | without_images(message) for n, message in numbered])
 
     def mark(self, name: str, **details):
-        """`name`: new, continue, resumed, ended (why), saved (upto, summary), delivered (upto).
-        Without `summary`, requests still have the saved messages."""
+        """`name`: new, continue, resumed, ended (why), saved (upto, summary), delivered or
+        remembered (upto)."""
         self._write([{"mark": name, **details}])
 
     def _write(self, lines: list[dict]):
@@ -97,11 +98,11 @@ class Session:
         if isinstance(line.get("id"), str):
             self.known_ids.append(line["id"])
         match line:
-            case {"mark": "saved", "upto": int(upto), "summary": str(summary)}:
-                self.saved = max(self.saved, min(upto, self.last))
-                self.summary = summary
-                self.messages = [message for message in self.messages if message["n"] > self.saved]
             case {"mark": "saved", "upto": int(upto)}:
+                self.saved = max(self.saved, min(upto, self.last))
+                self.summary = str(line.get("summary") or "")
+                self.messages = [message for message in self.messages if message["n"] > self.saved]
+            case {"mark": "remembered", "upto": int(upto)}:
                 self.remembered = upto
             case {"mark": "delivered", "upto": int(upto)}:
                 self.undelivered = [answer for answer in self.undelivered if answer["n"] > upto]
@@ -327,7 +328,8 @@ class MemoryStore:
     @property
     def dream_cursor(self) -> int:
         """The number of the last entry that Dream has read."""
-        return number_in(self.folder / ".dream_cursor")
+        number = self.text_of(self.folder / ".dream_cursor")
+        return int(number) if re.fullmatch(r"\d{1,18}", number) else 0
 
     def unread(self) -> list[dict]:
         dreamt = self.dream_cursor
@@ -413,7 +415,8 @@ class Consolidator:
 
     async def move(self, session: Session, upto: int) -> str:
         """Move turns up to message `upto` in at most five rounds, because a user may be waiting.
-        Returns `12 older messages moved to the memory; memory: 2 lines removed, 1 added`."""
+        Returns `12 older messages moved to the memory; memory: 2 lines removed, 1 added`. Raises
+        SessionBusy."""
         numbers = [message["n"] for message in session.messages]
         told = []
         async with self.one_at_a_time:
@@ -430,13 +433,10 @@ class Consolidator:
                 if changes:
                     told.append(f"memory: {changes}")
                 origin = {"session": session.key, "created_at": session.created_at, "upto": end}
-                try:
-                    with self.sessions.lock(session.key):  # no `await`, so no cancellation here
-                        if is_new:
-                            self.store.append_history(entry, **origin, summary=summary)
-                        session.mark("saved", upto=end, summary=summary)
-                except SessionBusy:
-                    break
+                with self.sessions.lock(session.key):  # no `await`, so no cancellation here
+                    if is_new:
+                        self.store.append_history(entry, **origin, summary=summary)
+                    session.mark("saved", upto=end, summary=summary)
         count = len([n for n in numbers if n <= session.saved])
         if not count:
             return ""
@@ -464,6 +464,7 @@ class Consolidator:
         Without a valid call, the entry is a short piece of the text. `earlier`: the summary of the
         conversation so far. If the text is not new, MEMORY.md stays as it is."""
         repository = MemoryRepository(self.store.workspace)
+        entry, summary, changes = f"[RAW] {middle_out(text, 2_000)}", "", ""
         for _ in range(3):  # retry if MEMORY.md has changed, or if the answer was cut off
             facts = self.store.read_facts()
             question = "\n\n".join(["# MEMORY.md", facts, "# Conversation", *earlier, text])
@@ -472,22 +473,19 @@ class Consolidator:
                 return None
             if response.finish_reason in ("length", "content_filter"):
                 continue
-            calls = [call.arguments for call in response.tool_calls if call.name == "save_memory"]
+            calls = [call.arguments for call in response.tool_calls]
             valid = [each for each in calls if has(each, history_entry=str, memory_update=str)]
-            if not valid:
+            found = re.sub(THOUGHTS, "", valid[0]["history_entry"]).strip() if valid else ""
+            if not found:
                 break
-            entry = re.sub(THOUGHTS, "", valid[0]["history_entry"]).strip()
-            if not entry:
-                break
-            summary = str(valid[0].get("summary") or "\n\n".join([*earlier, entry]))[-4_000:]
-            if not is_new:
-                return entry, summary, ""
-            await asyncio.to_thread(repository.record, OUTSIDE)
-            if self.store.write_facts(valid[0]["memory_update"], facts):
+            if is_new:
+                await asyncio.to_thread(repository.record, OUTSIDE)
+                if not self.store.write_facts(valid[0]["memory_update"], facts):
+                    continue
                 changes = await asyncio.to_thread(repository.record, "consolidation")
-                return entry, summary, changes
-        entry = f"[RAW] {middle_out(text, 2_000)}"
-        return entry, "\n\n".join([*earlier, entry])[-4_000:], ""
+            entry, summary = found, valid[0].get("summary")
+            break
+        return entry, str(summary or "\n\n".join([*earlier, entry]))[-4_000:], changes
 
 
 # ======== Second reading: shorter requests, damage, files and locks, sizes, Dream, skills ========
@@ -501,7 +499,7 @@ class Governed:
     and this turn's user messages stay.
 
     user "Find the bug"                 user "Find the bug"
-    assistant calls read_file({…})   →  user "[2 earlier messages are left out. Calls and …:]\\n
+    assistant calls read_file({…})   →  user "[2 earlier messages left out. The calls, and …:]\\n
     tool "1| import os\\n2| import re"        assistant: calls read_file({…})\\n
     assistant calls grep({…})                 tool read_file: 1| import os"
     tool "a.py:7: …"                    assistant calls grep({…}) …
@@ -541,26 +539,24 @@ class Governed:
             else:
                 left_out.append(message)
                 freed += message_tokens(message)
+        if not left_out:
+            return
         rest = self.messages[len(kept) + len(left_out) :]
-        lines = []
+        told = f"[{counted(len(left_out), 'earlier message')} left out. The calls, and the"
+        lines = [f"{told} first line of each message:]"]
         for message in left_out:
-            if message.get("tool_calls") or message["role"] == "tool":
-                first_line = str(message.get("content") or "").strip().partition("\n")[0]
-                lines.append(middle_out(readable(message | {"content": first_line}), 500))
-        if lines:
-            text = fitted("\n".join(lines), int(min(list_size, max(freed - excess, 50))))
-            told = f"[{counted(len(left_out), 'earlier message')} left out. The calls, and the"
-            text = f"{told} first line of each result:]\n{text}"
-            kept.append({"role": "user", "content": text})
-        self.messages = kept + rest
-        if left_out:
-            self.notes.append(f"{counted(len(left_out), 'message')} left out (~{freed:,} tokens)")
+            text = str(without_images(message).get("content") or "")
+            first_line = text.strip().partition("\n")[0]
+            lines.append(middle_out(readable(message | {"content": first_line}), 500))
+        text = fitted("\n".join(lines), int(min(list_size, max(freed - excess, 50))))
+        self.messages = [*kept, {"role": "user", "content": text}, *rest]
+        self.notes.append(f"{counted(len(left_out), 'message')} left out (~{freed:,} tokens)")
 
     def _remove_pictures(self, *_):
-        count = sum(isinstance(message.get("content"), list) for message in self.messages)
-        if count:
-            self.messages = [without_images(message) for message in self.messages]
-            self.notes.append(f"pictures of {counted(count, 'message')} left out")
+        shorter = [without_images(message) for message in self.messages]
+        if shorter != self.messages:
+            self.messages = shorter
+            self.notes.append("pictures left out")
 
     def _cut_results(self, excess: float, _):
         """Last resort: cut each tool result to an equal share of the remaining tokens."""
@@ -590,11 +586,10 @@ async def remember_terminals(memory: Consolidator):
             await asyncio.sleep(0)
             is_due = 3_600 < time.time() - used < 30 * 86_400
             if is_due and sessions.first_line(key).get("typed"):
-                with contextlib.suppress(SessionBusy), sessions.lock(key):
-                    session = sessions.load(key)
-                    new = [m for m in session.messages if m["n"] > session.remembered]
-                    if new:
-                        unsaved[session] = text_of_turns(new)
+                session = sessions.load(key)
+                new = [m for m in session.messages if m["n"] > session.remembered]
+                if new:
+                    unsaved[session] = text_of_turns(new)
         if not unsaved:
             return
         room = memory.budget // 2 // len(unsaved)
@@ -604,10 +599,9 @@ async def remember_terminals(memory: Consolidator):
         if saved:
             memory.store.append_history(saved[0])
             for session in unsaved:
-                with contextlib.suppress(SessionBusy), sessions.lock(session.key):
-                    used = session.path.stat().st_mtime
-                    session.mark("saved", upto=session.highest)
-                    os.utime(session.path, (used, used))  # the mark is no use of the conversation
+                used = session.path.stat().st_mtime
+                session.mark("remembered", upto=session.highest)
+                os.utime(session.path, (used, used))  # the mark is no use of the conversation
 
 
 # ---- Reading a damaged file of JSON lines ----
@@ -651,21 +645,12 @@ def is_inbox_line(line: dict) -> bool:
 
 def journal_lines(path: Path) -> list[dict]:
     """The valid lines of a journal. A file without a valid line is renamed."""
-    begun = []  # lines with numbers or marks: after them, a line without a number is damaged
-
-    def is_valid(line: dict) -> bool:
-        if "n" in line or "mark" in line:
-            begun.append(line)
-        elif begun:
-            return False
-        return is_journal_line(line)
-
-    lines = read_records(path, is_valid)
+    lines = read_records(path, is_journal_line)
     if not lines and file_size(path):
         aside = path.with_name(f"{path.name}.corrupt-{time.time_ns()}")
         os.replace(path, aside)
         log.warning("%s has no valid line: file moved to %s, the session starts anew", path, aside)
-    old = [line for line in lines if "n" not in line and "mark" not in line]
+    old = list(takewhile(lambda line: "n" not in line and "mark" not in line, lines))
     return (numbered(old) if old else []) + lines[len(old) :]
 
 
@@ -694,7 +679,7 @@ def numbered(lines: list[dict]) -> list[dict]:
         *({"n": n} | message for n, message in enumerate(messages, 1)),
         {"mark": "ended"},
         {"mark": "delivered", "upto": len(messages)},
-        {"mark": "saved", "upto": details.get("last_consolidated", 0), "summary": ""},
+        {"mark": "saved", "upto": details.get("last_consolidated", 0)},
     ]
 
 
@@ -770,12 +755,6 @@ def fsync(path: Path):
 
 def file_size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
-
-
-def number_in(path: Path) -> int:
-    """The number in a file; 0 if the file is missing or damaged."""
-    digits = path.read_bytes().strip() if path.exists() else b""
-    return int(digits) if re.fullmatch(rb"\d{1,18}", digits) else 0
 
 
 def read_regular_file(path: Path) -> bytes:
@@ -938,13 +917,17 @@ class SessionManager:
 def readable(message: dict) -> str:
     """`[2026-04-03T10:00:00+0200] assistant: calls read_file({"path": "a.txt"})`; the result is
     `[2026-04-03T10:00:01+0200] tool read_file: 1| hello`."""
-    called = [call["function"] for call in message.get("tool_calls") or []]
-    calls = [f"calls {each.get('name')}({each.get('arguments')})" for each in called]
-    text = "\n".join(filter(None, [str(message.get("content") or ""), *calls]))
-    cut = f" [broke off: {message['cut']}]" if message.get("cut") else ""
-    moment = f"[{message['timestamp']}] " if message.get("timestamp") else ""
-    who = f"tool {message.get('name', '')}" if message["role"] == "tool" else message["role"]
-    return f"{moment}{who}: {text}{cut}"
+    parts = [str(message.get("content") or "")]
+    for call in message.get("tool_calls") or []:
+        function = call["function"]
+        parts.append(f"calls {function.get('name')}({function.get('arguments')})")
+    text = "\n".join(part for part in parts if part)
+    if message.get("cut"):
+        text += f" [broke off: {message['cut']}]"
+    who = f"{message['role']} {message.get('name', '')}".strip()  # a result has its tool's name
+    if message.get("timestamp"):
+        who = f"[{message['timestamp']}] {who}"
+    return f"{who}: {text}"
 
 
 def text_of_turns(messages: list[dict]) -> str:
@@ -1011,11 +994,15 @@ cached_estimate = lru_cache(maxsize=1_000)(estimate)  # each request repeats mos
 def message_tokens(message: dict) -> int:
     """The estimated tokens of a message. An image counts as 1,000 tokens."""
     content = message.get("content")
-    blocks = content if isinstance(content, list) else [{"text": content}]
-    images = [block for block in blocks if block.get("type") == "image_url"]
-    texts = [block["text"] for block in blocks if block.get("text")]
-    texts += [to_json(call) for call in message.get("tool_calls") or []]
-    return 4 + 1_000 * len(images) + sum(cached_estimate(text) for text in texts)
+    tokens = 4
+    for block in content if isinstance(content, list) else [{"text": content}]:
+        if block.get("type") == "image_url":
+            tokens += 1_000
+        elif block.get("text"):
+            tokens += cached_estimate(block["text"])
+    for call in message.get("tool_calls") or []:
+        tokens += cached_estimate(to_json(call))
+    return tokens
 
 
 def total_tokens(messages: list[dict]) -> int:
@@ -1106,9 +1093,9 @@ class Dream:
         home = self.store.workspace.resolve()
         own = self.skills.folders[0].resolve()
         path = (home / os.path.expanduser(str(arguments.get("path", "")))).resolve()
-        is_skill = path.is_relative_to(own) and path.parent != own
-        is_file = name == "edit_file" and path in [(home / file).resolve() for file in DREAM_FILES]
-        if is_skill or is_file:
+        if own in path.parent.parents:
+            return ""
+        if name == "edit_file" and path in [(home / file).resolve() for file in DREAM_FILES]:
             return ""
         return f"Edit only {', '.join(DREAM_FILES)}, and write skills, like {own}/NAME/SKILL.md."
 
@@ -1190,10 +1177,9 @@ class MemoryRepository:
     def log(self, sha: str = "") -> str:
         """List the last commits, one per line. With `sha`, show the changes of that commit."""
         try:
-            commit = self._known(sha or "HEAD")
-            if not sha:
-                return self.git("log", "-50", "--format=%h %s").strip()
-            shown = self.git("show", "--format=%h %s", commit)[:16_000]
+            commit = self._known(sha, "HEAD")
+            what = ["show", commit] if sha else ["log", "-50"]
+            shown = self.git(*what, "--format=%h %s").strip()[:16_000]
             return shown.encode(errors="surrogateescape").decode(errors="replace")
         except OSError as problem:
             return f"There is no log: {problem}"
@@ -1203,7 +1189,7 @@ class MemoryRepository:
         why = "the commit is undone already, or its lines have changed since then."
         try:
             with self.lock():
-                commit = self._known(sha or ":/^dream:")
+                commit = self._known(sha, ":/^dream:")
                 self.commit(OUTSIDE)
                 patch = self.git("diff-tree", "-p", "--binary", commit, "--", *self.files)
                 tracked = self.git("ls-files", "-z").split("\0")[:-1]
@@ -1217,12 +1203,13 @@ class MemoryRepository:
         except (OSError, SessionBusy) as problem:
             return f"Nothing is changed: {problem}"
 
-    def _known(self, sha: str) -> str:
-        if not (self.folder / "HEAD").exists():
-            raise OSError("there has been no dream yet, or git is not installed.")
+    def _known(self, sha: str, usual: str) -> str:
+        """The full id of the commit `sha`, by default of the commit `usual`."""
         why = f"there is no commit {sha[:40]!r}. /dream-log lists the commits."
         if sha.startswith("-"):
             raise OSError(why)
+        if not sha:
+            sha, why = usual, "there has been no dream yet."
         return self.git("rev-parse", "--verify", sha, why=why).strip()
 
 

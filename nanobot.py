@@ -1754,7 +1754,7 @@ class JobRunner:
         self.loop.turns.chats[key] = chat  # /stop in this chat cancels the run
         async with self.loop.turns.hold(key) as session:
             session.mark("new")
-            session.mark("saved", upto=session.last, summary="")
+            session.mark("saved", upto=session.last)
         place = Path(folder) if folder else None
         result = await self.loop.process_direct(text, key, folder=place)
         answer = text_for_chat(result)

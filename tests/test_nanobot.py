@@ -2651,8 +2651,8 @@ def test_what_people_said_at_terminals_is_remembered_together_when_it_is_an_hour
     assert remember() == [[("four", "/b")]], "not what the journal says is saved"
     with SessionManager(loop.workspace).lock("cli:d"):  # another program has it open
         talk("cli:d", "/d", True, "five", 1.1)
-        assert remember() == []
-    assert remember() == [[("five", "/d")]]
+        assert remember() == [[("five", "/d")]]
+    assert remember() == []
     assert loop.sessions.list_keys()[-2:] == ["cli:a", "cli:c"], "a mark is no use"
 
 
