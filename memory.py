@@ -113,20 +113,20 @@ class Session:
                 self.ended[self.last] = str(line.get("why") or "interrupted")
             case {"mark": "resumed"}:
                 self.resumed += 1
-            case {"mark": "session"}:
-                self.created_at = str(line.get("created_at") or self.created_at)
-            case {"n": int(), "role": "assistant", "report": str()}:  # it belongs to no turn
-                self.messages.append(line)
-                self.undelivered.append(line)
+            case {"mark": "session", "created_at": str(created_at)}:
+                self.created_at = created_at
             case {"n": int(), "role": str()}:
+                self.messages.append(line)
+                is_report = "report" in line
+                if is_report or (is_answer(line) and line.get("content")):
+                    self.undelivered.append(line)
+                if is_report:  # it belongs to no turn
+                    return
                 if not self.is_open:
                     self.resumed = 0
                     if line["role"] == "user":
                         self.turn_ends.add(self.last)
                 self.newest, self.last = line, line["n"]
-                self.messages.append(line)
-                if is_answer(line) and line.get("content"):
-                    self.undelivered.append(line)
 
     async def synced(self):
         await asyncio.to_thread(fsync, self.path)
@@ -152,17 +152,17 @@ class Session:
             elif message["role"] == "user":
                 recent = reports[-50:]
                 quotes = [quoted(report, 10_000 // len(recent)) for report in recent]
-                sent.append(as_sent(message, self.gap_behind(before), *quotes))
+                sent.append(as_sent(message, self.gap_after(before), *quotes))
                 before, reports = message, []
             elif before:  # skip a turn if its user message is lost
                 sent.append(as_sent(message))
                 before = message
         if before.get("cut"):  # `/continue`
-            request = f"{self.gap_behind(before)} Go on where the answer stops."
+            request = f"{self.gap_after(before)} Go on where the answer stops."
             sent.append({"role": "user", "content": request})
         return sent
 
-    def gap_behind(self, message: dict) -> str:
+    def gap_after(self, message: dict) -> str:
         """A note for the next user message; in an assistant message, models would imitate it."""
         if message.get("cut"):
             return f"[the answer above broke off: {message['cut']}]"
@@ -197,11 +197,11 @@ class Session:
         if self.is_open:
             self.mark("ended", why=why)
 
-    def end_behind(self, excess: float, size: Callable) -> int:
-        """The last number of the oldest turns that have at least the size `excess`, or of all."""
+    def end_of_oldest(self, excess: float) -> int:
+        """The last number of the oldest turns that have at least `excess` tokens, or of all."""
         found = 0
         for message in self.conversation():
-            excess -= size(message)
+            excess -= message_tokens(message)
             if message["n"] in self.turn_ends:
                 found = message["n"]
                 if excess <= 0:
@@ -354,7 +354,7 @@ class MemoryStore:
             old = [entry for entry in entries[:-keep] if entry["cursor"] <= self.dream_cursor]
             if old:
                 append_lines(self.archive, old)
-                write_atomically(self.history, as_lines([e for e in entries if e not in old]))
+                write_atomically(self.history, as_lines(entries[len(old) :]))
 
 
 # ---- The Consolidator: old turns move from the journal into the history ----
@@ -401,16 +401,17 @@ class Consolidator:
         half of the budget is used. Returns a line for the user, or ""."""
         if tokens <= 0.8 * self.budget:
             return ""
-        upto = session.end_behind(tokens - self.budget // 2, message_tokens)
+        upto = session.end_of_oldest(tokens - self.budget // 2)
         return await self.move(session, upto)
 
     async def after_turn(self, session: Session) -> str:
         """Runs in the background. Move all turns older than `/new`. If more than `window` messages
         remain, move turns until `window / 2` remain. Returns a line for the user, or ""."""
         upto = session.start
-        unsaved = len(session.conversation())
-        if unsaved > self.window:
-            upto = max(upto, session.end_behind(unsaved - self.window // 2, lambda message: 1))
+        conversation = session.conversation()
+        if len(conversation) > self.window:
+            surplus = len(conversation) - self.window // 2
+            upto = conversation[surplus - 1]["n"]
         return await self.move(session, upto)
 
     async def move(self, session: Session, upto: int) -> str:
@@ -445,7 +446,6 @@ class Consolidator:
     def _next_part(self, session: Session, upto: int) -> tuple[int, str]:
         """Choose the turns of the next round. Returns (last message number, text of the turns)."""
         room = self.budget // 4  # the request also holds MEMORY.md and the summary
-        borders = (session.start, session.remembered)  # a round must not go past one of these
         end, text = 0, ""
         part: list[dict] = []
         for message in session.messages:
@@ -453,8 +453,9 @@ class Consolidator:
             n = message["n"]
             if n in session.turn_ends and n <= upto:
                 longer = text_of_turns(part)
-                is_past = any(end <= border < n for border in borders)
-                if end and (is_past or estimate(longer) > room):
+                is_past_new = end <= session.start < n
+                is_past_remembered = end <= session.remembered < n
+                if end and (is_past_new or is_past_remembered or estimate(longer) > room):
                     break
                 end, text = n, longer
         return end, fitted(text, room)  # even a single turn may be too long
@@ -512,10 +513,8 @@ class Governed:
         self.notes = []  # `8 messages left out (~7,900 tokens)`
         self.tokens = total_tokens(messages) + beside  # `beside` is the size of the tools' schemas
         users = [n for n, message in enumerate(messages) if message["role"] == "user"]
-        self.begin = users[-1] if users else 0  # where this turn begins
-        for n in users:
-            if messages[n] is task:  # not found if a hook has removed or copied the task
-                self.begin = n
+        tasks = [n for n in users if messages[n] is task]  # empty if a hook has copied the task
+        self.begin = (tasks or users or [0])[-1]  # where this turn begins
         steps = [n for n, message in enumerate(messages) if message.get("tool_calls")]
         self.limit = max([self.begin, *steps])  # the model has not read the last step yet
         for make_shorter in (self._leave_out, self._remove_pictures, self._cut_results):
@@ -524,16 +523,14 @@ class Governed:
                 self.tokens = total_tokens(self.messages) + beside
 
     def _leave_out(self, excess: float, list_size: float):
-        """Leave out the oldest turns, then the oldest steps of this turn."""
+        """Leave out the oldest messages, and results only together with their calls."""
         kept: list[dict] = []
         left_out: list[dict] = []
         freed = 0
         for n, message in enumerate(self.messages[: self.limit]):
-            is_user = message["role"] == "user"
-            is_boundary = is_user if n <= self.begin else message["role"] != "tool"
-            if is_boundary and freed >= excess + list_size:
+            if message["role"] != "tool" and freed >= excess + list_size:
                 break
-            is_own = is_user and n >= self.begin
+            is_own = message["role"] == "user" and n >= self.begin
             if is_own or message["role"] == "system" or "is_summary" in message:
                 kept.append(message)
             else:
@@ -622,7 +619,7 @@ def read_records(path: Path, is_valid: Callable) -> list[dict]:
         elif line.strip(b"\0 \t\r"):
             damaged.append(line)
     aside = path.with_name(f"{path.name}.corrupt")
-    known = aside.read_bytes().split(b"\n") if damaged and aside.exists() else []
+    known = aside.read_bytes().split(b"\n") if aside.exists() else []
     lines = [line for line in damaged if line not in known]
     if lines:
         skipped = counted(len(lines), "unreadable line")
@@ -655,15 +652,13 @@ def journal_lines(path: Path) -> list[dict]:
 
 
 def is_journal_line(line: dict) -> bool:
-    """True for a mark, and for a message whose values are valid in a request."""
+    """True for a mark, and for a message that a request can have."""
     if "mark" in line or line.get("_type") == "metadata":
         return True
     calls = line.get("tool_calls") or []
-    blocks = line["content"] if isinstance(line.get("content"), list) else []
-    texts = dict.fromkeys({"runtime", "cut", "id", "timestamp", "tool_call_id"} & line.keys(), str)
-    is_message = has({"n": 1} | line, n=int, role=str, content=str | list | None, **texts)
-    has_dicts = isinstance(calls, list) and all(has(call, function=dict) for call in calls)
-    return is_message and has_dicts and all(map(has, blocks)) and ("content" in line or bool(calls))
+    has_calls = isinstance(calls, list) and all(has(call, function=dict) for call in calls)
+    is_message = has({"n": 1} | line, n=int, role=str, content=str | list | None)
+    return is_message and has_calls and ("content" in line or bool(calls))
 
 
 def numbered(lines: list[dict]) -> list[dict]:
@@ -703,7 +698,8 @@ def append_lines(path: Path, records: list[dict]) -> int:
     except OSError as problem:
         if file_size(path) > size:
             os.truncate(path, size)  # remove a partial line (the disk may be full)
-        raise OSError(problem.errno, problem.strerror, str(path)) from None
+        problem.filename = str(path)
+        raise
     return len(data)
 
 
@@ -849,9 +845,8 @@ class SessionManager:
 
     def get(self, key: str) -> Session:
         """Returns a session, reloaded if another program has changed its file. Raises OSError."""
-        path = self.path(key)
         session = self._cache.pop(key, None)
-        if session is None or session.size != file_size(path):
+        if session is None or session.size != file_size(session.path):
             session = self.load(key)
         self._cache[key] = session
         if len(self._cache) > 64:
@@ -1119,30 +1114,28 @@ class MemoryRepository:
         """Lock the files for a dream or a restore. Raises SessionBusy."""
         return locked(self.folder.with_name("dream.lock"), "Another dream is running.")
 
-    def git(self, *arguments: str, text: str = "", why: str = "") -> str:
+    def git(self, *arguments: str, why: str = "") -> str:
         """Run git. If git fails, raises OSError with the text `why`, or else with git's message."""
         if not shutil.which("git"):
             raise OSError("git is not installed.")
-        env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-        env |= {
+        own = {
             "GIT_DIR": ".nanobot/memory.git",
+            "GIT_INDEX_FILE": ".nanobot/memory.git/index",
             "GIT_WORK_TREE": ".",
             "GIT_CONFIG_NOSYSTEM": "1",
             "GIT_CONFIG_GLOBAL": os.devnull,
-            "LC_ALL": "C",
         }
         done = subprocess.run(
             ["git", "-c", "user.name=nanobot", "-c", "user.email=nanobot@localhost", *arguments],
             cwd=self.workspace,
-            env=env,
-            input=text.encode(errors="surrogateescape"),
+            env=os.environ | own,
             capture_output=True,
         )
         if done.returncode:
             problem = done.stderr.decode(errors="replace").strip()
             remedy = f"If {self.folder} is damaged, remove it: the next dream begins a new one."
             raise OSError(why or f"{problem}. {remedy}")
-        return done.stdout.decode(errors="surrogateescape")  # keeps all bytes of a patch
+        return done.stdout.decode(errors="replace")
 
     def commit(self, subject: str) -> str:
         """Commit the files. Returns `2 lines removed, 1 added`, or "". Raises OSError."""
@@ -1179,8 +1172,7 @@ class MemoryRepository:
         try:
             commit = self._known(sha, "HEAD")
             what = ["show", commit] if sha else ["log", "-50"]
-            shown = self.git(*what, "--format=%h %s").strip()[:16_000]
-            return shown.encode(errors="surrogateescape").decode(errors="replace")
+            return self.git(*what, "--format=%h %s").strip()[:16_000]
         except OSError as problem:
             return f"There is no log: {problem}"
 
@@ -1191,12 +1183,14 @@ class MemoryRepository:
             with self.lock():
                 commit = self._known(sha, ":/^dream:")
                 self.commit(OUTSIDE)
-                patch = self.git("diff-tree", "-p", "--binary", commit, "--", *self.files)
-                tracked = self.git("ls-files", "-z").split("\0")[:-1]
-                modes = {name: (self.workspace / name).stat().st_mode for name in tracked}
-                self.git("apply", "-R", "--whitespace=nowarn", text=patch, why=why)
-                for name, mode in modes.items():  # git has given new files the usual mode
-                    path = self.workspace / name
+                patch = ".nanobot/undo.patch"  # not read here: its bytes must stay as they are
+                diff = ("diff-tree", "-p", "--binary", f"--output={patch}")
+                self.git(*diff, commit, "--", *self.files)
+                names = self.git("ls-files", "-z").split("\0")
+                files = [self.workspace / name for name in names]
+                modes = {path: path.stat().st_mode for path in files if path.is_file()}
+                self.git("apply", "-R", "--whitespace=nowarn", patch, why=why)
+                for path, mode in modes.items():  # git has given new files the usual mode
                     if path.exists():
                         path.chmod(stat.S_IMODE(mode))
                 return f"Undone: {self.commit(f'restore of {commit[:7]}')}."
