@@ -173,13 +173,12 @@ class Session:
         if not self.summary or self.saved <= self.start:
             return []
         content = f"[Summary of the earlier part of this conversation]\n\n{self.summary}"
-        return [{"role": "user", "content": content, "is_summary": True}]
+        return [{"n": self.saved, "role": "user", "content": content, "is_summary": True}]
 
     def without_saved(self, messages: list[dict]) -> list[dict]:
         """Remove messages from a request if they are now in the long-term memory."""
         system, *rest = messages
-        later = self.saved + 1  # for a message without a number
-        unsaved = [m for m in rest if "is_summary" not in m and m.get("n", later) > self.saved]
+        unsaved = [m for m in rest if m.get("n", float("inf")) > self.saved]
         return [system, *self.summary_messages(), *unsaved]
 
     @property
@@ -359,12 +358,6 @@ class MemoryStore:
 
 # ---- The Consolidator: old turns move from the journal into the history ----
 
-TEXT = {"type": "string"}
-SAVED = {
-    "history_entry": TEXT | {"description": "[YYYY-MM-DD HH:MM], then 2 to 5 sentences"},
-    "memory_update": TEXT | {"description": "The whole new MEMORY.md: all lines, old and new"},
-    "summary": TEXT | {"description": "Facts that the conversation still needs, at most 400 words"},
-}
 SAVE_MEMORY = {
     "type": "function",
     "function": {
@@ -372,7 +365,20 @@ SAVE_MEMORY = {
         "description": "Save the lasting parts of a conversation.",
         "parameters": {
             "type": "object",
-            "properties": SAVED,
+            "properties": {
+                "history_entry": {
+                    "type": "string",
+                    "description": "[YYYY-MM-DD HH:MM], then 2 to 5 sentences",
+                },
+                "memory_update": {
+                    "type": "string",
+                    "description": "The whole new MEMORY.md: all lines, old and new",
+                },
+                "summary": {
+                    "type": "string",
+                    "description": "Facts that the conversation still needs, at most 400 words",
+                },
+            },
             "required": ["history_entry", "memory_update"],
         },
     },
@@ -418,7 +424,7 @@ class Consolidator:
         """Move turns up to message `upto` in at most five rounds, because a user may be waiting.
         Returns `12 older messages moved to the memory; memory: 2 lines removed, 1 added`. Raises
         SessionBusy."""
-        numbers = [message["n"] for message in session.messages]
+        unsaved = session.messages
         told = []
         async with self.one_at_a_time:
             for _ in range(5):
@@ -438,7 +444,7 @@ class Consolidator:
                     if is_new:
                         self.store.append_history(entry, **origin, summary=summary)
                     session.mark("saved", upto=end, summary=summary)
-        count = len([n for n in numbers if n <= session.saved])
+        count = sum(message["n"] <= session.saved for message in unsaved)
         if not count:
             return ""
         return "; ".join([f"{counted(count, 'older message')} moved to the memory", *told])
@@ -667,7 +673,7 @@ def numbered(lines: list[dict]) -> list[dict]:
     {"_type": "metadata", "created_at": "2026-02-01T10:00:00", "last_consolidated": 2}
     {"role": "user", "content": "Hi"}    →    {"n": 1, "role": "user", "content": "Hi"}
     """
-    details = next((line for line in lines if "_type" in line), {})
+    details = lines[0] if "_type" in lines[0] else {}
     messages = [line for line in lines if "_type" not in line]
     return [
         {"mark": "session", "created_at": details.get("created_at")},
@@ -862,12 +868,10 @@ class SessionManager:
             session.take(line)
         own = {"session": key, "created_at": session.created_at}.items()
         for entry in self.store.entries():
-            upto = entry.get("upto")
-            if entry.items() >= own and isinstance(upto, int):
-                session.highest = max(session.highest, upto)
-                if session.saved < upto <= session.last:
-                    summary = entry.get("summary") or entry["content"]
-                    session.take({"mark": "saved", "upto": upto, "summary": str(summary)})
+            if entry.items() >= own and has(entry, upto=int):
+                session.highest = max(session.highest, entry["upto"])
+                if session.saved < entry["upto"] <= session.last:
+                    session.take(entry | {"mark": "saved"})
         session.size = size if lines else 0
         return session
 
@@ -929,9 +933,7 @@ def text_of_turns(messages: list[dict]) -> str:
     """The text of a conversation for `save_memory`. `runtime` names time, chat and folder."""
     lines = []
     for message in messages:
-        lines.append(middle_out(readable(message), 2_000))
-        if message.get("runtime"):
-            lines.append(message["runtime"])
+        lines += [middle_out(readable(message), 2_000), message.get("runtime", "")]
     return "\n".join(lines)
 
 
@@ -940,7 +942,7 @@ def without_images(message: dict) -> dict:
     content = message.get("content")
     if not isinstance(content, list):
         return message
-    texts = [block.get("text", "") for block in content if block.get("type") == "text"]
+    texts = [block["text"] for block in content if block.get("text")]
     return {**message, "content": "\n".join(texts) or "[image]"}
 
 
@@ -1062,7 +1064,8 @@ class Dream:
         most = self.budget // 2 // len(batch)
         lines = [f"[{entry['timestamp']}] {fitted(entry['content'], most)}" for entry in batch]
         files = []
-        for path in [self.store.workspace / name for name in DREAM_FILES]:
+        for name in DREAM_FILES:
+            path = self.store.workspace / name
             files.append(f"# {path}\n\n{fitted(self.store.text_of(path), self.budget // 8)}")
         question = "\n\n".join([time.strftime("Today: %Y-%m-%d, %A"), *files, "# History", *lines])
         response = await self.ask(request(self.find_prompt, question), [])
@@ -1154,8 +1157,8 @@ class MemoryRepository:
         counts = re.findall(r"(?m)^(\d+)\t(\d+)", changed)  # "1\t2\tmemory/MEMORY.md"
         removed = sum(int(count) for _, count in counts)
         told = f"{counted(removed, 'line')} removed, {sum(int(n) for n, _ in counts)} added"
-        title = f"{subject}: {time.strftime('%Y-%m-%d %H:%M')}, {told}"
-        self.git("commit", "-q", "-m", title)
+        moment = time.strftime("%Y-%m-%d %H:%M")
+        self.git("commit", "-q", "-m", f"{subject}: {moment}, {told}")
         return told
 
     def record(self, subject: str) -> str:
@@ -1184,10 +1187,9 @@ class MemoryRepository:
                 commit = self._known(sha, ":/^dream:")
                 self.commit(OUTSIDE)
                 patch = ".nanobot/undo.patch"  # not read here: its bytes must stay as they are
-                diff = ("diff-tree", "-p", "--binary", f"--output={patch}")
-                self.git(*diff, commit, "--", *self.files)
-                names = self.git("ls-files", "-z").split("\0")
-                files = [self.workspace / name for name in names]
+                output = f"--output={patch}"
+                self.git("diff-tree", "-p", "--binary", output, commit, "--", *self.files)
+                files = [self.workspace / name for name in self.git("ls-files", "-z").split("\0")]
                 modes = {path: path.stat().st_mode for path in files if path.is_file()}
                 self.git("apply", "-R", "--whitespace=nowarn", patch, why=why)
                 for path, mode in modes.items():  # git has given new files the usual mode
@@ -1233,8 +1235,9 @@ class SkillsLoader:
 
     def load(self) -> list[Skill]:
         """All skills. For an unreadable skill, `problem` says why."""
-        found = (path for folder in reversed(self.folders) for path in folder.glob("*/SKILL.md"))
-        paths = {path.parent.name: path for path in found}
+        paths = {}
+        for folder in reversed(self.folders):
+            paths |= {path.parent.name: path for path in folder.glob("*/SKILL.md")}
         return [self._read(path) for _, path in sorted(paths.items())]
 
     def _read(self, path: Path) -> Skill:

@@ -136,13 +136,16 @@ from tools import (
     WebSearch,
     as_schema,
     cast,
+    edit_file,
     image_block,
     in_thread,
     plain_text,
     read_bytes,
+    read_file,
     sandbox_problem,
     tool,
     validate,
+    write_file,
 )
 
 __version__ = "0.1.0"
@@ -1749,13 +1752,13 @@ class JobRunner:
 
     async def _answer(self, key: str, text: str, chat: str = "", folder: str = "") -> str:
         """Answer in a new conversation, not saved to the memory. A failure raises RuntimeError."""
-        if folder and not Path(folder).is_dir():
+        place = Path(folder) if folder else None
+        if place and not place.is_dir():
             raise RuntimeError(f"The folder of the job, {folder}, does not exist any more.")
         self.loop.turns.chats[key] = chat  # /stop in this chat cancels the run
         async with self.loop.turns.hold(key) as session:
             session.mark("new")
             session.mark("saved", upto=session.last)
-        place = Path(folder) if folder else None
         result = await self.loop.process_direct(text, key, folder=place)
         answer = text_for_chat(result)
         if result.stop_reason in NOT_ANSWERED:
@@ -1827,12 +1830,10 @@ class MemoryModel:
 
     async def edit(self, messages: list[dict], refuse: Callable) -> AgentRunResult:
         """Phase 2 of Dream: the model edits MEMORY.md, USER.md, SOUL.md and the user's skills."""
-        names = ("read_file", "edit_file", "write_file")
-        editing = [tool for tool in FILE_TOOLS if tool.name in names]
         turn = replace(self.loop.turn("system:dream"), cwd=self.loop.workspace, restrict=True)
         spec = self.loop.limited(
             messages,
-            tools=FencedTools(editing, refuse),
+            tools=FencedTools([read_file, edit_file, write_file], refuse),
             turn=turn,
             hook=self.loop.cost,
             max_iterations=self.loop.config.defaults.dream.max_iterations,
@@ -1872,13 +1873,14 @@ class SubagentManager:
         facts into the task. The result comes as a message, or with `wait` as this call's result."""
         if len(self.running) >= self.most:
             raise ToolError(f"{self.most} helpers are at work. Wait, or do the task yourself.")
-        work = asyncio.create_task(self._work(task, turn))
+        name = label or task[:40]
+        is_awaited = wait or turn.channel == "cron"  # a finished job gets no report
+        run = self._work(task, turn) if is_awaited else self._report(name, task, turn)
+        work = asyncio.create_task(run)
         self.running[work] = turn.session_key
         work.add_done_callback(self.running.pop)
-        if wait or turn.channel == "cron":  # a job waits here: a finished job gets no report
+        if is_awaited:
             return await work
-        name = label or task[:40]
-        work.add_done_callback(partial(self._announce, name, turn.session_key))
         return f"Helper {name!r} is at work. Its result arrives as a message. Go on, or stop here."
 
     async def _work(self, task: str, turn: Turn) -> str:
@@ -1903,12 +1905,13 @@ class SubagentManager:
         cause = result.error or result.final_content
         raise ToolError(f"The helper did not finish ({result.stop_reason}): {cause}")
 
-    def _announce(self, name: str, session_key: str, work: asyncio.Task):
-        if work.cancelled():
-            return
-        outcome = str(work.exception()) if work.exception() else work.result()
+    async def _report(self, name: str, task: str, turn: Turn):
+        try:
+            outcome = await self._work(task, turn)
+        except Exception as problem:
+            outcome = problem
         text = template("subagent_result", helper=name, result=outcome)
-        self.results.put_nowait(InboundMessage("system", "subagent", session_key, text))
+        self.results.put_nowait(InboundMessage("system", "subagent", turn.session_key, text))
 
     async def answer_with_helpers(self, text: str, key: str, on_event: Emit) -> AgentRunResult:
         """Answer a message, then wait for all running helpers and answer their reports."""
