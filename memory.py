@@ -529,14 +529,16 @@ class Governed:
                 self.tokens = total_tokens(self.messages) + beside
 
     def _leave_out(self, excess: float, list_size: float):
-        """Leave out the oldest messages, and results only together with their calls."""
+        """Leave out the oldest turns, then the oldest steps of this turn."""
         kept: list[dict] = []
         left_out: list[dict] = []
         freed = 0
         for n, message in enumerate(self.messages[: self.limit]):
-            if message["role"] != "tool" and freed >= excess + list_size:
+            is_user = message["role"] == "user"
+            is_boundary = is_user if n <= self.begin else message["role"] != "tool"
+            if is_boundary and freed >= excess + list_size:
                 break
-            is_own = message["role"] == "user" and n >= self.begin
+            is_own = is_user and n >= self.begin
             if is_own or message["role"] == "system" or "is_summary" in message:
                 kept.append(message)
             else:
@@ -545,8 +547,10 @@ class Governed:
         if not left_out:
             return
         rest = self.messages[len(kept) + len(left_out) :]
-        told = f"[{counted(len(left_out), 'earlier message')} left out. The calls, and the"
-        lines = [f"{told} first line of each message:]"]
+        lines = [
+            f"[{counted(len(left_out), 'earlier message')} left out. The calls, and the first line"
+            " of each message:]"
+        ]
         for message in left_out:
             text = str(without_images(message).get("content") or "")
             first_line = text.strip().partition("\n")[0]
@@ -595,8 +599,7 @@ async def remember_terminals(memory: Consolidator):
                     unsaved[session] = text_of_turns(new)
         if not unsaved:
             return
-        room = memory.budget // 2 // len(unsaved)
-        texts = [fitted(text, room) for text in unsaved.values()]
+        texts = [fitted(text, memory.budget // 2 // len(unsaved)) for text in unsaved.values()]
         async with memory.one_at_a_time:
             saved = await memory.save([], "\n\n".join(texts))
         if saved:

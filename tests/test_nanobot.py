@@ -1145,7 +1145,7 @@ COMMANDS = [
     ("/dream-log", "no dream"),
     (
         "/dream-log wrong way",
-        "no dream",
+        "there is no commit",
     ),
     ("/dream-restore", "no dream"),
     ("/etc/hosts?", "asked"),
