@@ -571,9 +571,7 @@ class AgentLoop:
         self.temperature = config.defaults.temperature
         if self.temperature == LOCAL_ONLY:
             self.temperature = 0.1 if self.provider.is_local else None
-        memory_model = MemoryModel(self)
-        self.consolidator = memory_model.consolidator
-        self.dream = memory_model.dream
+        self.consolidator, self.dream = memory_work(self)
         self.cost = CostTrackingHook(config.prices, self.provider.model)
         self.hooks = [self.cost, *hooks]
         self.can_ask = lambda turn: turn.channel != "cron"  # can a user approve calls?
@@ -696,9 +694,8 @@ class AgentLoop:
 
     async def _make_room(self, session: Session, events: EventHook, messages: list) -> list:
         """Move old turns to the memory if a request is too long. Returns the remaining messages."""
-        tokens = total_tokens(messages)
-        tokens += estimate(lines_of_json(self.tools.get_definitions()))
-        told = await self.consolidator.make_room(session, tokens)
+        tools = estimate(lines_of_json(self.tools.get_definitions()))
+        told = await self.consolidator.make_room(session, total_tokens(messages) + tools)
         if told and events.turn.channel == "cli":
             await events.on_retry(told)
         return session.without_saved(messages) if told else messages
@@ -1791,54 +1788,54 @@ class JobRunner:
 # ---- The model for the memory ----
 
 
-class MemoryModel:
-    """Connects the memory to the model. `ask` sends a request; `edit` lets the model edit files."""
+def memory_work(loop: AgentLoop) -> tuple[Consolidator, Dream]:
+    """Connect the memory to the model, the tools and the limits from the settings."""
+    settings = loop.config.defaults
+    ask = partial(ask_for_memory, loop)
+    consolidator = Consolidator(
+        loop.memory,
+        loop.sessions,
+        ask,
+        template("consolidate"),
+        settings.budget,
+        settings.memory_window,
+    )
+    dream = Dream(
+        loop.memory,
+        ask,
+        partial(edit_memory, loop),
+        template("dream_find"),
+        template("dream_edit"),
+        loop.skills,
+        settings.budget,
+        settings.dream.max_batch_size,
+    )
+    return consolidator, dream
 
-    def __init__(self, loop: AgentLoop):
-        self.loop = loop
-        settings = loop.config.defaults
-        self.consolidator = Consolidator(
-            loop.memory,
-            loop.sessions,
-            self.ask,
-            template("consolidate"),
-            settings.budget,
-            settings.memory_window,
-        )
-        self.dream = Dream(
-            loop.memory,
-            self.ask,
-            self.edit,
-            template("dream_find"),
-            template("dream_edit"),
-            loop.skills,
-            settings.budget,
-            settings.dream.max_batch_size,
-        )
 
-    async def ask(self, messages: list[dict], tools: list[dict]) -> LLMResponse:
-        most = self.loop.config.defaults.max_tokens
-        for _ in range(2):
-            response = await self.loop.provider.chat(messages, tools, max_tokens=most)
-            add_up(self.loop.cost.total, response.usage)
-            if response.unclear_at is None:
-                break
-            # a small model wrote some text before the call
-            told = {"role": "user", "content": template("only_the_call")}
-            messages = [*messages, response.to_message(), told]
-        return response
+async def ask_for_memory(loop: AgentLoop, messages: list[dict], tools: list[dict]) -> LLMResponse:
+    most = loop.config.defaults.max_tokens
+    for _ in range(2):
+        response = await loop.provider.chat(messages, tools, max_tokens=most)
+        add_up(loop.cost.total, response.usage)
+        if response.unclear_at is None:
+            break
+        # a small model wrote some text before the call
+        told = {"role": "user", "content": template("only_the_call")}
+        messages = [*messages, response.to_message(), told]
+    return response
 
-    async def edit(self, messages: list[dict], refuse: Callable) -> AgentRunResult:
-        """Phase 2 of Dream: the model edits MEMORY.md, USER.md, SOUL.md and the user's skills."""
-        turn = replace(self.loop.turn("system:dream"), cwd=self.loop.workspace, restrict=True)
-        spec = self.loop.limited(
-            messages,
-            tools=FencedTools([read_file, edit_file, write_file], refuse),
-            turn=turn,
-            hook=self.loop.cost,
-            max_iterations=self.loop.config.defaults.dream.max_iterations,
-        )
-        return await self.loop.runner.run(spec)
+
+async def edit_memory(loop: AgentLoop, messages: list[dict], refuse: Callable) -> AgentRunResult:
+    """Phase 2 of Dream: the model edits MEMORY.md, USER.md, SOUL.md and the user's skills."""
+    spec = loop.limited(
+        messages,
+        tools=FencedTools([read_file, edit_file, write_file], refuse),
+        turn=replace(loop.turn("system:dream"), cwd=loop.workspace, restrict=True),
+        hook=loop.cost,
+        max_iterations=loop.config.defaults.dream.max_iterations,
+    )
+    return await loop.runner.run(spec)
 
 
 class FencedTools(ToolRegistry):
