@@ -412,7 +412,7 @@ class Consolidator:
 
     async def after_turn(self, session: Session) -> str:
         """Runs in the background. Move all turns older than `/new`. If more than `window` messages
-        remain, move turns until `window / 2` remain. Returns a line for the user, or ""."""
+        remain, move turns until about `window / 2` remain. Returns a line for the user, or ""."""
         upto = session.start
         conversation = session.conversation()
         if len(conversation) > self.window:
