@@ -98,6 +98,7 @@ from memory import (
     locked,
     quoted,
     read_records,
+    remember_terminals,
     total_tokens,
     write_atomically,
 )
@@ -135,15 +136,18 @@ from tools import (
     WebSearch,
     as_schema,
     cast,
+    edit_file,
     image_block,
     in_thread,
     kept_changes,
     plain_text,
     read_bytes,
+    read_file,
     sandbox_problem,
     take_back,
     tool,
     validate,
+    write_file,
 )
 
 __version__ = "0.1.0"
@@ -573,9 +577,7 @@ class AgentLoop:
         self.temperature = config.defaults.temperature
         if self.temperature == LOCAL_ONLY:
             self.temperature = 0.1 if self.provider.is_local else None
-        memory_model = MemoryModel(self)
-        self.consolidator = memory_model.consolidator
-        self.dream = memory_model.dream
+        self.consolidator, self.dream = memory_work(self)
         self.cost = CostTrackingHook(config.prices, self.provider.model)
         self.hooks = [self.cost, *hooks]
         self.can_ask = lambda turn: turn.channel != "cron"  # can a user approve calls?
@@ -698,9 +700,8 @@ class AgentLoop:
 
     async def _make_room(self, session: Session, events: EventHook, messages: list) -> list:
         """Move old turns to the memory if a request is too long. Returns the remaining messages."""
-        tokens = total_tokens(messages)
-        tokens += estimate(lines_of_json(self.tools.get_definitions()))
-        told = await self.consolidator.make_room(session, tokens)
+        tools = estimate(lines_of_json(self.tools.get_definitions()))
+        told = await self.consolidator.make_room(session, total_tokens(messages) + tools)
         if told and events.turn.channel == "cli":
             await events.on_retry(told)
         return session.without_saved(messages) if told else messages
@@ -710,7 +711,7 @@ class AgentLoop:
         while True:
             await self.config.sleep(60.0)
             if not self.turns.tasks:
-                await logged(self.consolidator.remember_terminals(), "the memory")
+                await logged(remember_terminals(self.consolidator), "the memory")
                 await self.config.sleep(3_540.0)
 
     async def after_turn(self, session: Session):
@@ -1752,13 +1753,13 @@ class JobRunner:
 
     async def _answer(self, key: str, text: str, chat: str = "", folder: str = "") -> str:
         """Answer in a new conversation, not saved to the memory. A failure raises RuntimeError."""
-        if folder and not Path(folder).is_dir():
+        place = Path(folder) if folder else None
+        if place and not place.is_dir():
             raise RuntimeError(f"The folder of the job, {folder}, does not exist any more.")
         self.loop.turns.chats[key] = chat  # /stop in this chat cancels the run
         async with self.loop.turns.hold(key) as session:
             session.mark("new")
             session.mark("saved", upto=session.last)
-        place = Path(folder) if folder else None
         result = await self.loop.process_direct(text, key, folder=place)
         answer = text_for_chat(result)
         if result.stop_reason in NOT_ANSWERED:
@@ -1792,56 +1793,54 @@ class JobRunner:
 # ---- The model for the memory ----
 
 
-class MemoryModel:
-    """Connects the memory to the model. `ask` sends a request; `edit` lets the model edit files."""
+def memory_work(loop: AgentLoop) -> tuple[Consolidator, Dream]:
+    """Connect the memory to the model, the tools and the limits from the settings."""
+    settings = loop.config.defaults
+    ask = partial(ask_for_memory, loop)
+    consolidator = Consolidator(
+        loop.memory,
+        loop.sessions,
+        ask,
+        template("consolidate"),
+        settings.budget,
+        settings.memory_window,
+    )
+    dream = Dream(
+        loop.memory,
+        ask,
+        partial(edit_memory, loop),
+        template("dream_find"),
+        template("dream_edit"),
+        loop.skills,
+        settings.budget,
+        settings.dream.max_batch_size,
+    )
+    return consolidator, dream
 
-    def __init__(self, loop: AgentLoop):
-        self.loop = loop
-        settings = loop.config.defaults
-        self.consolidator = Consolidator(
-            loop.memory,
-            loop.sessions,
-            self.ask,
-            template("consolidate"),
-            settings.budget,
-            settings.memory_window,
-        )
-        self.dream = Dream(
-            loop.memory,
-            self.ask,
-            self.edit,
-            template("dream_find"),
-            template("dream_edit"),
-            loop.skills,
-            settings.budget,
-            settings.dream.max_batch_size,
-        )
 
-    async def ask(self, messages: list[dict], tools: list[dict]) -> LLMResponse:
-        most = self.loop.config.defaults.max_tokens
-        for _ in range(2):
-            response = await self.loop.provider.chat(messages, tools, max_tokens=most)
-            add_up(self.loop.cost.total, response.usage)
-            if response.unclear_at is None:
-                break
-            # a small model wrote some text before the call
-            told = {"role": "user", "content": template("only_the_call")}
-            messages = [*messages, response.to_message(), told]
-        return response
+async def ask_for_memory(loop: AgentLoop, messages: list[dict], tools: list[dict]) -> LLMResponse:
+    most = loop.config.defaults.max_tokens
+    for _ in range(2):
+        response = await loop.provider.chat(messages, tools, max_tokens=most)
+        add_up(loop.cost.total, response.usage)
+        if response.unclear_at is None:
+            break
+        # a small model wrote some text before the call
+        told = {"role": "user", "content": template("only_the_call")}
+        messages = [*messages, response.to_message(), told]
+    return response
 
-    async def edit(self, messages: list[dict], refuse: Callable) -> AgentRunResult:
-        """Phase 2 of Dream: the model edits MEMORY.md, USER.md, SOUL.md and the user's skills."""
-        names = ("read_file", "edit_file", "write_file")
-        editing = [tool for tool in FILE_TOOLS if tool.name in names]
-        turn = replace(self.loop.turn("system:dream"), cwd=self.loop.workspace, restrict=True)
-        spec = self.loop.limited(
-            messages,
-            tools=FencedTools(editing, refuse),
-            turn=turn,
-            hook=self.loop.cost,
-            max_iterations=self.loop.config.defaults.dream.max_iterations,
-        )
-        return await self.loop.runner.run(spec)
+
+async def edit_memory(loop: AgentLoop, messages: list[dict], refuse: Callable) -> AgentRunResult:
+    """Phase 2 of Dream: the model edits MEMORY.md, USER.md, SOUL.md and the user's skills."""
+    spec = loop.limited(
+        messages,
+        tools=FencedTools([read_file, edit_file, write_file], refuse),
+        turn=replace(loop.turn("system:dream"), cwd=loop.workspace, restrict=True),
+        hook=loop.cost,
+        max_iterations=loop.config.defaults.dream.max_iterations,
+    )
+    return await loop.runner.run(spec)
 
 
 class FencedTools(ToolRegistry):
@@ -1876,13 +1875,14 @@ class SubagentManager:
         facts into the task. The result comes as a message, or with `wait` as this call's result."""
         if len(self.running) >= self.most:
             raise ToolError(f"{self.most} helpers are at work. Wait, or do the task yourself.")
-        work = asyncio.create_task(self._work(task, turn))
+        name = label or task[:40]
+        is_awaited = wait or turn.channel == "cron"  # a finished job gets no report
+        run = self._work(task, turn) if is_awaited else self._report(name, task, turn)
+        work = asyncio.create_task(run)
         self.running[work] = turn.session_key
         work.add_done_callback(self.running.pop)
-        if wait or turn.channel == "cron":  # a job waits here: a finished job gets no report
+        if is_awaited:
             return await work
-        name = label or task[:40]
-        work.add_done_callback(partial(self._announce, name, turn.session_key))
         return f"Helper {name!r} is at work. Its result arrives as a message. Go on, or stop here."
 
     async def _work(self, task: str, turn: Turn) -> str:
@@ -1907,12 +1907,13 @@ class SubagentManager:
         cause = result.error or result.final_content
         raise ToolError(f"The helper did not finish ({result.stop_reason}): {cause}")
 
-    def _announce(self, name: str, session_key: str, work: asyncio.Task):
-        if work.cancelled():
-            return
-        outcome = str(work.exception()) if work.exception() else work.result()
+    async def _report(self, name: str, task: str, turn: Turn):
+        try:
+            outcome = await self._work(task, turn)
+        except Exception as problem:
+            outcome = problem
         text = template("subagent_result", helper=name, result=outcome)
-        self.results.put_nowait(InboundMessage("system", "subagent", session_key, text))
+        self.results.put_nowait(InboundMessage("system", "subagent", turn.session_key, text))
 
     async def answer_with_helpers(self, text: str, key: str, on_event: Emit) -> AgentRunResult:
         """Answer a message, then wait for all running helpers and answer their reports."""

@@ -20,7 +20,7 @@ from chats import Chats, Gate, Model, serve_chats, waiting_tool
 from fake_llm import Failure, FakeLLM, Hang, Raw, Reply, error
 from fake_llm import call as ask_for
 from channels import CronError, CronJob
-from memory import SessionManager
+from memory import SessionManager, remember_terminals
 from nanobot import (
     AgentHook,
     AgentLoop,
@@ -1208,7 +1208,7 @@ COMMANDS = [
     ("/dream-log", "no dream"),
     (
         "/dream-log wrong way",
-        "no dream",
+        "there is no commit",
     ),
     ("/dream-restore", "no dream"),
     ("/etc/hosts?", "asked"),
@@ -2660,7 +2660,7 @@ def test_what_people_said_at_terminals_is_remembered_together_when_it_is_an_hour
         os.utime(session.path, (time.time() - hours * 3_600,) * 2)
 
     def remember():
-        asyncio.run(loop.consolidator.remember_terminals())
+        asyncio.run(remember_terminals(loop.consolidator))
         said = [re.findall(r"\] user: (.+)\nFolder: (\S+)", text) for text in asked]
         asked.clear()
         return said
@@ -2681,17 +2681,40 @@ def test_what_people_said_at_terminals_is_remembered_together_when_it_is_an_hour
     loop.sessions.get("cli:b").mark("saved", upto=1, summary="two")
     talk("cli:b", "/b", True, "four", 1.2)
     assert remember() == [[("four", "/b")]], "not what the journal says is saved"
+    with SessionManager(loop.workspace).lock("cli:d"):  # another program has it open
+        talk("cli:d", "/d", True, "five", 1.1)
+        assert remember() == [[("five", "/d")]]
+    assert remember() == []
+    assert loop.sessions.list_keys()[-2:] == ["cli:a", "cli:c"], "a mark is no use"
 
-    async def chatty_model(messages, tools):
+
+def test_what_a_terminal_has_saved_when_idle_is_not_saved_again_when_it_moves(tmp_path):
+    loop = make_loop(tmp_path)
+    asked = []
+
+    async def model(messages, tools):
         asked.append(messages[-1]["content"])
-        return LLMResponse("I would rather not.")
+        saved = {"history_entry": f"Entry {len(asked)}.", "summary": f"Summary {len(asked)}."}
+        saved["memory_update"] = f"- fact {len(asked)}"
+        return LLMResponse(None, [call("save_memory", **saved)], "tool_calls")
 
-    loop.consolidator.ask, good_model = chatty_model, model
-    talk("cli:a", "/a", True, "five", 1.1)
-    entries = len(loop.memory.entries())
-    assert remember() == [[("five", "/a")]] and len(loop.memory.entries()) == entries
-    loop.consolidator.ask = good_model
-    assert remember() == [[("five", "/a")]], "it was not lost"
+    loop.consolidator.ask = model
+    session = loop.sessions.get("cli:a")
+    session.origin = {"folder": "/a", "typed": True}
+    session.append(question("<one>"), {"role": "assistant", "content": "Yes."})
+    os.utime(session.path, (time.time() - 4_000,) * 2)
+    asyncio.run(remember_terminals(loop.consolidator))
+    session = loop.sessions.get("cli:a")
+    assert "<one>" in str(session.history()) and time.time() - session.path.stat().st_mtime > 3_900
+    session.append(question("<two>"), {"role": "assistant", "content": "Yes."}, question("<three>"))
+    told = asyncio.run(loop.consolidator.move(session, 4))
+    assert told.startswith("4 older messages moved to the memory")
+    assert [re.findall("<.*?>", text) for text in asked] == [["<one>"], ["<one>"], ["<two>"]]
+    entries = [entry["content"] for entry in loop.memory.entries()]
+    assert entries == ["Entry 1.", "Entry 3."], "the second request was for the summary only"
+    assert "Summary 2." in asked[2] and loop.memory.read_facts() == "- fact 3\n"
+    summary, three = SessionManager(loop.workspace, loop.memory).get("cli:a").history()
+    assert "Summary 3." in summary["content"] and three["content"] == "<three>"
 
 
 def test_stop_in_a_chat_stops_the_job_that_runs_for_it(tmp_path):
