@@ -1400,10 +1400,6 @@ class AnswerReader:
     is_local: bool = False
     shown: str = ""  # the text shown so far, without thoughts
     held: str = ""  # not shown yet, because this text may begin a thought or a call
-    is_call: bool = False  # True: `held` begins like a call
-    fence: str = ""  # the marks of the code fence that is open at `fence_at`; "```" ends no "````"
-    fence_at: int = 0
-    has_lost_tag: bool = False  # True: </think> was removed, but <think> had not arrived
     calls: list[CallParts] = field(default_factory=list)
     text_calls: list[ToolCallRequest] = field(default_factory=list)
     unclear_at: int | None = None  # where the text has a call that may be only an example
@@ -1464,71 +1460,53 @@ class AnswerReader:
     def _ready(self, text: str) -> str:
         """Return the text that may be shown now. Thoughts and possible calls are held back."""
         self.held += text
-        begin = len(self.shown)
-        while self.held and not self.is_call:
-            if not self.shown:
-                self.held = self.held.lstrip("\n")
-            before = self.shown[-1:]  # tells whether `held` begins a line
-            found = LINE_START.search(before + self.held, len(before))
-            self._show(found.start() - len(before) if found else len(self.held))
-            if not found or found.lastgroup == "unclear":
+        while not self.shown:
+            self.held = self.held.lstrip("\n")
+            if not THOUGHT_START.match(self.held):
                 break
-            if self._is_plain(found.lastgroup):
-                self._show(len(found[0]))
-            elif found.lastgroup == "call":
-                self.is_call = True
-            elif found.lastgroup == "lost_tag":
-                self.held = self.held[len(found[0]) :]
-                self.has_lost_tag = True
-            else:
-                end = THOUGHT_END.search(self.held, max(0, len(self.held) - len(text) - 12))
-                if not end:
-                    break
-                self.held = self.held[end.end() :]
-        return self.shown[begin:]
+            end = THOUGHT_END.search(self.held)
+            if not end:
+                return ""
+            self.held = self.held[end.end() :]
+        length = len(self.held)
+        if self.tools:
+            before = self.shown[-1:]  # tells whether `held` begins a line
+            found = CALL_START.search(before + self.held, len(before))
+            if found:
+                length = found.start() - len(before)
+        return self._show(length)
 
-    def _show(self, length: int):
+    def _show(self, length: int) -> str:
         """Move the first characters from `held` to `shown`."""
-        self.shown += self.held[:length]
+        text = self.held[:length]
+        self.shown += text
         self.held = self.held[length:]
-
-    def _is_plain(self, kind: str) -> bool:
-        """True if the start of a line looks like a thought or a call, but is only text."""
-        if kind == "call" and not self.tools:
-            return True
-        if kind == "lost_tag" and self.shown and not self.is_local:
-            return True
-        for marks, rest in FENCE_LINE.findall(self.shown[self.fence_at :]):
-            if not self.fence:
-                self.fence = marks
-            elif marks.startswith(self.fence) and not rest.strip():
-                self.fence = ""
-        self.fence_at = len(self.shown)  # the next look begins here, at the start of a line
-        return bool(self.fence)
+        return text
 
     def close(self) -> str:
         """Finish the answer. Returns the text that is not shown yet."""
         if not self.shown and THOUGHT_TAG.match(self.held.lstrip()):
             return ""  # a thought that does not end
-        if self.is_call and not self.calls:
-            calls, end = calls_in(self.held, self.tools)
-            if calls and self._may_run(calls, end):
-                self.text_calls = calls
-                self.shown = self.shown.rstrip()
-                return ""
-            if calls:
-                self.unclear_at = len(self.shown)
-        self.shown += self.held
-        return self.held if self.unclear_at is None else ""
+        calls, end = calls_in(self.held, self.tools)
+        is_in_fence = self.shown.count("```") % 2 == 1
+        if not calls or self.calls or is_in_fence:
+            return self._show(len(self.held))
+        if self._may_run(calls, end):
+            self.text_calls = calls
+            self.shown = self.shown.rstrip()
+        else:
+            self.unclear_at = len(self.shown)
+            self.shown += self.held
+        return ""
 
     def _may_run(self, calls: list[ToolCallRequest], end: int) -> bool:
         """Decide about calls that were written as text, by the rules 1 to 3 below."""
         if not self.shown.strip():
             return True
-        if self.has_lost_tag or THOUGHT_TAG.search(self.shown) or self.shown.count("```") % 2 == 1:
-            return False
         has_own_tag = re.match(TAG, self.held) and END_TOKENS.match(self.held, end)
-        return bool(has_own_tag) and all(call.name in self.read_only for call in calls)
+        if not has_own_tag or THOUGHT_TAG.search(self.shown):
+            return False
+        return all(call.name in self.read_only for call in calls)
 
     def response(self, request: LLMRequest) -> LLMResponse:
         """Return the answer, even if it reached max_tokens. Raises Failure if it broke off."""
@@ -1590,7 +1568,7 @@ def counted(sent: int, received: int, cached: int, estimated: bool) -> Usage:
 # 2. It ends with a template's own tag, such as <tool_call>, after some text: the call runs if its
 #    tool only reads.
 # 3. It ends with any other call after some text: nothing runs (`LLMResponse.unclear_at`).
-# 4. A quote, an example in a sentence, a schema, a log entry, a broken call: nothing runs.
+# 4. A quote, an example in a sentence or code fence, a schema, a log entry, a broken call: nothing runs.
 
 TAG = r"<(?:tool_calls?|tools)>|<function=|\[TOOL_CALLS\]|<\|python_tag\|>"
 BARE = r'[\[{]\s{0,99}{?\s{0,99}"(?:name|type|id|function|arguments|parameters)"'
@@ -1598,15 +1576,12 @@ FENCE = rf"```(?:json|tool_call)?[ \t\r]{{0,9}}\n\s{{0,80}}(?={TAG}|{BARE})"
 # the end of a piece of a stream: `<tool_c`, `[TOOL_`, `{"na`, "```js"
 PARTIAL = r'(?:</?\|?\w{0,12}\|?|\[[A-Z_]{1,11}|[\[{]\s{0,99}(?:{?\s{0,99}(?:"\w{0,10})?)?)?\Z'
 UNCLEAR = rf"(?: {{0,3}}(?:`{{1,9}}|~{{1,9}})\w{{0,20}}\s{{0,99}})?{PARTIAL}"
-# Some models write <think>…</think>. If a chat template contains the tag <think>, only </think>
-# arrives.
-LINE_START = re.compile(
-    r"(?m)(?:\A\s{0,200}|^)(?:(?P<thought><(?:think|thinking|thought)>)|"
-    rf"(?P<lost_tag></(?:think|thinking|thought)>)|(?P<call>{TAG}|{FENCE}|{BARE})|(?P<unclear>{UNCLEAR}))"
-)
+CALL_START = re.compile(rf"(?m)(?:\A\s{{0,200}}|^)(?:{TAG}|{FENCE}|{BARE}|{UNCLEAR})")
+# Some models begin with <think>…</think>, also more than once. If a chat template contains <think>,
+# only </think> arrives. The start of a piece of a stream may be `<th`.
+THOUGHT_START = re.compile(r"\s*(?:</?(?:think|thinking|thought)>|(?:</?\w{0,8})?\Z)")
 THOUGHT_END = re.compile(r"</(?:think|thinking|thought)>")
 THOUGHT_TAG = re.compile(r"</?(?:think|thinking|thought)>")
-FENCE_LINE = re.compile(r"(?m)^ {0,3}(`{3,}|~{3,})(.*)")  # "```python"
 AROUND = re.compile(
     r"(?:\s|</?(?:tool_calls?|tools)>|</function>|<\|python_tag\|>|\[TOOL_CALLS\](?=\s{0,99}[\[{]))*"
 )
