@@ -61,7 +61,7 @@ class ToolCallRequest:
     arguments: dict = field(default_factory=dict)
     error: str = ""
     denied: str = ""
-    extra: dict = field(default_factory=dict)  # other keys of the call, copied into later requests
+    extra: dict = field(default_factory=dict)  # Gemini's `extra_content`, for later requests
     must_only_read: bool = False  # True: nobody approved the call, so its tool must be read-only
 
     @property
@@ -301,9 +301,10 @@ class OpenAIProvider(LLMProvider):
         """Make one HTTP attempt. Raises Failure. An exception in `on_delta` is not caught."""
         request.sent, request.began = body, time.monotonic()
         is_weak = self.is_local or "tools" not in body  # calls may arrive as text
-        reads_text = {"auto": is_weak, "on": True}.get(self.endpoint.text_tool_calls)
+        wish = self.endpoint.text_tool_calls
+        reads_text = wish == "on" or (wish == "auto" and is_weak)
         known = parameters_by_name(request.tools)
-        reader = AnswerReader(known if reads_text else {}, request.read_only, self.is_local)
+        reader = AnswerReader(known if reads_text else {}, request.read_only)
         chunks = self.connection.chunks({"model": request.model, **body})
         try:
             async with contextlib.aclosing(chunks):
@@ -408,30 +409,25 @@ def clean_message(message: dict) -> dict | None:
     if role not in ("system", "user", "assistant", "tool"):
         return None
     # no filler in assistant messages, because models imitate their own messages
-    filler = "" if role == "assistant" else "(empty)"
-    clean |= {"role": role, "content": clean_content(clean.get("content", ""), filler) or None}
+    filler = None if role == "assistant" else "(empty)"
+    clean |= {"role": role, "content": clean_content(clean.get("content", "")) or filler}
     calls = clean_calls(clean.pop("tool_calls", []))
     if role == "assistant" and calls:
         clean["tool_calls"] = calls
     return clean if clean["content"] or "tool_calls" in clean else None
 
 
-def clean_content(content, filler: str) -> str | list[dict]:
-    """Text or blocks. `filler` replaces blank text; an empty `filler` removes blank blocks."""
-    if not isinstance(content, list):
-        text = content if isinstance(content, str) else to_json(content)
-        return text if text.strip() else filler
-    blocks = as_blocks(content)
-    for block in blocks:
-        if block["type"] == "text":
-            block["text"] = clean_content(block.get("text") or "", filler)
-    return [block for block in blocks if block.get("text") != ""] or filler
+def clean_content(content) -> str | list[dict]:
+    """Text or blocks. Blank blocks are removed, and blank text becomes ""."""
+    if isinstance(content, list):
+        return [each for each in content if each["type"] != "text" or clean_content(each["text"])]
+    text = content if isinstance(content, str) else to_json(content)
+    return text if text.strip() else ""
 
 
 def as_blocks(content: str | list) -> list[dict]:
-    """ "Hi" → [{"type": "text", "text": "Hi"}]; blocks are copied."""
-    blocks = content if isinstance(content, list) else [{"text": content}]
-    return [{"type": "text", **block} for block in blocks]
+    """ "Hi" → [{"type": "text", "text": "Hi"}]"""
+    return content if isinstance(content, list) else [{"type": "text", "text": content}]
 
 
 def clean_calls(calls: list[dict]) -> list[dict]:
@@ -466,7 +462,10 @@ def with_results(messages: list[dict]) -> list[dict]:
             waiting = {}
         for call in message.get("tool_calls", []):
             old_id = call.get("id") or None
-            call["id"] = unused_id(old_id, used_ids)
+            call["id"] = str(old_id)
+            if old_id is None or call["id"] in used_ids:
+                call["id"] = f"{len(used_ids):09d}"  # nine digits, because Mistral wants nine
+            used_ids.add(call["id"])
             name = call["function"]["name"]  # Gemini requires the name
             result = {
                 "role": "tool",
@@ -477,17 +476,6 @@ def with_results(messages: list[dict]) -> list[dict]:
             waiting.setdefault(old_id, []).append(result)
             paired.append(result)
     return paired
-
-
-def unused_id(id_, used: set[str]) -> str:
-    """Return the id, with a number if another call has the same id: "a", then "a_2"."""
-    base = name = str(id_ or "call")
-    number = 1
-    while name in used:
-        number += 1
-        name = f"{base}_{number}"
-    used.add(name)
-    return name
 
 
 def new_id(old: str = "") -> str:
@@ -503,11 +491,13 @@ def with_neighbours_joined(messages: list[dict]) -> list[dict]:
         if not joined or joined[-1]["role"] != message["role"] or message["role"] == "tool":
             joined.append(message)
             continue
-        contents = [part["content"] for part in (joined[-1], message) if part["content"]]
-        content = sum(map(as_blocks, contents), [])
-        if all(isinstance(part, str) for part in contents):
-            content = "\n\n".join(contents)
-        joined[-1] = {**message, **joined[-1], "content": content or None}
+        above, below = joined[-1]["content"], message["content"]
+        content = above or below
+        if isinstance(above, str) and isinstance(below, str):
+            content = f"{above}\n\n{below}"
+        elif above and below:
+            content = as_blocks(above) + as_blocks(below)
+        joined[-1] = {**message, **joined[-1], "content": content}
     return joined
 
 
@@ -768,7 +758,6 @@ def row_of_model(known: dict[str, Endpoint], model: str) -> ProviderSpec | None:
     # the names `gpt-5`, `openai/gpt-5` and `hf.co/gpt-5` match the row openai
     makers = [row for row in PROVIDERS if re.search(rf"(?i)(?<![a-z0-9])({row.keywords})", model)]
     makers = [named] if named else [row for row in makers if row.keywords]
-
     usable = [row for row in PROVIDERS if known[row.name].api_base]
     usable += [row for row in PROVIDERS if known[row.name].api_key and row.default_api_base]
     rows = [row for row in makers if row in usable]
@@ -912,22 +901,21 @@ def as_failure(problem: Exception) -> Failure:
     return Failure(TROUBLES[kind].cause or str(below or "") or str(problem), kind)
 
 
+# "message": "Provider returned error", also at a depth, and a text with \" and \n
+ERROR_TEXT = r'"(?:message|error|raw)": ("(?:[^"\\]|\\.)*")'
+
+
 def refusal(body, status: int | None = None, wait: str = "") -> Failure:
     """Find the error message in nested JSON; `wait` is the value of the header retry-after.
 
     [{"error":{"code":400,"message":"Unknown name"}}]  → Failure("Unknown name", …)
     """
     fields = body if isinstance(body, dict) else {}
-    inside = body
-    while inside and isinstance(inside, list | dict):
-        if isinstance(inside, list):
-            inside = {"error": inside[0]}
-        metadata = inside.get("metadata")  # of "Provider returned error"
-        raw = metadata.get("raw") if isinstance(metadata, dict) else None
-        inside = raw or inside.get("message") or inside.get("error") or json.dumps(inside)
     if status is None and isinstance(fields.get("code"), int):
         status = fields["code"]
-    line = " ".join(str(inside or "")[:4_000].split())[:500]
+    said = re.findall(ERROR_TEXT, json.dumps(body))
+    line = ": ".join(JSON.decode(text) for text in said) or str(body or "")
+    line = " ".join(line[:4_000].split())[:500]
     cause = f"HTTP {status}: {line}" if status else line
     text = str(body or "")[:4_000]  # enough text for each pattern, and the search stays fast
     waits = f"retry after {wait}s, {text}"
@@ -1397,7 +1385,6 @@ class AnswerReader:
 
     tools: dict[str, dict]  # tools that may be called as text: {"read_file": {…parameters…}}
     read_only: Collection[str] = ()  # the tools that change nothing
-    is_local: bool = False
     shown: str = ""  # the text shown so far, without thoughts
     held: str = ""  # not shown yet, because this text may begin a thought or a call
     calls: list[CallParts] = field(default_factory=list)
@@ -1454,8 +1441,8 @@ class AnswerReader:
         call.name = call.name or name
         if arguments is not None:
             call.arguments += arguments if isinstance(arguments, str) else to_json(arguments)
-        known = ("index", "id", "type", "function")
-        call.extra |= {key: value for key, value in piece.items() if key not in known}
+        if "extra_content" in piece:  # Gemini's signature of a thought
+            call.extra["extra_content"] = piece["extra_content"]
 
     def _ready(self, text: str) -> str:
         """Return the text that may be shown now. Thoughts and possible calls are held back."""
@@ -1568,7 +1555,8 @@ def counted(sent: int, received: int, cached: int, estimated: bool) -> Usage:
 # 2. It ends with a template's own tag, such as <tool_call>, after some text: the call runs if its
 #    tool only reads.
 # 3. It ends with any other call after some text: nothing runs (`LLMResponse.unclear_at`).
-# 4. A quote, an example in a sentence or code fence, a schema, a log entry, a broken call: nothing runs.
+# 4. A quote, an example in a sentence or in a code fence that is open, a schema, a log entry, a
+#    broken call: nothing runs.
 
 TAG = r"<(?:tool_calls?|tools)>|<function=|\[TOOL_CALLS\]|<\|python_tag\|>"
 BARE = r'[\[{]\s{0,99}{?\s{0,99}"(?:name|type|id|function|arguments|parameters)"'
@@ -1645,10 +1633,7 @@ def name_and_arguments(found: dict) -> tuple[str, Any]:
     kind = found.get("type", "function")
     if found.keys() <= {"type", "id", "function"}:  # {"type": "function", "function": {…}}
         found = found["function"]
-    parameters = found.get("parameters")
-    is_schema = isinstance(parameters, dict) and (
-        "properties" in parameters or parameters.get("type") == "object"
-    )
+    is_schema = "properties" in (found.get("parameters") or {})
     if kind != "function" or is_schema or found.keys() - CALL_KEYS:
         raise ValueError("not a call")
     return found["name"], found.get("arguments", found.get("parameters"))

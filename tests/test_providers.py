@@ -1941,11 +1941,11 @@ LEGAL = {
     ),
     "two calls with one id each keep their result": (
         [user(), called("a", "a"), result("a", "1"), result("a", "2")],
-        [user(), called("a", "a_2"), result("a", "1"), result("a_2", "2")],
+        [user(), called("a", "000000001"), result("a", "1"), result("000000001", "2")],
     ),
     "calls without ids get some": (
         [user(), called(None), result(None, "1")],
-        [user(), called("call"), result("call", "1")],
+        [user(), called("000000000"), result("000000000", "1")],
     ),
     "no image is lost in a merger": (
         [user("a"), user([IMAGE]), user([{"type": "text", "text": "b"}])],
@@ -1974,8 +1974,8 @@ LEGAL = {
             user(),
             called("a", name="read_a"),
             result("a", MISSING),
-            called("a_2", name="read_b"),
-            result("a_2", "BBB"),
+            called("000000001", name="read_b"),
+            result("000000001", "BBB"),
         ],
     ),
     "nothing is put into the assistant's mouth": (
