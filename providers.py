@@ -293,8 +293,7 @@ class OpenAIProvider(LLMProvider):
                 await request.tell(f"{self.endpoint.spec.name}, {request.model}: {remedy.notice}")
                 continue
             tries += 1
-            if seconds and (tries == 1 or failure.kind != "loading"):
-                await request.tell(f"{failure.cause}; asking again in {seconds:.0f} s")
+            await request.tell(f"{failure.cause}; asking again in {seconds:.0f} s")
             await asyncio.sleep(seconds * self.pace)
 
     async def _ask(self, request: LLMRequest, body: dict) -> LLMResponse:
@@ -303,8 +302,8 @@ class OpenAIProvider(LLMProvider):
         is_weak = self.is_local or "tools" not in body  # calls may arrive as text
         wish = self.endpoint.text_tool_calls
         reads_text = wish == "on" or (wish == "auto" and is_weak)
-        known = parameters_by_name(request.tools)
-        reader = AnswerReader(known if reads_text else {}, request.read_only)
+        tools = parameters_by_name(request.tools) if reads_text else {}
+        reader = AnswerReader(tools, request.read_only)
         chunks = self.connection.chunks({"model": request.model, **body})
         try:
             async with contextlib.aclosing(chunks):
@@ -315,10 +314,7 @@ class OpenAIProvider(LLMProvider):
         except Failure as failure:
             failure.cause = self.endpoint.without_secrets(failure.cause)
             failure.shown = reader.shown if request.on_delta else ""
-            calls, _ = calls_in(failure.generation, known)  # Groq's error contains the call
-            if not calls or failure.shown:
-                raise
-            return LLMResponse(None, calls, "tool_calls", estimate_usage(request, LLMResponse()))
+            raise
 
     async def _learn(self, request: LLMRequest, answer: LLMResponse, tried: list[Remedy]):
         """Remember the changes that this model needed. Warn once if the server cut the request."""
@@ -359,10 +355,6 @@ def retry_after(failure: Failure, tries: int) -> float | None:
     is_too_late = bool(failure.shown)  # the user has read a part of this answer
     if is_too_late or tries >= TROUBLES[failure.kind].retries:
         return None
-    if failure.kind == "loading":  # 15 retries with delays of 4 s take a minute
-        return 4.0
-    if failure.kind == "closed" and tries == 0:
-        return 0.0
     return min(failure.seconds or 2.0**tries, 60.0)
 
 
@@ -783,8 +775,8 @@ class Trouble(NamedTuple):  # a row of TROUBLES
 
 AGAIN = r"(?:try again|retry)\w{0,9} (?:in|after) (?=\d)"  # as in "Please try again in 5.2s".
 TROUBLES = {  # the first row whose pattern fits
-    # llama.cpp "Loading model"
-    "loading": Trouble("^503 .*(loading model|currently loading)", retries=15),
+    # llama.cpp "Loading model"; the six delays of 1 to 32 s take a minute
+    "loading": Trouble("^503 .*(loading model|currently loading)", retries=6),
     # Anthropic "prompt is too long: 213462 tokens", OpenAI "exceeds the context window". Cerebras
     # sends 400 or 413 without text. More examples are in tests/data/provider_errors.json
     "overflow": Trouble(
@@ -817,17 +809,13 @@ TROUBLES = {  # the first row whose pattern fits
     ),
     # "is not a valid model ID", DeepSeek "Model Not Exist", LiteLLM "Invalid model name passed in"
     "model": Trouble(
-        "no model|not a valid model|model not exist|invalid model name|^404 .*model",
+        "no model|not a valid model|model not exist|invalid model name|^404 .*model|"
+        "provide a model|model is required",
         "{where} has no such model ({cause}).",
     ),
     "nonsense": Trouble(
         "^40[45] ",
         "{where} does not answer like a model ({cause}). Base URLs mostly end in /v1.",
-    ),
-    "closed": Trouble(
-        "^APIConnectionError (RemoteProtocol|Read|Write)Error",
-        retries=3,
-        cause="it closed the connection",
     ),
     "network": Trouble(
         "^APIConnectionError|^APITimeoutError ConnectTimeout",
@@ -864,7 +852,6 @@ class Failure(Exception):
     text: str = ""  # the whole text of the endpoint's error
     status: int | None = None
     seconds: float = 0.0  # the delay that the endpoint asks for
-    generation: str = ""  # a tool call that the endpoint could not parse
     shown: str = ""  # the part of the answer that the user saw
 
 
@@ -921,8 +908,7 @@ def refusal(body, status: int | None = None, wait: str = "") -> Failure:
     waits = f"retry after {wait}s, {text}"
     soon = re.search(rf"(?i){AGAIN}(\d{{1,9}}(?:\.\d{{1,9}})?) ?s", waits)
     seconds = float(soon[1]) if soon else 0.0
-    generation = str(fields.get("failed_generation") or "")
-    return Failure(cause, kind_of(f"{status} {text}"), text, status, seconds, generation)
+    return Failure(cause, kind_of(f"{status} {text}"), text, status, seconds)
 
 
 # ---- What endpoints refuse, and what helps ----
@@ -1282,8 +1268,6 @@ class Connection:
         raw = {"headers": {"X-Stainless-Raw-Response": "stream"}, "security": {"bearer_auth": True}}
         try:
             post = self.client().post
-            if not body["model"]:
-                raise Failure("no model is named", "model")
             async with asyncio.timeout(self.request_timeout) as clock:
                 response = await post("/chat/completions", cast_to=object, body=body, options=raw)
                 try:
@@ -1337,7 +1321,7 @@ def parse_answer(data: bytes) -> dict:
         if isinstance(answer, dict):
             return answer
     start = " ".join(data[:2_000].decode("utf-8", errors="replace").split())
-    kind = "cut" if not start or data.lstrip().startswith(b"{") else "nonsense"
+    kind = "cut" if not start or start.startswith("{") else "nonsense"
     raise Failure(f"not a JSON object but: {start[:120] or 'nothing'}", kind)
 
 
