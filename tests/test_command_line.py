@@ -382,7 +382,7 @@ def test_wrong_usage_is_explained_with_status_2_and_a_failure_with_cause_and_fix
     [
         (["--model", "m"], {"required_key": "sk-right"}, ["refuses the key"]),
         (["--model", "huge"], {"known_models": ["small", "large"]}, ["huge", "small, large"]),
-        (["--model", ""], {"known_models": ["small"]}, ["no model is named", "small"]),
+        (["--model", ""], {"known_models": ["small"]}, ["has no such model", "small"]),
     ],
 )
 def test_a_wrong_key_or_model_is_said_with_what_there_is(own_home, monkeypatch, flags, known, said):

@@ -222,8 +222,8 @@ def test_of_the_calls_that_a_local_model_writes_only_those_run_that_it_means(gro
 
 
 def not_thought(text: str) -> str:
-    """Without thoughts and tags at the start of a line (no row has one in a code fence)."""
-    text = re.sub(r"(?ms)^[ \t]*<think>.*?</think>|^</think>", "", text).strip()
+    """Without the thoughts at the start of an answer."""
+    text = re.sub(r"(?s)\A\s*<think>.*?</think>", "", text).strip()
     return "" if text.startswith("<think>") else text
 
 
