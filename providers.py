@@ -293,7 +293,8 @@ class OpenAIProvider(LLMProvider):
                 await request.tell(f"{self.endpoint.spec.name}, {request.model}: {remedy.notice}")
                 continue
             tries += 1
-            await request.tell(f"{failure.cause}; asking again in {seconds:.0f} s")
+            if seconds:
+                await request.tell(f"{failure.cause}; asking again in {seconds:.0f} s")
             await asyncio.sleep(seconds * self.pace)
 
     async def _ask(self, request: LLMRequest, body: dict) -> LLMResponse:
@@ -302,8 +303,8 @@ class OpenAIProvider(LLMProvider):
         is_weak = self.is_local or "tools" not in body  # calls may arrive as text
         wish = self.endpoint.text_tool_calls
         reads_text = wish == "on" or (wish == "auto" and is_weak)
-        tools = parameters_by_name(request.tools) if reads_text else {}
-        reader = AnswerReader(tools, request.read_only)
+        tools = parameters_by_name(request.tools)
+        reader = AnswerReader(tools if reads_text else {}, request.read_only)
         chunks = self.connection.chunks({"model": request.model, **body})
         try:
             async with contextlib.aclosing(chunks):
@@ -314,7 +315,10 @@ class OpenAIProvider(LLMProvider):
         except Failure as failure:
             failure.cause = self.endpoint.without_secrets(failure.cause)
             failure.shown = reader.shown if request.on_delta else ""
-            raise
+            calls, _ = calls_in(failure.generation, tools)  # Groq's error contains the call
+            if not calls or failure.shown:
+                raise
+            return LLMResponse(None, calls, "tool_calls", estimate_usage(request, LLMResponse()))
 
     async def _learn(self, request: LLMRequest, answer: LLMResponse, tried: list[Remedy]):
         """Remember the changes that this model needed. Warn once if the server cut the request."""
@@ -355,6 +359,8 @@ def retry_after(failure: Failure, tries: int) -> float | None:
     is_too_late = bool(failure.shown)  # the user has read a part of this answer
     if is_too_late or tries >= TROUBLES[failure.kind].retries:
         return None
+    if failure.kind == "closed" and tries == 0:  # the server had closed the kept connection
+        return 0.0
     return min(failure.seconds or 2.0**tries, 60.0)
 
 
@@ -817,6 +823,12 @@ TROUBLES = {  # the first row whose pattern fits
         "^40[45] ",
         "{where} does not answer like a model ({cause}). Base URLs mostly end in /v1.",
     ),
+    "closed": Trouble(
+        "^APIConnectionError (RemoteProtocol|Read|Write)Error",
+        "{where} closed the connection ({cause}).",
+        retries=3,
+        cause="it closed the connection",
+    ),
     "network": Trouble(
         "^APIConnectionError|^APITimeoutError ConnectTimeout",
         "Cannot reach {where} ({cause}). Is the address right, and is the server running?",
@@ -852,6 +864,7 @@ class Failure(Exception):
     text: str = ""  # the whole text of the endpoint's error
     status: int | None = None
     seconds: float = 0.0  # the delay that the endpoint asks for
+    generation: str = ""  # a tool call that the endpoint could not parse
     shown: str = ""  # the part of the answer that the user saw
 
 
@@ -908,7 +921,8 @@ def refusal(body, status: int | None = None, wait: str = "") -> Failure:
     waits = f"retry after {wait}s, {text}"
     soon = re.search(rf"(?i){AGAIN}(\d{{1,9}}(?:\.\d{{1,9}})?) ?s", waits)
     seconds = float(soon[1]) if soon else 0.0
-    return Failure(cause, kind_of(f"{status} {text}"), text, status, seconds)
+    generation = str(fields.get("failed_generation") or "")
+    return Failure(cause, kind_of(f"{status} {text}"), text, status, seconds, generation)
 
 
 # ---- What endpoints refuse, and what helps ----

@@ -437,7 +437,9 @@ def test_what_is_not_the_same_may_go_on(case):
     result, provider = run([*NOT_THE_SAME[case], "done"], [poll, look, broken])
     assert result.final_content == "done" and all(request.tools for request in provider.requests)
     warned = [text for text in results(result.messages) if "already" in text]
-    assert len(warned) == (4 if case.startswith("other") else 0)  # told from the third time on, not ended
+    assert len(warned) == (
+        4 if case.startswith("other") else 0
+    )  # told from the third time on, not ended
 
 
 # ---- The runner: what an answer leads to ----

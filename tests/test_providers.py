@@ -1586,6 +1586,23 @@ def test_a_change_that_does_not_help_is_tried_once_and_not_remembered():
     assert len(bodies) < 5 and provider.learnt == {}
 
 
+@pytest.mark.parametrize("name", ["groq-failed-generation", "groq-failed-generation-sse"])
+def test_a_call_that_the_endpoint_could_not_read_is_read(name):
+    error_body = by_id("groq-failed-generation")["body"]
+    line = sse(error_body) if name.endswith("sse") else Failure(400, error_body)
+    search = {"type": "function", "function": {"name": "web_search", "parameters": {}}}
+    with FakeLLM([line]) as server:
+        answer, _ = ask(made(server), HELLO, [search], stream=True)
+    assert [(each.name, each.arguments) for each in answer.tool_calls] == [
+        ("web_search", {"query": "weather in Graz"})
+    ]
+    assert (answer.content, answer.finish_reason, answer.usage["estimated"]) == (
+        None,
+        "tool_calls",
+        True,
+    )
+
+
 @pytest.mark.parametrize("row", ["openai", "custom", "groq"])
 def test_the_names_of_an_openai_account_go_to_openai_only(monkeypatch, row):
     monkeypatch.setenv("OPENAI_ORG_ID", "org-of-mine")
@@ -1659,6 +1676,32 @@ def test_comments_do_not_keep_a_request_waiting_for_ever():
 def test_what_fails_before_anything_was_shown_is_asked_again(line, stream):
     with FakeLLM([line, "Here."]) as server:
         assert ask(made(server), stream=stream)[0].content == "Here."
+
+
+def several(provider, count, told=None):
+    """Answers to the same question, one after the other in one event loop."""
+
+    async def on_retry(line):
+        told.append(line)
+
+    async def asked():
+        answers = [await provider.chat(HELLO, on_retry=on_retry) for _ in range(count)]
+        await provider.close()
+        return answers
+
+    return asyncio.run(asked())
+
+
+def test_a_kept_connection_that_the_server_closed_is_no_reason_to_wait():
+    told = []
+    with FakeLLM(["One.", Hang(0), "Two."]) as server:
+        provider = made(server, "local")
+        provider.pace = 1e9  # a wait would never end
+        answers = several(provider, 2, told)
+        assert [answer.content for answer in answers] == ["One.", "Two."] and told == []
+        assert [request.client for request in server.requests][:2] == [
+            server.requests[0].client
+        ] * 2
 
 
 def test_a_server_that_sees_less_than_it_was_sent_is_told_of_once():
