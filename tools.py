@@ -363,9 +363,10 @@ class Turn:
             for path in (real, *real.parents):  # `secret` may be a folder
                 if path.parent == secret.parent and path.name.startswith(secret.name):
                     return True  # `startswith` also finds copies, like config.json.bak.
-        # `samefile` also finds hard links, and CONFIG.JSON on systems that ignore case.
-        existing = [secret for secret in self.secret if real.exists() and secret.exists()]
-        return any(real.samefile(secret) for secret in existing)
+            # `samefile` also finds hard links, and CONFIG.JSON on systems that ignore case
+            if real.exists() and secret.exists() and real.samefile(secret):
+                return True
+        return False
 
     def store(self, name: str) -> Path:
         """The folder `results` or `undo`."""
@@ -813,10 +814,11 @@ def numbered_page(lines: list[str], first: int, most: int, room: int) -> tuple[s
 
 def write_atomic(path: Path, data: bytes):
     """Write the whole file or change nothing, even if the power fails; keeps the file mode."""
-    if path.exists() and not path.is_file():
-        raise ToolError(f"{path} is not a regular file: nothing was written.")
-    if path.exists() and not (path.stat().st_mode & 0o222 and os.access(path, os.W_OK)):
-        raise ToolError(f"{path} is read-only. Ask the user whether it may be changed.")
+    if path.exists():
+        if not path.is_file():
+            raise ToolError(f"{path} is not a regular file: nothing was written.")
+        if not (path.stat().st_mode & 0o222 and os.access(path, os.W_OK)):
+            raise ToolError(f"{path} is read-only. Ask the user whether it may be changed.")
     temporary = path.with_name(f".{path.name[:40]}.{os.getpid()}-{time.time_ns()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -1255,6 +1257,7 @@ TYPES = {
     "html": "*.htm{,l}",
     "ruby": "*.rb",
     "yaml": "*.y{,a}ml",
+    **dict.fromkeys(("", "all", "any", "*"), "*"),  # small models fill in "all"
 }
 OF_OTHER_PROGRAMS = {  # syntax that `re` reads as plain characters
     r"\[[^]]{0,99}\[:\^?\w{1,9}:\]": r"re has no [[:space:]]: use \s, \d, \w, [A-Za-z].",
@@ -1277,9 +1280,8 @@ async def grep(
     turn: Turn,
 ) -> ToolResult:
     """Search lines with a regular expression. output_mode "content" returns `path:line: text`."""
-    is_typed = type not in ("", "all", "*", "any")  # small models fill in "all"
-    type_glob = TYPES.get(type, f"*.{type}") if is_typed else "*"  # an unlisted type: rb means *.rb
-    root = turn.path(path)
+    type_glob = TYPES.get(type, f"*.{type}")  # an unlisted type like rb means *.rb
+    root, files = turn.path(path), await in_thread(find_files, turn, path, glob, type_glob)
     answer = await search_lines(
         {
             "source": re.escape(pattern) if fixed_strings else pattern,
@@ -1287,15 +1289,14 @@ async def grep(
             "flags": int(re.IGNORECASE) if case_insensitive else 0,
             "most": head_limit + 1,
             "context": context,
-            "files": await in_thread(find_files, turn, path, glob, type_glob),
+            "files": files,
             "most_bytes": 1_000_000_000 if root.is_file() else 2_000_000,
         }
     )
     if problem := answer.get("problem"):
         raise ToolError(f"{pattern!r} is no regular expression: {problem}. Or set fixed_strings.")
     items, skipped = answer["lines"], answer["skipped"]
-    only = f", only in {glob} of type {type or 'any'}" if is_typed or glob not in ("", "*") else ""
-    nothing = f"No match for {pattern!r} in {root}{only}."
+    nothing = f"No match for {pattern!r} in {len(files):,} files of {root}."
     for syntax, advice in OF_OTHER_PROGRAMS.items():
         if not items and not fixed_strings and re.search(syntax, pattern):
             raise ToolError(f"{nothing} {advice}")
