@@ -2748,11 +2748,11 @@ def undo_command(arguments):
     """Takes back the file changes of the last turn in this folder that changed files."""
     loop = AgentLoop(settings_of(arguments))
     turn = loop.turn("cli:undo")
-    keys = [
-        change["session"]
-        for change in kept_changes(turn.store("undo"))
-        if change["folder"] == str(turn.cwd) and change["session"].startswith("cli:")
-    ]
+    last = {}  # session → the folder of its last change, the newest session last
+    for change in kept_changes(turn.store("undo")):
+        last.pop(change["session"], None)
+        last[change["session"]] = change["folder"]
+    keys = [key for key in last if key.startswith("cli:") and last[key] == str(turn.cwd)]
     if not keys:
         raise ConfigError(f"There is nothing to undo: no turn has changed files in {turn.cwd}.")
     with BackgroundLoop(loop.close) as background:

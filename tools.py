@@ -483,7 +483,7 @@ def fitted(text: str, most: int, name: str, turn: Turn) -> str:
         path.write_bytes(text.encode("utf-8", errors="replace"))
         for old in sorted(folder.glob("*-*.txt"))[:-200]:
             old.unlink(missing_ok=True)  # another program may have deleted the file
-        note = f"; the whole text is in {path}: use read_file or grep"
+        note = f"; the text is in {path}: use read_file or grep"
     except OSError as problem:
         note = f"; the whole text could not be saved: {problem}"
     return shorten(text, most - 300, note)
@@ -913,10 +913,10 @@ def replace_passage(text: str, old: str, new: str, replace_all: bool = False) ->
     `new` is empty and a whole line is deleted, its line break is deleted, too."""
     if replace_all and old in text:
         return text.replace(old, new)
-    found = re.finditer(f"(?={re.escape(old)})", text)
-    places = [
-        match.start() for match in itertools.islice(found, 20)
-    ]  # the message names at most 20
+    places, start = [], text.find(old)
+    while start >= 0 and len(places) < 20:  # the message names at most 20 places
+        places.append(start)
+        start = text.find(old, start + 1)
     if not places:
         raise ToolError(f"old_text is not in the file.{nearest(text, old)}")
     if len(places) > 1:
@@ -949,8 +949,9 @@ UNDO_CHANGES, UNDO_BYTES, UNDO_FILE_BYTES = 200, 50_000_000, 10_000_000
 
 
 def change_file(turn: Turn, path: Path, old: bytes | None, new: bytes) -> str:
-    """Write a file, after its old version was kept (`old` is None if the file is new). Returns ""
-    or, if the change cannot be undone, the reason."""
+    """Write a file, after its version before this turn was kept (`old` is None if the file is new).
+    Returns "" or, if the change cannot be undone, the reason."""
+    store, note = turn.store("undo"), ""
     about = {
         "session": turn.session_key,
         "turn": turn.started,
@@ -958,27 +959,33 @@ def change_file(turn: Turn, path: Path, old: bytes | None, new: bytes) -> str:
         "path": str(path),
         "new_folders": [str(folder) for folder in path.parents if not folder.exists()],
         "is_new": old is None,
-        "written": hashlib.sha256(new).hexdigest(),
+        "written": digest(old),
     }
-    store, note = turn.store("undo"), ""
     kept = store / f"undo-{time.time_ns()}"  # is_secret knows this name, also in a search
+    version = old or b""
+    for change in kept_changes(store):
+        if change["turn"] == turn.started and change["path"] == str(path):
+            kept, about = change.pop("file"), change
+            version = kept.read_bytes().partition(b"\n")[2]
+    if len(version) > UNDO_FILE_BYTES:
+        note, version = " (too large to undo)", b""
+    is_ours = about["written"] == digest(old)  # else something has changed the file in between
+    about["written"] = digest(new) if is_ours and not note else ""
     try:
-        if len(old or b"") > UNDO_FILE_BYTES:
-            raise ToolError("the file is too large")
         store.mkdir(0o700, parents=True, exist_ok=True)
         kept.touch(0o600)
-        write_atomic(kept, json.dumps(about).encode() + b"\n" + (old or b""))
+        write_atomic(kept, json.dumps(about).encode() + b"\n" + version)
         forget_old_changes(store)
     except (OSError, ToolError) as problem:
         note = f" (cannot be undone: {problem})"
-    try:
-        write_atomic(path, new)
-    except ToolError:
-        kept.unlink(missing_ok=True)
-        raise
+    write_atomic(path, new)
     if turn.lines_read(path, old or b"") == count_lines(old or b""):  # a known file stays known
         turn.note_read(path, new, 1, count_lines(new))
     return note
+
+
+def digest(data: bytes | None) -> str:
+    return hashlib.sha256(data or b"").hexdigest()
 
 
 def forget_old_changes(store: Path):
@@ -1002,11 +1009,10 @@ def take_back(store: Path, session: str) -> dict[str, bool]:
     """Undo the session's last turn that changed files. Returns for each file whether it is as
     before, or was left alone because something else has changed it since."""
     changes = [change for change in kept_changes(store) if change["session"] == session]
-    outcomes: dict[str, bool] = {}
-    for change in reversed(changes):
-        if change["turn"] == changes[-1]["turn"]:
-            name = os.path.relpath(change["path"], change["folder"])
-            outcomes[name] = outcomes.get(name, True) and restore(change)
+    last = [change for change in changes if change["turn"] == changes[-1]["turn"]]
+    outcomes = {os.path.relpath(each["path"], each["folder"]): restore(each) for each in last}
+    if any(outcomes.values()):
+        for change in last:
             change["file"].unlink(missing_ok=True)
     return outcomes
 
@@ -1015,9 +1021,8 @@ def restore(change: dict) -> bool:
     """Give a file its old bytes, or delete it; returns False if something has changed it since."""
     path = Path(change["path"])
     try:
-        now = hashlib.sha256(read_bytes(path)).hexdigest()
-        if now != change["written"] or path.resolve() != path:  # a folder became a link
-            return False
+        if digest(read_bytes(path)) != change["written"] or path.resolve() != path:
+            return False  # if the path is another now, a folder became a link
         if change["is_new"]:
             path.unlink()
         else:
@@ -1219,8 +1224,10 @@ def glob_pattern(glob: str) -> re.Pattern:
             regex += GLOB_MEANINGS.get(token) or re.escape(token[-1])
     try:
         return re.compile(regex + r"\Z", re.DOTALL)  # a file name can contain a line break
-    except re.error as problem:
-        raise ToolError(f"{glob!r}: {problem}. Close each {{ and [, or escape it: \\[") from None
+    except (re.error, RecursionError) as problem:
+        raise ToolError(
+            f"{glob[:99]!r}: {problem}. Close each {{ and [, or escape it: \\["
+        ) from None
 
 
 @tool(read_only=True)
@@ -1257,6 +1264,9 @@ TYPES = {
     "html": "*.htm{,l}",
     "ruby": "*.rb",
     "yaml": "*.y{,a}ml",
+    "python": "*.py{,i}",
+    "javascript": "*.{,c,m}js{,x}",
+    "typescript": "*.{,c,m}ts{,x}",
     **dict.fromkeys(("", "all", "any", "*"), "*"),  # small models fill in "all"
 }
 OF_OTHER_PROGRAMS = {  # syntax that `re` reads as plain characters
@@ -1298,8 +1308,8 @@ async def grep(
     items, skipped = answer["lines"], answer["skipped"]
     nothing = f"No match for {pattern!r} in {len(files):,} files of {root}."
     for syntax, advice in OF_OTHER_PROGRAMS.items():
-        if not items and not fixed_strings and re.search(syntax, pattern):
-            raise ToolError(f"{nothing} {advice}")
+        if not fixed_strings and re.search(syntax, pattern):
+            nothing += f" {advice}"
     text = first_lines(items, head_limit) or nothing
     if skipped:
         more = f" and {len(skipped) - 10} more" if len(skipped) > 10 else ""
@@ -1423,22 +1433,22 @@ FORK_BOMB = r"(?<![\w:.])([\w:.]{1,80})\s{0,9}\(\)\s{0,9}\{[^}]{0,200}\1\s{0,9}\
 # mkfs.ext4 /dev/sda1; sudo reboot; systemctl poweroff; dd if=x of=/dev/sda; mv ~ /x; chmod -R 7 /
 FATAL = (
     r"(mkfs\S*|mke2fs|wipefs|shutdown|reboot|halt|poweroff|systemctl (-\S+ )*(reboot|halt|poweroff)"
-    r"|dd .*of=/dev/(?!null|std|shm|tty).*|mv (-\S+ )*(~|/|\$HOME|\$\{HOME\}|\.\.)[/*]* \S.*"
+    r"|dd .*of=/dev/(?!null|std|shm|tty|fd).*|mv (-\S+ )*(~|/|\$HOME|\$\{HOME\}|\.\.)[/*]* \S.*"
     r"|ch(mod|own|grp) (?=.*-(\w*R|-recursive))(\S+ ){1,3}(~|/|\$HOME|\$\{HOME\}|\.\.)[/*]*) "
 )
-REMOVES = r"rm (.* )?-(\w*[rR]|-r)"  # rm -fr
+REMOVES = r"rm (.* )?(-\w*[rR]|--r|\{\} )"  # rm -fr; find -exec rm {} +
 # find . -name '*.pyc' -delete removes some files, find . -type f -delete removes all
-CHOOSES = r"-(i?(name|path|regex) \S*\w|empty|size|[acm](time|min)|newer)"
-WRITERS = {"tee", "mv", "rm", "truncate", "touch", "mkdir"}
-WRITES_LAST = r"(cp|ln|install) |sed (.* )?-i"  # cp a b writes to b
+CHOOSES = r"(?<!! )(?<!-not )-(i?(name|path|regex) [^\s\[]*\w|empty)"
+WRITES = r"(tee|mv|rm|truncate|touch|mkdir) |sed (.* )?-\w*i"
+WRITES_LAST = r"(cp|ln|install) "  # cp a b writes to b
 QUOTED = r"""\\(.)|'([^']*)'|"((?:[^"\\]|\\[\s\S])*)\""""
 WORD = r"""(?:[^\s;&|()<>`'"\\]|\\.|'[^']*'|"(?:[^"\\]|\\[\s\S])*")+"""
 # a comment; 2>>'log a' (group 1: the file); a word or operators (group 2). A lone quote is skipped.
 TOKEN = rf"#.*|[\d&]?>>?[&|]?[ \t]*({WORD})|({WORD}|[<;&|()`\r\n]+)"
 BORDER = r"<*[;&|()`\r\n]+<*|-exec(dir)?"  # separates two programs: make && ls
 PREFIX = (
-    r"(?s)sudo|env|nohup|time|timeout|command|exec|eval|nice|xargs|if|then|do|else|[!{]?|{}"
-    r"|[-\d].*|[^=]*=.*"
+    r"(?s)sudo|doas|env|nohup|setsid|stdbuf|time|timeout|exec|eval|nice|ionice|xargs|if|then|do|else"
+    r"|while|until|[!{]?|{}|[-\d].*|[^=]*=.*"
 )  # in A=1 sudo nice -n 5 rm, the program is rm
 SHELLS = {"sh", "bash", "dash", "zsh", "su"}  # a shell runs an argument: bash -c 'rm x'
 # cat > a.txt <<'END', but not $((1 << n))
@@ -1447,8 +1457,12 @@ READ_BY_A_SHELL = r"(^|[\s;&|(/])((ba|da|z|s)?sh|su|eval|source)([\s<]|$)"  # ba
 HOME = r"\$(HOME\b|\{HOME\})"
 URL = r"\b(?!file:)\w{1,20}://\S*"
 # These paths need no check, as in `cut -d /`, `make 2> /dev/null` and `/usr/bin/env python`
-HARMLESS = r"/?|/dev/(null|std(in|out|err)|tty|shm/[\w.-]+|tcp/[\w.-]+/\w+)|(/usr)?/bin/\w[^/]*"
-UNKNOWN = r"[$`]|(^|[{,])~|[{,]/|(^|[/{,])\.\.([/},]|$)"  # nobody knows what $X/../~ names
+HARMLESS = (
+    r"/?|/dev/(null|std(in|out|err)|tty\w*|fd/\d|shm/[\w.-]+|tcp/[\w.-]+/\w+)|(/usr)?/bin/\w[^/]*"
+)
+UNKNOWN = (
+    r"[$`]|(^|[{,])~|[{,]/|[{,][*?]+[,}]|(^|[/{,])\.\.([/},]|$)"  # nobody knows what $X/../~ names
+)
 TOO_LONG = "The command is too long to check. Write a script file and run it."
 
 
@@ -1461,18 +1475,18 @@ def check_command(command: str, turn: Turn, *, confined: bool = False):
     here: Path | None = turn.cwd.resolve()  # where the next program runs; None: unknown
     found = ["."]  # what the last `find` has found; `rm {}` deletes it
     deleted: list[tuple] = []  # name, folder
-    for words in programs:
+    for number, words in enumerate(programs, 1):
         if len(programs) > 1_000:
             raise Refused(TOO_LONG)
         rest = itertools.dropwhile(lambda word: re.fullmatch(PREFIX, word), words)
         program, *arguments = list(rest) or [""]
         name = os.path.basename(program).lower()
         names = [word for word in arguments if not word.startswith("-")]
-        line = " ".join([name, *arguments, ""])
+        line = " ".join([name, *arguments, ""]).replace(str(Path.home()), "~")
         if re.match(FATAL, line):
             raise Refused(f"{name} is too dangerous here. Ask the user to run it.")
-        for text in names if name in SHELLS else [program] if " " in program else []:
-            programs += programs_of(text)  # the loop reaches these, too
+        inner = names if name in SHELLS else [program] if " " in program else []
+        programs[number:number] = itertools.chain(*map(programs_of, inner))  # they run next
         if name in ("cd", "pushd", "popd"):
             here = real_path(names[0], here, turn) if names else None
         if name == "find":
@@ -1482,15 +1496,15 @@ def check_command(command: str, turn: Turn, *, confined: bool = False):
             targets = names or ["."] if re.match(REMOVES, line) else []  # as in `xargs rm -r`
         if "{}" in targets:
             targets += found
-        deleted += [(target, here) for target in targets if target != "{}"]
-        if name in WRITERS:
-            written.update(names)
+        deleted += [(target, here) for target in targets if target not in ("{}", "+", ";")]
+        if re.match(WRITES, line):
+            written.update(os.path.join(here or "", word) for word in names)
         if re.match(WRITES_LAST, line):
-            written.update(names[-1:])
+            written.update(os.path.join(here or "", word) for word in names[-1:])
         named.update(words)
         if "/" in names and name not in ("awk", "cut", "sed", "tr"):
             named.add("/.")
-    if len(deleted) > 100:
+    if len(deleted) > 100 or any(len(name) > 1_000 for name, _ in deleted):
         raise Refused(TOO_LONG)
     for name, folder in deleted if not confined else []:
         check_deleted(name, folder, turn)
@@ -1521,7 +1535,9 @@ def check_deleted(name: str, here: Path | None, turn: Turn):
     folder = os.path.dirname(start) if pattern else name
     rest = name[len(folder) :].lstrip("/")  # sub/*.pyc: folder sub, rest *.pyc
     real = real_path(folder, here, turn)
-    is_named = (folder and real != turn.cwd.resolve()) or re.search(r"\w", rest)
+    is_named = re.search(r"\w", re.sub(r"\[[^]]*", "", rest)) or (
+        re.search(r"\w", folder) and real != turn.cwd.resolve()
+    )
     records = [turn.workspace.resolve() / name for name in AGENT_FILES]
     held = os.path.join(real or "", rest, "*")
     is_kept = any(fnmatch.fnmatch(f"{path}/", held) for path in (*turn.secret, *records))
@@ -1530,6 +1546,7 @@ def check_deleted(name: str, here: Path | None, turn: Turn):
             f"rm -rf may only delete named things inside {turn.cwd}, not {name}. "
             "The command was not run: ask the user to run it."
         )
+    turn.path(str(real), write=True)  # raises Refused if it is inside a record
 
 
 def programs_of(command: str) -> list[list[str]]:
@@ -1541,30 +1558,31 @@ def programs_of(command: str) -> list[list[str]]:
     if re.search(FORK_BOMB, command):
         raise Refused("This is a fork bomb.")
     programs, program = [], []
-    for tokens in [*re.findall(TOKEN, command.replace("\\\n", "")), ("", ";")]:
-        file, word = [re.sub(QUOTED, r"\1\2\3", token) for token in tokens]
+    for raw_file, raw_word in [*re.findall(TOKEN, command.replace("\\\n", "")), ("", ";")]:
+        file, word = [re.sub(QUOTED, r"\1\2\3", raw) for raw in (raw_file, raw_word)]
         if file:
             programs.append(["tee", file])
-        elif re.fullmatch(BORDER, word):
+        elif re.fullmatch(BORDER, raw_word):
             programs.append(program)
             program = []
         elif word:
             program.append(word)
+        if '"' in raw_word and re.search(r"\$\(|`", word):  # the shell runs `$(…)` in "…"
+            programs += programs_of(word)
     return programs
 
 
 def without_here_documents(command: str) -> str:
     """Drop text that no shell runs: cat > a <<'E' ⏎ rm -rf x ⏎ E ⏎ ls  →  cat > a <<'E' ⏎ ls"""
-    if re.search(READ_BY_A_SHELL, command):
-        return command
     kept, ends = [], []
     for line in command.split("\n"):
         if not ends:
             kept.append(line)
-            ends = re.findall(HERE_DOCUMENT, line)
+            is_run = re.search(READ_BY_A_SHELL, line)  # cat <<E | sh
+            ends = [] if is_run else re.findall(HERE_DOCUMENT, line)
         elif line.strip() == ends[0]:
             ends.pop(0)
-    return "\n".join(kept)
+    return command if ends else "\n".join(kept)  # if the end is missing, it was none
 
 
 def check_paths(words: set[str], turn: Turn, *, writes: bool):
@@ -2275,10 +2293,11 @@ class MCPTool(Tool):
             texts = {each["name"]: StringSchema(each.get("description")) for each in arguments}
             required = [each["name"] for each in arguments if each.get("required")]
             schema = ObjectSchema(texts, required=required)
-        properties = schema.get("properties", {})
-        for odd in [name for name, part in properties.items() if not is_sane(part)]:
-            properties[odd] = {}  # any value: the server checks it
-        self.parameters = {**schema, "type": "object", "properties": properties}
+        kept = {name: value for name, value in schema.items() if is_sane({name: value})}
+        parts = dict(schema.get("properties") or {}).items()
+        # a parameter with an odd schema may have any value: the server checks it
+        properties = {name: part if is_sane(part) else {} for name, part in parts}
+        self.parameters = {**kept, "type": "object", "properties": properties}
 
     async def execute(self, /, **arguments) -> ToolResult:
         if "uri" not in self.request:

@@ -453,7 +453,7 @@ def test_a_result_over_the_limit_goes_into_a_file_that_read_file_can_page(turn):
     text = "\n".join(f"row {number} \ud800" for number in range(5_000))
     big = tool(lambda: text, name="big")
     result = asyncio.run(ToolRegistry([big]).execute("big", {}, turn)).text
-    path = re.search(r"the whole text is in (\S+\.txt)", result)[1]
+    path = re.search(r"the text is in (\S+\.txt)", result)[1]
     assert "row 0 " in result and "row 4999 " in result and len(result) <= turn.max_result_chars
     assert Path(path).read_text() == text.replace("\ud800", "?")
     assert "5000| row 4999" in call(turn, "read_file", path=path, offset=4_990).text
@@ -1620,8 +1620,8 @@ def test_grep_shows_what_was_asked_for(tree, arguments, text):
 )
 def test_what_other_programs_know_and_re_does_not_is_told(tree, pattern, told):
     result = call(tree, "grep", pattern=pattern)
-    assert result.is_error and told in result.text
-    assert not call(tree, "grep", pattern=pattern, fixed_strings=True).is_error
+    assert told in result.text
+    assert told not in call(tree, "grep", pattern=pattern, fixed_strings=True).text
 
 
 PARTS = r"""
@@ -2653,6 +2653,14 @@ def run(turn, command, **arguments) -> str:
         "bash -c 'rm -r sub'",
         "if true; then rm -rf sub; fi",
         "rm -rf {tmp}/ws/sub",
+        "rm -rf sub && mkdir sub && cd sub",
+        "cd sub && rm -rf b.txt && cd ..",
+        "cd {tmp}/ws && rm -rf sub",
+        "find . -name sub -exec rm -rf {} +",
+        "find . -name b.txt -delete",
+        "rm -rf su* other",
+        "cd sub && bash -c 'rm -rf b.txt' && cd ..",
+        "ls | xargs -I X echo X; rm -rf sub",
     ],
 )
 def test_a_folder_below_the_working_folder_may_be_deleted(turn, command):
@@ -2719,12 +2727,28 @@ def test_a_folder_below_the_working_folder_may_be_deleted(turn, command):
         "rm > log -rf .",
         "rm -rf {tmp}/ws",
         "rm -r sub; rm -r .",
+        "find . \\( -type f -o -type l \\) -delete",
+        "cd nope; rm -rf ./*",
+        "find .. -exec rm {} \\;",
+        "cd sessions && rm -rf *.jsonl",
+        "find sessions -name '*.jsonl' -delete",
+        "find . -mtime +7 -delete",
+        "find . ! -name x -delete",
+        "find . -name '[a-z]*' -delete",
+        "rm -rf [a-z]*",
+        "rm -rf {build,*}",
+        "rm -rf " + "[" * 5_000,
+        'echo "$(rm -rf ~)"',
+        "setsid rm -rf ~",
+        "eval 'cd ..'; rm -rf other",
+        "grep '<<EOF' x\nrm -rf ~",
+        "while rm -rf ~; do :; done",
     ],
 )
 def test_any_other_recursive_delete_is_refused(turn, command):
     (turn.workspace / "memory").mkdir()
     with pytest.raises(
-        Refused, match="rm -rf may only delete named things inside|agent's own record|holds keys"
+        Refused, match="rm -rf may only|agent's own record|holds keys|too long to check"
     ):
         check_command(command.replace("{tmp}", str(turn.workspace.parent)), turn)
 
@@ -2769,6 +2793,14 @@ def test_any_other_recursive_delete_is_refused(turn, command):
         "cat<{keys}",
         "cp {keys} x",
         "tar c {tmp}/home/config.json",
+        "mv ~ /tmp/x",
+        "mv $HOME/* x",
+        "chmod -R 777 /",
+        "chown -R me: ~/",
+        "sudo chmod --recursive a+w $HOME",
+        "cd sessions && echo x > a.jsonl",
+        "cd cron; mv jobs.json x",
+        "sed -Ei s/a/b/ memory/history.jsonl a.txt",
     ],
 )
 def test_what_destroys_a_machine_or_the_agents_records_is_refused(turn, command):
@@ -2812,6 +2844,14 @@ def test_what_destroys_a_machine_or_the_agents_records_is_refused(turn, command)
         "systemctl status ssh",
         "find . -type d -empty -delete",
         "cat > a.txt <<'E'\n" + "rm -rf /\n" * 9_000 + "E\nls",
+        "cat > deploy.sh <<'EOF'\n#!/bin/bash\nsudo reboot\nEOF",
+        "cat > README <<E\nbash install.sh, then\nsudo reboot\nE",
+        "grep -F ';' shutdown",
+        "mv ~/a.txt .",
+        "chmod -R 755 .",
+        "chmod 755 ~",
+        "command -v reboot",
+        "echo hi > /dev/ttyUSB0",
     ],
 )
 def test_what_people_mean_passes(turn, command):
@@ -3024,12 +3064,12 @@ def test_exec_sees_a_clean_environment(turn, monkeypatch):
 
 def test_a_long_output_is_shown_in_part_and_kept_in_a_file(turn):
     text = run(turn, "seq 1 300000; echo the end")
-    path = Path(re.search(r"whole text is in (\S+\.txt)", text)[1])
+    path = Path(re.search(r"text is in (\S+\.txt)", text)[1])
     assert text.startswith("1\n2\n") and text.endswith("\nthe end\nExit code: 0")
     assert len(text) < 10_200 and re.search(r"\n(\d+)\n…", text)[1] == "1191"
     assert path.read_text().split("\n") == [*map(str, range(1, 300_001)), "the end"]
     huge = run(turn, "yes 123456789 | head -c 30000000; echo end")
-    kept = Path(re.search(r"whole text is in (\S+\.txt)", huge)[1])
+    kept = Path(re.search(r"text is in (\S+\.txt)", huge)[1])
     assert kept.stat().st_size < 10_000_000 and "bytes are missing here" in kept.read_text()
 
 
@@ -3395,7 +3435,7 @@ def test_the_last_turn_that_changed_files_is_taken_back_to_the_byte(turn):
     call(second, "edit_file", path="a.txt", old_text="text", new_text="words")
     call(second, "edit_file", path="a.txt", old_text="not there", new_text="")
     call(replace(second, session_key="telegram:7"), "write_file", path="other", content="x")
-    assert undo(turn) == {"a.txt": True, "deep/er/new.txt": True, "run.sh": True}
+    assert undo(turn) == {"run.sh": True, "deep/er/new.txt": True, "a.txt": True}
     assert script.read_bytes() == middle and not (turn.cwd / "deep").exists()
     assert undo(turn) == {"run.sh": True} and undo(turn) == {}
     after = {path: path.read_bytes() for path in turn.cwd.rglob("*") if path.is_file()}
@@ -3404,15 +3444,18 @@ def test_the_last_turn_that_changed_files_is_taken_back_to_the_byte(turn):
 
 
 def test_what_has_changed_since_is_left_alone_and_named(turn):
-    for name in ("a.txt", "new", "gone"):
+    for name in ("a.txt", "new", "gone", "again"):
         call(turn, "read_file", path=name)
         assert not call(turn, "write_file", path=name, content="mine").is_error
+    (turn.cwd / "again").write_text("the user's")
+    call(turn, "edit_file", path="again", old_text="user", new_text="agent")
     (turn.cwd / "a.txt").write_text("the user's")
     (turn.cwd / "gone").unlink()
     call(turn, "write_file", path="sub/x", content="mine")
     shutil.move(turn.cwd / "sub", turn.workspace.parent / "moved")
     (turn.cwd / "sub").symlink_to(turn.workspace.parent / "moved")
-    assert undo(turn) == {"sub/x": False, "gone": False, "new": True, "a.txt": False}
+    assert undo(turn) == dict.fromkeys(("a.txt", "gone", "again", "sub/x"), False) | {"new": True}
+    assert (turn.cwd / "again").read_text() == "the agent's"
     assert (turn.cwd / "a.txt").read_text() == "the user's" and not (turn.cwd / "new").exists()
     assert (turn.workspace.parent / "moved" / "x").read_text() == "mine"
 
@@ -3426,8 +3469,10 @@ def test_old_versions_are_private_bounded_and_their_loss_is_said(turn, monkeypat
     assert undo(turn) == {"f4": True, "f3": True, "f2": True}
     (turn.cwd / "big").write_text("x" * 501)
     big = call(turn, "edit_file", path="big", old_text="x" * 501, new_text="y")
-    assert "(cannot be undone: the file is too large)" in big.text and undo(turn) == {}
-    assert "cannot be undone" in big.shown and (turn.cwd / "big").read_text() == "y"
+    assert "(too large to undo)" in big.text and "(too large to undo)" in big.shown
+    call(turn, "edit_file", path="big", old_text="y", new_text="z")  # its first version is lost
+    assert undo(turn) == {"big": False} and (turn.cwd / "big").read_text() == "z"
+    shutil.rmtree(turn.undo)
     change(turn, "edit_file", path="a.txt", old_text="text", new_text="secret")
     (kept,) = turn.undo.iterdir()
     assert stat.S_IMODE(kept.stat().st_mode) == 0o600
