@@ -1657,6 +1657,7 @@ class WebPage(Channel):
         details |= {"session": self.turn_of.get(), "what": what, "text": text}
         self.questions[number] = answer
         self._add(EVERYBODY, kind="ask", id=number, **details)
+        question = self.events[-1]
         polls = -1
         try:
             while not answer.done() and self.polls != polls:
@@ -1664,6 +1665,8 @@ class WebPage(Channel):
                 await asyncio.wait([answer], timeout=3.0)
         finally:
             self.questions.pop(number, None)
+            with contextlib.suppress(ValueError):  # later windows do not show it
+                self.events.remove(question)
             self._add(EVERYBODY, kind="asked", id=number)
         return answer.result() if answer.done() else None
 

@@ -1070,8 +1070,10 @@ def test_turns_add_up_in_one_recording_and_are_played_one_after_the_other(own_ho
     assert not (tmp_path / "made").exists()
 
 
-def test_memory_helpers_shortened_and_healed_requests_are_in_the_stream(own_home, tmp_path):
-    (tmp_path / "big.txt").write_text("word " * 3_000, encoding="utf-8")
+def record_everything(own_home: Path, folder: Path) -> Path:
+    """A recording of a helper, a consolidation, shortened and healed requests, and --step."""
+    (folder / "big.txt").write_text("word " * 3_000, encoding="utf-8")
+    (folder / "a.txt").write_text("this is a", encoding="utf-8")
     no_temperature = error(400, "Unsupported parameter: 'temperature' is not supported.")
 
     def script(body: dict):
@@ -1081,35 +1083,49 @@ def test_memory_helpers_shortened_and_healed_requests_are_in_the_stream(own_home
             return no_temperature
         if names == ["save_memory"]:
             return call("save_memory", history_entry="They worked.", memory_update="- worked")
-        if "help me" in str(last["content"]):
+        if last["role"] == "user" and "help me" in last["content"]:
             return call("spawn", task="look at it", wait=True)
         if "spawn" not in names:
             return "The helper has looked."
-        if "big" in str(last["content"]) and last["role"] == "user":
+        if last["role"] == "user" and "big" in last["content"]:
             return [call("read_file", path="big.txt"), call("exec", command="cat big.txt")]
+        if last["role"] == "user" and "step" in last["content"]:
+            return call("read_file", path="b.txt")
         return "Done."
 
-    small = {"contextWindowTokens": 12_000, "maxTokens": 1_000, "memoryWindow": 2}
+    small = {"contextWindowTokens": 8_000, "maxTokens": 1_000, "memoryWindow": 2}
     config = settings(own_home, agents={"defaults": small | {"temperature": 0.5}})
-    trace = [*config, *DIRECT, "--trace", "t.jsonl"]
+    record = [*config, *DIRECT, "--trace", "t.jsonl"]
     with FakeLLM(script) as server:
         for text in ("help me", "read big", "read big again"):
-            done = nanobot("-m", text, *trace, server=server, cwd=tmp_path)
+            done = nanobot("-m", text, *record, server=server, cwd=folder)
             assert done[0] == 0, done
-    events = events_of(tmp_path / "t.jsonl")
+        terminal = Terminal("--step", "-m", "a step", *record, server=server, cwd=folder)
+        terminal.expect("Enter sends them")
+        terminal.say("", "Enter runs it")
+        terminal.say('{"path": "a.txt"}', "Enter sends them")
+        terminal.say("", "Done.")
+        assert terminal.close("") == 0
+    return folder / "t.jsonl"
+
+
+@needs_terminal
+def test_all_that_happens_is_in_the_stream_and_is_printed_and_played(own_home, tmp_path):
+    events = events_of(record_everything(own_home, tmp_path))
     kinds = {(event["who"], event["kind"]) for event in events}
     assert {("helper", "answer"), ("memory", "request"), ("session", "journal")} <= kinds
-    assert {event["run"] for event in events if event["who"] == "helper"} != set()
     told = "\n".join(event["text"] for event in events if event["kind"] == "retry")
     assert "temperature is left out" in told and " cut" in told
     assert any(event.get("healed") for event in events), "remembered in later requests"
     marks = [event["line"]["mark"] for event in events if "mark" in event.get("line", {})]
     assert "saved" in marks
+    assert [e["arguments"] for e in events if e["kind"] == "call"][-1] == {"path": "a.txt"}
     status, out, _ = nanobot("trace", "t.jsonl", cwd=tmp_path)
-    shown = ("helper answer: The helper", "memory request: m", "session journal:", "turn retry:")
+    shown = ("helper answer: The helper", "memory request: test-model", "turn retry:", "this is a")
     assert status == 0 and [words for words in shown if words not in out] == []
     status, out, err = nanobot("replay", "--fast", "t.jsonl", cwd=tmp_path)
-    assert (status, out) == (0, "Done.\nDone.\nDone.\n") and "temperature is left out" in err
+    assert (status, out) == (0, "Done.\n" * 4)
+    assert "temperature is left out" in err and 'read_file("a.txt")' in err and "b.txt" not in err
 
 
 GOOD = {"time": 1.0, "run": "r", "who": "turn", "key": "cli:a", "kind": "retry", "text": "x"}

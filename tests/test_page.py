@@ -18,7 +18,7 @@ import pytest
 from browser import CHROMIUM, Browser
 from fake_llm import FakeLLM, Failure, call, error
 from fake_telegram import FakeTelegram
-from test_command_line import Terminal, journal, needs_terminal, settings
+from test_command_line import Terminal, journal, needs_terminal, record_everything, settings
 
 ROOT = Path(__file__).parent.parent
 NANOBOT = [sys.executable, str(ROOT / "nanobot.py")]
@@ -665,6 +665,30 @@ def test_a_recorded_run_opens_without_a_server(browser, folder):
     assert "The program\nYou sent nothing" in shown
     for words in ("(nothing: no text, no call)", "new (nothing)", "no tools"):
         assert words in shown
+
+
+@needs_terminal
+@pytest.mark.slow
+def test_helpers_memory_steps_shortened_and_healed_requests_are_shown(browser, own_home, folder):
+    record_everything(own_home, folder)
+    command = [*NANOBOT, "trace", "t.jsonl", "--html", "run.html"]
+    subprocess.run(command, cwd=folder, capture_output=True, check=True)
+    tab = opened(browser, (folder / "run.html").as_uri())
+    shown = tab.run("document.body.textContent")
+    words = (
+        "Request of a helper",
+        "Request of the memory",
+        "The helper has looked.",
+        "↻ local, test-model: temperature is left out",
+        "remembered: temperature is left out",
+        'changed: {"temperature":null}',
+        "tool results cut",
+        "arguments that ran",
+        "this is a",
+    )
+    assert [each for each in words if each not in shown] == [] and "cannot be shown" not in shown
+    assert answers(tab) == 4
+    tab.screenshot(Path("/work/dev/h/events-x/page.png"))
 
 
 STRANGE = "</script><img src=x onerror=\"document.title='owned'\">"
