@@ -1575,7 +1575,7 @@ class WebPage(Channel):
     An address works once: its first request gets the cookie. `tell(address)` gets each new address.
     `show(event)` sends an event (a dict) to the windows of its session, also after a reload.
     `ask(text)` shows a question of the current turn in all windows and waits for the answer.
-    `journal_of(chat_id)` returns the path of the chat's journal; the page shows each new line.
+    `journal_of("web:page")` returns the path of a chat's journal; the page shows each new line.
     `as_json(event)` writes an event without API keys.
     """
 
@@ -1689,7 +1689,7 @@ class WebPage(Channel):
     def news(self, chat_id: str) -> Iterator[str]:
         """Yield a chat's events, all chats' questions and the memory's events as JSON. Also yield
         "" every 0.1 s to detect a closed window."""
-        journal = self.journal_of(chat_id)
+        journal = self.journal_of(f"{self.name}:{chat_id}")
         is_stepping = self.chats.setdefault(chat_id, False)
         yield self._json(kind="hello", step=is_stepping, chats=list(self.chats))
         position, seen, draft = 0, 0, ""

@@ -50,7 +50,7 @@ class Session:
     """One conversation. A program must hold the session's lock to append to the journal. The
     only exception is the mark `delivered`, which needs no lock."""
 
-    def __init__(self, key: str, path: Path, on_event: Callable = lambda kind, **fields: None):
+    def __init__(self, key: str, path: Path, on_event: Callable | None = None):
         self.key = key
         self.path = path
         self.on_event = on_event  # called with "journal" and each new line, without its text
@@ -88,8 +88,9 @@ class Session:
         self.size += append_lines(self.path, lines)
         for line in lines:
             self.take(line)
-            named = {name: line[name] for name in EVENT_KEYS if name in line}
-            self.on_event("journal", who="session", line=named)
+            if self.on_event:
+                named = {name: line[name] for name in EVENT_KEYS if name in line}
+                self.on_event("journal", who="session", line=named)
 
     def take(self, line: dict):
         """Update the state with one journal line. Messages after a damaged `upto` are kept."""
@@ -806,9 +807,14 @@ def locked(path: Path, busy: str = "") -> Iterator[None]:
 class SessionManager:
     """Finds, loads and locks sessions. The 64 most recently used sessions are cached."""
 
-    def __init__(self, workspace: Path, store: MemoryStore | None = None, *events_of: Callable):
+    def __init__(
+        self,
+        workspace: Path,
+        store: MemoryStore | None = None,
+        events_of: Callable = lambda key: None,
+    ):
         self.folder = workspace / "sessions"
-        self.events_of = events_of  # at most one: the session's key → its `on_event`
+        self.events_of = events_of  # the session's key → its `on_event`
         self.store = store or MemoryStore(workspace)
         self._cache = {}  # the least recently used session first
         self._held: set[str] = set()
@@ -872,7 +878,7 @@ class SessionManager:
     def load(self, key: str) -> Session:
         """Load a session. If a mark `saved` is lost or damaged, use the history entry instead."""
         path = self.path(key)
-        session = Session(key, path, *[events(key) for events in self.events_of])
+        session = Session(key, path, self.events_of(key))
         size = file_size(path)
         lines = journal_lines(path)
         own = {"session": key, "created_at": lines[0].get("created_at") if lines else ""}.items()

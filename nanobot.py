@@ -1811,12 +1811,12 @@ class MemoryModel:
         self.consolidator = Consolidator(
             loop.memory,
             loop.sessions,
-            partial(self.ask, RunEvents(loop.listeners, "memory", "memory")),
+            partial(self.ask, RunEvents(loop.listeners, "memory")),
             template("consolidate"),
             settings.budget,
             settings.memory_window,
         )
-        dream = RunEvents(loop.listeners, "dream", "memory")
+        dream = RunEvents(loop.listeners, "dream")
         self.dream = Dream(
             loop.memory,
             partial(self.ask, dream),
@@ -2407,9 +2407,9 @@ class RunEvents:
     """Tells all listeners what happens in a run, as the events that providers.py describes. Each
     message of a request is told once; later requests only name its number."""
 
-    def __init__(self, listeners: list[Callable], who: str, key: str):
+    def __init__(self, listeners: list[Callable], who: str, key: str = "memory"):
         self.listeners = listeners
-        # key: of the session, or "memory"
+        # key: of the session
         self.about = {"run": uuid.uuid4().hex[:8], "who": who, "key": key}
         self.numbers: dict[str, int] = {}  # each message of the last request, as JSON → its number
         self.count = itertools.count(1)
@@ -2443,10 +2443,13 @@ def record_events(loop: AgentLoop, files: Iterable[Path | int]) -> Callable[[dic
     """Append each event to private files; 1 is stdout. Returns a function that writes an event as
     JSON without keys. Raises OSError."""
     as_json = keyless_json([asdict(loop.config), dict(os.environ)])
-    for file in files:
-        private = partial(os.open, mode=0o600)
-        write = open(file, "a", 1, "utf-8", "replace", opener=private).write  # noqa: SIM115
-        loop.listeners.append(lambda event, write=write: write(f"{as_json(event)}\n"))
+
+    def write(event: dict, file):
+        file.write(f"{as_json(event)}\n".encode(errors="replace"))
+
+    for name in files:
+        file = open(name, "ab", 0, opener=partial(os.open, mode=0o600))  # noqa: SIM115
+        loop.listeners.append(partial(write, file=file))
     return as_json
 
 
@@ -2460,15 +2463,14 @@ def glass_html(**run) -> str:
 def recorded(file: Path) -> list[dict]:
     """The events of a file, or of the run of this name in `templates/traces/`."""
     shipped = DATA / "templates" / "traces" / f"{file.name}.jsonl"
-    path = shipped if shipped.exists() and not file.exists() else file
     events = []
     try:
-        with open(path, encoding="utf-8") as lines:
+        with open(file if file.exists() else shipped, encoding="utf-8") as lines:
             for line in lines:
                 event = json.loads(line, parse_constant=str)  # NaN becomes "NaN"
-                printable(described(event))  # raises an exception if a field is odd
+                described(event)  # raises an exception if a field is odd
                 events.append(event)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as fault:
+    except Exception as fault:
         raise ConfigError(
             f"{file}, line {len(events) + 1} is no event of a run, as this version records it: "
             f"{fault!r}. Record a run with `nanobot agent --trace FILE`, or use one of: mistake, "
@@ -2480,20 +2482,21 @@ def recorded(file: Path) -> list[dict]:
 def described(event: dict) -> str:
     """An event for `nanobot trace`: `10:00:01 turn result: 1| hello`"""
     moment = time.strftime("%H:%M:%S", time.localtime(event["time"]))
-    arguments = str(event.get("arguments", ""))
-    return " ".join([moment, event["who"], event["kind"] + ":", shown(event)[1], arguments])
+    _, text = shown(event)
+    return f"{moment} {event['who']} {event['kind']}: {text} {event.get('arguments', '')}"
 
 
 def shown(event: dict) -> tuple[str, str]:
     """The kind of an OutboundMessage, and its text. The terminal shows only some kinds."""
-    kind, text = event["kind"], event.get("text", "")
+    kind, text = event["kind"], str(event.get("text"))
     if kind == "request":
-        asked = [message for message in event["messages"] if message["role"] == "user"]
-        sizes = f"messages {event['sent']}, ~{sum(event['tokens']):,} tokens"
-        text = "\n".join([f"{event['model']}, {sizes}", *map(readable, asked)])
+        text = f"{event['model']}, messages {event['sent']}, ~{sum(event['tokens']):,} tokens"
+        for message in event["messages"]:
+            if message["role"] == "user":
+                text += f"\n{readable(message)}"
     elif kind == "answer":
         kind = "progress" if event["answer"]["tool_calls"] else "final"
-        text = event["answer"]["content"] or ""
+        text = str(event["answer"]["content"] or "")
     elif kind == "call":
         kind, text = "tool_hint", tool_hint(ToolCallRequest("", event["name"], event["arguments"]))
     elif kind == "journal":
@@ -2943,9 +2946,6 @@ def web_command(arguments):
     home = path_of("~")  # a browser in a sandbox (snap) cannot open hidden folders, like ~/.nanobot
     file = (home if os.access(home, os.W_OK) else loop.workspace) / "nanobot-page.html"
 
-    def journal_of(chat_id: str) -> Path:
-        return loop.sessions.path(f"web:{chat_id}")
-
     def tell(address: str):
         """Print a new address; the file has only the first one."""
         print(f"The page (each address works once): {address}", flush=True)
@@ -2953,7 +2953,7 @@ def web_command(arguments):
 
     as_json = record_events(loop, arguments.record)
     try:
-        page = WebPage(html, journal_of, tell, as_json, arguments.port)
+        page = WebPage(html, loop.sessions.path, tell, as_json, arguments.port)
     except (OSError, OverflowError) as problem:
         raise ConfigError(f"Port {arguments.port}: {problem}. Change or omit --port.") from None
     connect_page(loop, page, arguments)
@@ -2981,15 +2981,19 @@ def connect_page(loop: AgentLoop, page: WebPage, arguments):
         loop.hooks.append(ApprovalHook(loop.tools, page.ask))
 
 
-def trace_command(arguments):
-    """Prints the events of a recorded run, or writes the run as an HTML page."""
+def recording_command(arguments) -> int:
+    """Prints a recorded run, writes it as an HTML page, or shows it as it looked at the terminal.
+    No tool runs, and no model is asked."""
     events = recorded(arguments.file)
-    if not arguments.html:
+    if arguments.command == "replay":
+        return asyncio.run(play(events, CLI(), 0 if arguments.fast else 1))
+    if arguments.html:
+        html = glass_html(events=events).replace("%NONCE%", uuid.uuid4().hex)
+        arguments.html.write_text(html, encoding="utf-8")
+        complain(f"{arguments.html} contains the prompts and all tool results")
+    else:
         print(printable("\n".join(map(described, events))))
-        return
-    html = glass_html(events=events).replace("%NONCE%", uuid.uuid4().hex)
-    arguments.html.write_text(html, encoding="utf-8")
-    complain(f"{arguments.html} contains the prompts and all tool results")
+    return 0
 
 
 def lesson_command(arguments) -> int:
@@ -3003,12 +3007,6 @@ def lesson_command(arguments) -> int:
     return walk(AgentLoop(settings_of(arguments)), arguments.message, HERE, is_long=arguments.all)
 
 
-def replay_command(arguments) -> int:
-    """Shows a recorded run as it looked at the terminal. No tool runs, and no model is asked."""
-    pace = 0 if arguments.fast else 1
-    return asyncio.run(play(recorded(arguments.file), CLI(), pace))
-
-
 COMMAND_LINE = {  # command: (function, description in --help)
     "agent": (agent_command, "answer one message, or hold a conversation"),
     "prompt": (prompt_command, "print the next request, but do not send it"),
@@ -3018,8 +3016,8 @@ COMMAND_LINE = {  # command: (function, description in --help)
     "status": (status_command, "check the settings, the model and other parts"),
     "gateway": (gateway_command, "run the channels and the cron jobs"),
     "cron": (cron_command, "list the jobs, or `remove ID`"),
-    "replay": (replay_command, "show a recorded run as it looked"),
-    "trace": (trace_command, "show a recorded run"),
+    "replay": (recording_command, "show a recorded run as it looked"),
+    "trace": (recording_command, "show a recorded run"),
     "web": (web_command, "open a page that shows the agent at work"),
     "walk": (lesson_command, "show one turn, function by function"),
     "exercises": (lesson_command, "list the exercises, or grade some"),

@@ -46,7 +46,6 @@ to_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode  # raises
 JSON = json.JSONDecoder(strict=False)  # accepts line breaks inside a string
 words = re.compile(r"\s*\S+|\s+\Z").findall  # "Hi you" → ["Hi", " you"]
 OnDelta = Callable[[str], Awaitable[None]]  # called with each piece of a streamed answer
-OnEvent = Callable[..., None]  # called with the kind of an event and its fields
 
 
 def no_event(kind: str, **fields):
@@ -123,7 +122,7 @@ class LLMRequest:
     on_delta: OnDelta | None = None
     on_retry: OnDelta | None = None
     read_only: Collection[str] = ()  # names of the tools that change nothing
-    on_event: OnEvent = no_event
+    on_event: Callable = no_event
 
     async def show(self, *pieces: str):
         for piece in pieces:
@@ -154,7 +153,7 @@ class LLMProvider:
         model: str | None = None,
         on_delta: OnDelta | None = None,
         on_retry: OnDelta | None = None,
-        on_event: OnEvent = no_event,
+        on_event: Callable = no_event,
         read_only: Collection[str] = (),
         **options,
     ) -> LLMResponse:
@@ -1001,8 +1000,8 @@ def refused_parameters(body: dict, complaint: str) -> list[str]:
 
 def difference(old: dict, new: dict) -> dict:
     """The parameters that a remedy has changed: {"stop": None}. The long ones are left out."""
-    names = (old | new).keys() - {"messages", "tools"}
-    return {name: new.get(name) for name in names if old.get(name) != new.get(name)}
+    names = [name for name in old | new if old.get(name) != new.get(name)]
+    return {name: new.get(name) for name in names if not isinstance(new.get(name), list)}
 
 
 def setting(**values) -> Change:
@@ -1741,12 +1740,8 @@ def keyless_json(named: list[dict]) -> Callable[[dict], str]:
     secrets = re.findall(NAMED_SECRET, json.dumps(named, ensure_ascii=False))
     secrets.sort(key=len, reverse=True)
     keys = re.compile("|".join([KEYS, *map(re.escape, secrets)]))
-
-    def as_json(event: dict) -> str:
-        text = json.dumps(event, ensure_ascii=False, default=vars)  # vars: of an LLMResponse
-        return keys.sub(r"\1\2\3[key]", text)
-
-    return as_json
+    write = json.JSONEncoder(ensure_ascii=False, default=vars).encode  # vars: of an LLMResponse
+    return lambda event: keys.sub(r"\1\2\3[key]", write(event))
 
 
 def recorded_answer(event: dict) -> LLMResponse:

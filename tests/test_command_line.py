@@ -1135,7 +1135,7 @@ NO_EVENTS = {
     "a blank line": "",
     "no kind": json.dumps({"time": 1}),
     "a time of another type": json.dumps(GOOD | {"time": "now"}),
-    "a text of another type": json.dumps(GOOD | {"text": 7}),
+    "no answer in an answer": json.dumps(GOOD | {"kind": "answer"}),
     "odd messages": json.dumps(
         GOOD | {"kind": "request", "model": "m", "sent": [1], "tokens": [1], "messages": [7]}
     ),
