@@ -2419,9 +2419,10 @@ class RunEvents:
         if not self.listeners:
             return
         if kind == "request":
-            before, self.tools = self.tools, fields["tools"]
-            if self.tools == before:
+            if fields["tools"] == self.tools:
                 del fields["tools"]
+            else:
+                self.tools = fields["tools"]
             fields |= self._numbered(fields["messages"])
         event = {"time": time.time(), **self.about, "kind": kind, **fields}
         for listener in self.listeners:

@@ -2254,7 +2254,7 @@ def test_the_events_tell_each_attempt_and_what_was_remembered(tmp_path):
     assert healed["changed"] == {"max_tokens": None, "max_completion_tokens": 7}
     assert "Use 'max_completion_tokens'" in healed["error"] and "busy" in again["error"]
     first, second, _ = [fields for kind, fields in events if kind == "request"]
-    assert first["healed"] == [] and "max_completion_tokens" in second["healed"][0]
+    assert first["healed"] == [] and "max_tokens is renamed" in second["healed"][0]
     assert first["messages"] == HELLO and first["options"] == {"max_tokens": 7}
     answers = [fields["answer"] for kind, fields in events if kind == "answer"]
     assert [answer.content for answer in answers] == ["Here.", None, None]
