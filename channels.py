@@ -31,7 +31,6 @@ import secrets
 import select
 import shutil
 import signal
-import stat
 import sys
 import threading
 import time
@@ -43,7 +42,7 @@ from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime, timedelta, tzinfo
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Literal, TextIO
+from typing import Annotated, BinaryIO, Literal, TextIO
 
 # ---- Many channels, one agent ----
 
@@ -74,7 +73,8 @@ class MessageBus:
         self.channels: dict[str, Channel] = {}
         self._inbound: asyncio.Queue[InboundMessage] = asyncio.Queue()
         self._listening: list[asyncio.Task] = []
-        self.outboxes = {}  # (channel, chat id, is it for files?) → Outbox
+        self._waiting = defaultdict(deque)  # (channel, chat id, is it a file?) → messages
+        self._deliveries = {}  # the same keys → tasks
         self._sleep = sleep
 
     def open(self, channel: "Channel"):
@@ -96,20 +96,20 @@ class MessageBus:
         return await self._inbound.get()
 
     def send(self, message: "OutboundMessage"):
-        """Queue a message for its chat. A slow chat does not delay the agent or other chats, and a
-        slow upload does not delay the texts of its chat."""
+        """Queue a message for its chat. A slow chat delays no other chat, and an upload no text."""
         key = (message.channel, message.chat_id, message.kind == "file")
         if message.channel in self.channels:
-            if key not in self.outboxes:
+            self._waiting[key].append(message)
+            if len(self._waiting[key]) == 1:  # otherwise, `deliver` is running already
                 channel = self.channels[message.channel]
-                self.outboxes[key] = Outbox(channel, message.chat_id, self._sleep)
-            self.outboxes[key].put(message)
+                delivery = deliver(channel, self._waiting[key], self._sleep)
+                self._deliveries[key] = asyncio.create_task(delivery)
         elif message.kind == "final":
             log.warning("There is no channel %r: the answer is dropped", message.channel)
 
     async def close(self, seconds: float = 5.0):
         """Wait at most `seconds` for the delivery of queued messages, then stop the channels."""
-        deliveries = [outbox.task for outbox in self.outboxes.values()]
+        deliveries = self._deliveries.values()
         if deliveries:
             await asyncio.wait(deliveries, timeout=seconds)
         await end_all([*deliveries, *self._listening], 1.0)
@@ -161,67 +161,36 @@ class Channel:
 # ======== Second reading: outboxes, the terminal, Telegram, timed jobs, the web page ========
 
 
-# ---- An outbox per chat ----
+# ---- The delivery to a chat ----
 # Each chat has its own queue. If Telegram answers "429 Too Many Requests: retry after 30" in one
 # chat, the other chats do not wait. The files of a chat have a queue of their own.
 
 log = logging.getLogger("nanobot.channels")
 
 
-class Outbox:
-    """Sends the texts, or the files, for one chat in order."""
-
-    def __init__(self, channel: Channel, chat_id: str, sleep: Callable):
-        self.channel, self.sleep = channel, sleep
-        self.name = f"{channel.name}: chat {chat_id}"
-        self.waiting: deque[OutboundMessage] = deque()
-        self.task: asyncio.Task | None = None
-
-    def put(self, message: OutboundMessage):
-        self.waiting.append(message)
-        if self.task is None or self.task.done():
-            self.task = asyncio.create_task(self._deliver())
-
-    async def _deliver(self):
-        """Send each event once. Retry each answer or file until it arrives or is refused, with
-        pauses of 1, 2, 4, … up to 60 s."""
-        while self.waiting:
-            message = self.waiting[0]
-            while problem := await self._try(message):
-                if not message.failures:  # log the first failure only
-                    log.warning("%s cannot be reached yet: %s", self.name, problem)
-                if message.kind not in ("final", "file"):
-                    break
-                await self.sleep(getattr(problem, "retry_after", 0) or min(2**message.failures, 60))
-                message.failures += 1
-            self.waiting.popleft()
-
-    def skip(self) -> bool:
-        """Stop sending an answer of which the first parts have arrived. Returns False if there is
-        none: an answer that waits for the end of an outage is not dropped."""
-        if not self.waiting or not self.waiting[0].parts_sent:
-            return False
-        self.task.cancel()
-        message = self.waiting.popleft()
-        if message.on_delivered:
-            message.on_delivered()
-        self.task = asyncio.create_task(self._deliver())
-        return True
-
-    async def _try(self, message: OutboundMessage) -> Exception | None:
-        """Returns the error if a retry may help, else None."""
+async def deliver(channel: Channel, waiting: deque, sleep: Callable):
+    """Send the messages for one chat in order, until none is waiting. Send each event once. Retry
+    each answer or file until it arrives or is refused, with pauses of 1, 2, 4, … up to 60 s."""
+    while waiting:
+        message = waiting[0]
+        chat = f"{channel.name}: chat {message.chat_id}"
         try:
-            await self.channel.send(message)
+            await channel.send(message)
         except Refused as refusal:
-            log.error("%s refuses a message, which is dropped: %s", self.name, refusal)
+            log.error("%s refuses a message, which is dropped: %s", chat, refusal)
         except Exception as problem:
-            return problem
+            if not message.failures:  # log the first failure only
+                log.warning("%s cannot be reached yet: %s", chat, problem)
+            if message.kind in ("final", "file"):
+                await sleep(getattr(problem, "retry_after", 0) or min(2**message.failures, 60))
+                message.failures += 1
+                continue
         try:
             if message.on_delivered:
                 message.on_delivered()
         except Exception as problem:  # the message has arrived: no retry
-            log.error("%s: a delivery could not be recorded: %s", self.name, problem)
-        return None
+            log.error("%s: a delivery could not be recorded: %s", chat, problem)
+        waiting.popleft()  # not earlier, because `MessageBus.send` starts a task if none is waiting
 
 
 async def end_all(tasks: Iterable[asyncio.Task], seconds: float | None = None):
@@ -258,7 +227,7 @@ def escaped(letters: str, text: str) -> str:
 
 
 def encodable(text: str) -> str:
-    return text.encode("utf-8", errors="replace").decode("utf-8")  # a lone surrogate → "?"
+    return text.encode(errors="replace").decode()  # a lone surrogate → "?"
 
 
 class PrintableFormatter(logging.Formatter):
@@ -307,10 +276,12 @@ def prepare_streams():
     if os.name == "nt":
         os.system("")  # from now on, cmd.exe understands escape codes and does not show `←[2m`
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
-        if isinstance(getattr(sys, name), io.TextIOWrapper):  # false in a notebook
-            getattr(sys, name).reconfigure(errors="replace")
+        stream = getattr(sys, name)
+        if stream is None:
+            stream = open(os.devnull, mode, encoding="utf-8", errors="replace")  # noqa: SIM115
+            setattr(sys, name, stream)
+        elif isinstance(stream, io.TextIOWrapper):  # false in a notebook
+            stream.reconfigure(errors="replace")
 
 
 # ---- The keyboard ----
@@ -326,14 +297,15 @@ def read_answer(question: str) -> str:
         if sys.stdin.isatty():
             termios.tcflush(sys.stdin, termios.TCIFLUSH)  # drop earlier key presses
     print(before, end=line_end, file=sys.stderr, flush=True)
-    return type_at(prompt, sys.stdout.isatty(), sys.stderr)
+    return type_at(prompt)
 
 
-def type_at(prompt: str, live: bool, err: TextIO) -> str:
+def type_at(prompt: str) -> str:
     """Read a line from the keyboard. If stdout is not a terminal, print the prompt to stderr."""
-    if not live:
-        print(prompt, end="", file=err, flush=True)
-    return input(prompt if live else "")
+    if sys.stdout.isatty():
+        return input(prompt)
+    print(prompt, end="", file=sys.stderr, flush=True)
+    return input()
 
 
 # ---- The waiting line at the terminal ----
@@ -343,16 +315,17 @@ class Waiting:
     """The line `waiting for the model, 12 s`, which is erased before CLI prints anything. The main
     thread draws this line during a turn, except when the user has to answer a question."""
 
-    def __init__(self, err: TextIO | None, clock: Callable = time.monotonic):
+    def __init__(self, err: TextIO, clock: Callable = time.monotonic):
         self.err, self.clock = err, clock
-        self.can_draw = err is not None and err.isatty() and os.environ.get("TERM") != "dumb"
+        self.can_draw = err.isatty() and os.environ.get("TERM") != "dumb"
         self.what, self.since = "", 0.0
         self.drawn = ""
         self._lock = threading.RLock()  # the main thread and the loop's thread both print
 
     def begin(self, what: str):
         """Start to count the seconds. `what` is the reason for the wait, such as `the model`."""
-        with self.silence():
+        with self._lock:
+            self.erase()
             self.what, self.since = what, self.clock()
 
     def end(self):
@@ -376,12 +349,11 @@ class Waiting:
                 self.drawn = ""
                 print("\r\x1b[K", end="", file=self.err, flush=True)
 
-    @contextlib.contextmanager
-    def silence(self) -> Iterator[None]:
-        """Erase the waiting line, and do not draw this line inside the `with` block."""
+    def print(self, text: str, file: TextIO):
+        """Erase the waiting line, then print `text`."""
         with self._lock:
             self.erase()
-            yield
+            print(text, end="", file=file, flush=True)
 
 
 # ---- The event loop on its own thread ----
@@ -399,12 +371,13 @@ class BackgroundLoop:
     returns             ◄─ None ────────────  … its end
     """
 
-    def __init__(self, close: Callable | None = None, waiting: Waiting | None = None):
+    def __init__(self, close: Callable | None = None):
         self.loop = asyncio.new_event_loop()
         self.close = close  # awaited on the loop when the `with` block ends
-        self.waiting = waiting or Waiting(None)  # `Waiting(None)` draws nothing
-        self._turn: asyncio.Task | None = None  # the current or the last turn
-        self._questions: queue.SimpleQueue = queue.SimpleQueue()  # the questions of this turn
+        self.waiting = Waiting(io.StringIO())  # this draws nothing
+        self._turn = self.loop.create_future()  # the current or the last turn
+        self._turn.cancel()  # no turn is running
+        self._questions = queue.SimpleQueue()  # the questions of this turn
         threading.Thread(target=self._serve, daemon=True).start()
 
     def _serve(self):
@@ -413,7 +386,7 @@ class BackgroundLoop:
 
     def complete(self, work: Coroutine):
         """Run `work`. On Ctrl-C, cancel `work`, wait for its end, and raise KeyboardInterrupt."""
-        questions: queue.SimpleQueue = queue.SimpleQueue()  # a new queue contains no old question
+        questions = queue.SimpleQueue()  # a new queue contains no old question
 
         def start():
             self._questions, self._turn = questions, self.loop.create_task(work)
@@ -421,8 +394,11 @@ class BackgroundLoop:
 
         try:
             self.loop.call_soon_threadsafe(start)
-            while question := self._next(questions):
-                self._answer(*question)
+            while asked := self._next(questions):
+                answer, question = asked
+                if answer.set_running_or_notify_cancel():  # false if `ask` was cancelled
+                    self.waiting.erase()
+                    answer.set_result(read_answer(question))
         except BaseException as stop:
             self.loop.call_soon_threadsafe(lambda: self._turn.cancel())
             while self._next(questions):
@@ -443,24 +419,17 @@ class BackgroundLoop:
             except queue.Empty:
                 self.waiting.draw()
 
-    def _answer(self, answer: Future, question: str):
-        if answer.set_running_or_notify_cancel():  # false if `ask` was cancelled
-            self.waiting.erase()
-            answer.set_result(read_answer(question))
-
     async def ask(self, question: str, what: str = "", **details) -> str:
         """Ask the person at the terminal for a line; `what` and `details` are for the page. Raises
         RuntimeError if no turn is running, or if the turn ends before the person answers."""
-        turn, answer = self._turn, Future()
-        if turn is None or turn.done():
-            raise RuntimeError("Nobody can be asked: no turn is running at the terminal.")
+        answer = Future()
         self._questions.put((answer, question))
         answered = asyncio.wrap_future(answer)
         try:
-            await asyncio.wait([answered, turn], return_when="FIRST_COMPLETED")
+            await asyncio.wait([answered, self._turn], return_when="FIRST_COMPLETED")
             if answered.done():
                 return answered.result()
-            raise RuntimeError("Nobody can be asked: the turn has ended.")
+            raise RuntimeError("Nobody can be asked: no turn is running at the terminal.")
         finally:
             answer.cancel()
 
@@ -501,8 +470,6 @@ class CLI(Channel):
         self.live = self.out.isatty()
         self.waiting = Waiting(self.err)
         self._streamed = ""  # the text of an unfinished answer so far
-        self._word, self._column = "", 0  # a word not yet printed, and the column where it starts
-        self._is_code = False  # inside a code block: between two lines that begin with ```
         self._prompt = ""  # the prompt at which the user is typing
 
     async def send(self, message: OutboundMessage):
@@ -519,22 +486,8 @@ class CLI(Channel):
 
     def _print(self, text: str):
         """Print `text`: unchanged to a pipe or file, with visible escape codes on a terminal."""
-        shown = self._wrapped(printable(text)) if self.live else encodable(text)
-        with self.waiting.silence():
-            print(shown, end="", file=self.out, flush=True)
-
-    def _wrapped(self, text: str) -> str:
-        """Break long lines between words, but not in code blocks, because people copy code."""
-        *words, self._word = re.split(r"(?<=\s)", self._word + text)
-        width, wrapped = shutil.get_terminal_size().columns, ""
-        for word in words:
-            if word.startswith("```"):
-                self._is_code = not self._is_code
-            if self._column and self._column + len(word.rstrip()) > width and not self._is_code:
-                wrapped, self._column = wrapped + "\n", 0
-            self._column = 0 if word.endswith("\n") else self._column + len(word)
-            wrapped += word
-        return wrapped
+        shown = printable(text) if self.live else encodable(text)
+        self.waiting.print(shown, self.out)
 
     def _end_text(self, text: str):
         rest = not_yet_shown(text, self._streamed)
@@ -548,20 +501,18 @@ class CLI(Channel):
         line = printable(text)
         if self.err.isatty():
             line = f"\x1b[2m{line}\x1b[0m"
-        with self.waiting.silence():
-            print(line, file=self.err, flush=True)
+        self.waiting.print(f"{line}\n", self.err)
 
     def report(self, text: str):
         """Print a job's report at once, then the prompt again with the text typed so far."""
         prompt = self._prompt
-        with contextlib.suppress(ImportError):
-            import readline
+        if prompt:
+            with contextlib.suppress(ImportError):
+                import readline
 
-            prompt = prompt and prompt + printable(readline.get_line_buffer())
-        with self.waiting.silence():
-            print(end="\r\x1b[K" if prompt else "", file=self.err)
-            print(printable(text.removesuffix("\n")), file=self.err)
-            print(end=prompt, file=self.err, flush=True)
+                prompt += printable(readline.get_line_buffer())
+        report = printable(text.removesuffix("\n"))
+        self.waiting.print(f"\r\x1b[K{report}\n{prompt}", self.err)
 
     def converse(self, ask: Callable, history: Path) -> int:
         """Read and answer lines until the user exits. Ctrl-C stops a turn; Ctrl-D exits."""
@@ -598,11 +549,7 @@ class CLI(Channel):
                 history.parent.mkdir(parents=True, exist_ok=True)
                 history.touch(0o600)  # `append_history_file` needs the file to exist
                 readline.read_history_file(history)
-        self._prompt = prompt
-        try:
-            line = type_at(prompt, self.live, self.err)
-        finally:
-            self._prompt = ""
+        line = self.ask(prompt, type_at)
         if line and self.live:
             with contextlib.suppress(*missing):
                 import readline
@@ -610,28 +557,26 @@ class CLI(Channel):
                 readline.append_history_file(1, history)
         return line
 
-    def ask(self, question: str) -> str:
+    def ask(self, question: str, read: Callable = read_answer) -> str:
         """Ask the user. A report that arrives meanwhile is shown above the question."""
         self._prompt = question
         try:
-            return read_answer(question)
+            return read(question)
         finally:
             self._prompt = ""
 
     def read_piped(self, beside_message: bool, folder: Path) -> str:
         """Read standard input. With -m, wait at most 3 s, because a pipe may never send a byte, and
         leave a file alone that another program is reading."""
-        if not beside_message:
-            return text_of_pipe(sys.stdin.buffer, folder)
-        if is_partly_read(sys.stdin):
+        if beside_message and is_partly_read(sys.stdin):
             return ""
-        if os.name == "posix" and not select.select([sys.stdin], [], [], 3.0)[0]:
+        is_posix = os.name == "posix"  # Windows cannot wait for a pipe
+        if beside_message and is_posix and not select.select([sys.stdin], [], [], 3.0)[0]:
             self.note("nanobot: standard input is open but silent, going on without it")
             return ""
         text = text_of_pipe(sys.stdin.buffer, folder)
-        if text:
-            lines = text.count("\n") + 1
-            self.note(f"attached: {lines:,} line{'s' * (lines > 1)} from standard input")
+        if text and beside_message:
+            self.note(f"attached: {len(text):,} characters from standard input")
         return text
 
 
@@ -639,11 +584,9 @@ def is_partly_read(stream: TextIO) -> bool:
     """True for the list of `while read name; do nanobot -m "…"; done < list`: a file from which
     another program reads line by line."""
     try:
-        descriptor = stream.fileno()
-    except OSError:  # a window of an IDE
+        return os.lseek(stream.fileno(), 0, os.SEEK_CUR) > 0
+    except OSError:  # a pipe, or a window of an IDE
         return False
-    is_file = stat.S_ISREG(os.fstat(descriptor).st_mode)
-    return is_file and os.lseek(descriptor, 0, os.SEEK_CUR) > 0
 
 
 def not_yet_shown(text: str, streamed: str) -> str:
@@ -663,7 +606,7 @@ MOST_PIPED = 100_000  # the maximum number of characters of standard input in a 
 def text_of_pipe(stream: BinaryIO, folder: Path) -> str:
     """Return the text, or save a long text in a file and return the start and the path."""
     beginning = stream.read(4 * MOST_PIPED + 1)  # a character has up to four bytes
-    text = beginning.decode("utf-8", errors="replace")
+    text = beginning.decode(errors="replace")
     if len(text) <= MOST_PIPED:
         return text.strip()
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -681,12 +624,11 @@ def text_of_pipe(stream: BinaryIO, folder: Path) -> str:
 # Every URL contains the token, so the code removes the token from each error text.
 
 MOST_UPLOADED = 50_000_000  # bytes of a file that Telegram accepts from a bot
-PIECE = 100_000  # bytes of a file that an upload keeps in memory
 
 
 async def in_thread(function: Callable, /, *args):
     """Run a blocking function on a daemon thread, because asyncio's own threads delay the exit."""
-    future: Future = Future()
+    future = Future()
     future.set_running_or_notify_cancel()  # if the caller is cancelled, the thread still finishes
 
     def work():
@@ -710,8 +652,6 @@ class TelegramError(Exception):
 class BotAPI:
     """`await api.call("sendMessage", chat_id=1, text="Hi")`: https://core.telegram.org/bots/api"""
 
-    may_pass = (408, 409, 429)  # retry after a timeout, a conflict, too many requests
-
     def __init__(self, token: str, base: str):
         self.token, self.base = token.strip(), base.rstrip("/")
 
@@ -722,8 +662,8 @@ class BotAPI:
         return await self._ask(method, body, {"Content-Type": "application/json"}, seconds)
 
     async def upload(self, method: str, chat_id: str, path: Path):
-        """Send a file, which is read piece by piece. Raises the errors of `call`, also Refused if
-        the file is too large, and OSError if it cannot be opened."""
+        """Send a file. Raises the errors of `call`, also Refused if the file is too large, and
+        OSError if it cannot be read."""
         size = path.stat().st_size
         if size > MOST_UPLOADED:
             raise Refused(f"it has {size:,} bytes, and Telegram accepts at most {MOST_UPLOADED:,}")
@@ -735,15 +675,11 @@ class BotAPI:
             f"Content-Disposition: form-data; name=chat_id\r\n\r\n{chat_id}\r\n"
             f"--{boundary}\r\n"
             f"Content-Disposition: form-data; name={field_name}; filename={file_name}\r\n\r\n"
-        ).encode()
-        tail = f"\r\n--{boundary}--\r\n".encode()
-        headers = {
-            "Content-Type": f"multipart/form-data; boundary={boundary}",
-            "Content-Length": str(len(head) + size + len(tail)),
-        }
-        with path.open("rb") as file:  # a log file may grow meanwhile: read only `size` bytes
-            pieces = (file.read(min(PIECE, size - start)) for start in range(0, size, PIECE))
-            return await self._ask(method, itertools.chain([head], pieces, [tail]), headers, 300)
+        )
+        tail = f"\r\n--{boundary}--\r\n"
+        body = head.encode() + await in_thread(path.read_bytes) + tail.encode()
+        headers = {"Content-Type": f"multipart/form-data; boundary={boundary}"}
+        return await self._ask(method, body, headers, 300)
 
     async def _ask(self, method: str, body, headers: dict, seconds: float):
         status, data = await self._exchange(f"bot{self.token}/{method}", body, headers, seconds)
@@ -755,23 +691,20 @@ class BotAPI:
         problem = self._scrub(f"{method}: {answer['error_code']} {answer['description']}")
         if "ok" in answer and status in (401, 404):
             raise TelegramError(BAD_TOKEN, 60)
-        is_final = "ok" in answer and 400 <= status < 500 and status not in self.may_pass
-        if is_final or status == 413:  # 413 is also final if a proxy answers with HTML
+        if "ok" in answer and 400 <= status < 500 and status != 429:  # 429 "Too Many Requests"
             raise Refused(problem)
-        raise TelegramError(problem, (answer.get("parameters") or {}).get("retry_after", 0))
+        raise TelegramError(problem, answer.get("parameters", {}).get("retry_after", 0))
 
     async def download(self, path: str) -> bytes:
         """Download a file by the `file_path` from getFile; the server sends at most 20 MB."""
         address = f"file/bot{self.token}/{urllib.parse.quote(path)}"
         status, data = await self._exchange(address, None, {}, seconds=60)
-        if status == 404:
-            raise Refused("Telegram no longer has the file")
         if status != 200:
             raise TelegramError(f"HTTP {status}")
         return data
 
     async def _exchange(self, address: str, body, headers: dict, seconds: float) -> tuple:
-        """Returns the status and the body of the response. `body`: bytes, or an iterator."""
+        """Returns the status and the body of the response."""
         try:
             async with asyncio.timeout(seconds):  # a DNS lookup has no time limit of its own
                 return await in_thread(fetch, f"{self.base}/{address}", body, headers, seconds)
@@ -782,7 +715,7 @@ class BotAPI:
         raise TelegramError(problem)  # raised after `except`, so that no traceback shows the token
 
     def _scrub(self, text: str) -> str:
-        return text.replace(self.token, "<token>") if self.token else text
+        return text.replace(self.token, "<token>")
 
 
 def fetch(url: str, body, headers: dict, seconds: float) -> tuple[int, bytes]:
@@ -790,11 +723,11 @@ def fetch(url: str, body, headers: dict, seconds: float) -> tuple[int, bytes]:
 
     request = urllib.request.Request(url, body, headers)
     try:
-        with urllib.request.urlopen(request, timeout=seconds) as response:
-            return response.status, response.read()
-    except urllib.error.HTTPError as refusal:  # an HTTPError has a body, too
-        with refusal:
-            return refusal.code, refusal.read()
+        response = urllib.request.urlopen(request, timeout=seconds)
+    except urllib.error.HTTPError as refusal:  # it has a status and a body, too
+        response = refusal
+    with response:
+        return response.status, response.read()
 
 
 # ---- Telegram as a channel ----
@@ -834,12 +767,12 @@ class Telegram(Channel):
         super().__init__(allow_from)
         self.api = BotAPI(token, api_base)
         self.group_policy, self.media_folder, self.sleep = group_policy, media_folder, sleep
-        self.keep_strangers, self._strangers = keep_strangers, []  # 8 (Ann), 9 (Bob): at most 100
-        self.bot: dict = {}  # the bot's id and username, from getMe
+        self.keep_strangers, self._strangers = keep_strangers, []  # 8 (Ann), 9 (Bob)
+        self.bot = {}  # the bot's id and username, from getMe
         self._offset = 0  # all updates with a lower id are on disk
         self._storing = {}  # update id → task that ends with `confirm()`
         self._order = defaultdict(asyncio.Lock)  # chat id → lock
-        self._typing: dict[str, asyncio.Task] = {}
+        self._typing = {}  # chat id → task
 
     async def start(self, bus: MessageBus):
         """Listen until cancelled."""
@@ -870,11 +803,12 @@ class Telegram(Channel):
         if not self.bot:
             await self._introduce()
         updates = await self._get_updates(self.poll_seconds)
-        if any(self._is_new(update) and album_of(update) for update in updates):
+        new = [update for update in updates if self._is_new(update)]
+        if any("media_group_id" in update["message"] for update in new):
             await self.sleep(self.album_seconds)
             updates = await self._get_updates(0)  # the same updates, now with the whole album
-        new = [update for update in updates if self._is_new(update)]
-        for _, group in itertools.groupby(new, lambda each: album_of(each) or each["update_id"]):
+            new = [update for update in updates if self._is_new(update)]
+        for _, group in itertools.groupby(new, album_of):
             album = list(group)
             storing = asyncio.create_task(self._take([each["message"] for each in album], bus))
             self._storing |= {update["update_id"]: storing for update in album}
@@ -902,13 +836,14 @@ class Telegram(Channel):
         sender = update.get("message", {}).get("from", {})
         if update["update_id"] in self._storing or sender.get("is_bot", True):
             return False
-        is_allowed = self.is_allowed(sender.get("id"))
-        stranger = f"{sender.get('id')} ({name_of(sender)})"
-        if not is_allowed and stranger not in self._strangers and len(self._strangers) < 100:
+        if self.is_allowed(sender["id"]):
+            return True
+        stranger = f"{sender['id']} ({name_of(sender)})"
+        if stranger not in self._strangers:
             self._strangers.append(stranger)
             log.warning("Telegram: no answer to %s: not in channels.telegram.allowFrom", stranger)
             self.keep_strangers(", ".join(self._strangers[-5:]))
-        return is_allowed
+        return False
 
     async def _take(self, messages: list[dict], bus: MessageBus):
         """Publish a message, or an album, which consists of several messages. Wait until it is on
@@ -932,10 +867,12 @@ class Telegram(Channel):
         is_open = chat["type"] == "private" or self.group_policy == "open"
         if not is_open and not any(is_call(message, self.bot) for message in messages):
             return None
-        texts, media = [with_quote(message) for message in messages], []
-        for file in filter(None, map(file_in, messages)):
+        texts, media = [], []
+        for message in messages:
+            texts.append(with_quote(message))
             try:
-                media.append(await self._save(file))
+                if file := file_in(message):
+                    media.append(await self._save(file))
             except (TelegramError, Refused, OSError) as failure:
                 texts.append(f"[this message had a file, but it cannot be fetched: {failure}]")
         content = "\n".join(filter(None, texts))
@@ -983,7 +920,7 @@ class Telegram(Channel):
             return
         if message.kind == "final":
             self._stop_typing(message.chat_id)
-        target: dict[str, Any] = {"chat_id": message.chat_id}
+        target = {"chat_id": message.chat_id}
         if own := re.fullmatch(r"(\d+)/\d+", message.reply_to):
             reply = {"message_id": int(own[1]), "allow_sending_without_reply": True}
             target["reply_parameters"] = reply
@@ -1007,24 +944,23 @@ class Telegram(Channel):
         # The chat shows "sending a file". In an outage this request fails, not an upload, so that
         # the file is retried, as a text is, until Telegram can be reached again.
         await self.api.call("sendChatAction", action="upload_document", **target)
-        methods = ["sendDocument"]
-        if path.suffix.lower() in (".jpg", ".jpeg", ".png", ".webp"):
-            methods = ["sendPhoto", "sendDocument"]
-        for method in methods:
-            try:
-                return await self.api.upload(method, message.chat_id, path)
-            except (Refused, OSError) as failure:
-                problem = failure  # after 400 PHOTO_INVALID_DIMENSIONS, try sendDocument
-            except TelegramError as failure:
-                if message.failures < 4:
-                    raise
-                problem = f"five attempts have failed, the last with {failure}"
-                break
+        try:
+            if path.suffix.lower() in (".jpg", ".jpeg", ".png", ".webp"):
+                with contextlib.suppress(Refused):  # 400 PHOTO_INVALID_DIMENSIONS
+                    return await self.api.upload("sendPhoto", message.chat_id, path)
+            return await self.api.upload("sendDocument", message.chat_id, path)
+        except (Refused, OSError) as failure:
+            problem = failure
+        except TelegramError as failure:
+            if message.failures < 4:
+                raise
+            problem = f"five attempts have failed, the last with {failure}"
         await self._send_text(as_html(f"[{path.name} cannot be sent: {problem}]"), target)
 
 
-def album_of(update: dict) -> str:
-    return update["message"].get("media_group_id", "")
+def album_of(update: dict) -> str | int:
+    """The id that all messages of an album have in common, or else the update's own id."""
+    return update["message"].get("media_group_id", update["update_id"])
 
 
 def name_of(sender: dict) -> str:
@@ -1036,7 +972,7 @@ def name_of(sender: dict) -> str:
 def file_name(file: dict, place: str) -> str:
     """ "../a b.pdf" → "AgADBQ-.._a_b.pdf": the file's unique id and the end of its name, because
     file systems allow at most 255 bytes."""
-    name = file.get("file_name") or Path(place).name
+    name = file.get("file_name", Path(place).name)
     return re.sub(r"[^\w.-]+", "_", f"{file['file_unique_id']}-{name[-60:]}")
 
 
@@ -1070,7 +1006,7 @@ def file_in(message: dict) -> dict:
 
 def is_call(message: dict, bot: dict) -> bool:
     """True if a message mentions the bot ("@my_bot, what…", "/stop@my_bot") or replies to it."""
-    author = (message.get("reply_to_message") or {}).get("from") or {}
+    author = message.get("reply_to_message", {}).get("from", {})
     name = rf"@{re.escape(bot['username'])}(?!\w)"
     return author.get("id") == bot["id"] or bool(re.search(name, words_in(message), re.IGNORECASE))
 
@@ -1097,32 +1033,31 @@ UNDERLINED = r"(?<!\w)_(?=[^\s_])([^_<>\n]+)(?<!\s)_(?!\w)"  # _now_   not a_b_c
 ASIDE = "\ue000(\\d+)\ue001"  # the placeholder `\ue0000\ue001` replaces the first code or link
 TAG = r"<[^>]+>"  # <b>   </b>   <a href="https://x.y">
 ATOM = rf"(?s:{TAG}|&#?\w+;|[^<&])"  # <b>   &lt;   a
-TO_BLANK = r"(?s).* (?![^<>]*>)"  # up to the last space that is not in a tag like <a href="…">
+# up to the last newline, or else to the last space that is not in a tag like <a href="…">
+WHOLE_WORDS = r"(?s).*\n|.* (?![^<>]*>)"
 
 
 def as_html(markdown: str) -> str:
     """ "# Plan\\n**a** < `b`" → "<b>Plan</b>\\n<b>a</b> &lt; <code>b</code>"
 
-    First, placeholders replace code and links, because a `_` in code does not mean italic.
+    Placeholders replace code and links, because a `_` in code does not mean italic.
     """
-    aside: list[str] = []
+    aside = []
 
     def put_aside(match: re.Match) -> str:
-        part = {name: html.escape(text or "") for name, text in match.groupdict().items()}
-        if part["words"]:  # [`run.py`](…) → run.py
-            words = re.sub(r"`|\*\*", "", part["words"])
-            aside.append(f'<a href="{part["address"]}">{words}</a>')
-        elif part["code"]:
-            aside.append(f"<code>{part['code']}</code>")
+        if match["words"]:  # [`run.py`](…) → run.py
+            words = re.sub(r"`|\*\*", "", match["words"])
+            aside.append(f'<a href="{match["address"]}">{words}</a>')
+        elif match["code"]:
+            aside.append(f"<code>{match['code']}</code>")
         else:
-            language = f' class="language-{part["language"]}"' if part["language"] else ""
-            aside.append(f"<pre><code{language}>{part['block']}</code></pre>")
+            language = f' class="language-{match["language"]}"' if match["language"] else ""
+            aside.append(f"<pre><code{language}>{match['block']}</code></pre>")
         return f"\ue000{len(aside) - 1}\ue001"
 
-    text = re.sub("[\0\ue000\ue001]", "", encodable(markdown))
+    text = html.escape(re.sub("[\0\ue000\ue001]", "", encodable(markdown)))
     text = re.sub(f"{FENCE}|{CODE}|{LINK}", put_aside, text)
     text = re.sub(HEADING, lambda line: f"**{line[1].strip().replace('**', '')}**", text)
-    text = html.escape(text)
     for expression, tag in ((BOLD, "b"), (ITALIC, "i"), (UNDERLINED, "i")):
         text = re.sub(expression, rf"<{tag}>\1</{tag}>", text)
     return re.sub(ASIDE, lambda match: aside[int(match[1])], text)
@@ -1138,36 +1073,32 @@ def split_html(text: str, limit: int = 4_096) -> list[str]:
 
     "<b>one two</b>", 10 → "<b>one </b>", "<b>two</b>"
     """
-    parts, opened = [], []
+    parts = []
     while text:
-        head = beginning(text, limit - len("".join(opened)))
-        text = text[len(head) :]
-        part = "".join([*opened, head])
-        opened = open_tags(part)  # <code class="language-py"> is closed by </code>
-        closings = [f"</{tag.strip('<>').split()[0]}>" for tag in reversed(opened)]
-        parts.append("".join([part, *closings]))
-    return [part for part in parts if plain_text(part).strip()]  # "400 message text is empty"
+        part = beginning(text, limit)
+        opened = []  # the tags that `part` does not close
+        for tag in re.findall(TAG, part):
+            if tag.startswith("</"):
+                opened.pop()
+            else:
+                opened.append(tag)
+        text = "".join(opened) + text[len(part) :]
+        for tag in reversed(opened):  # <code class="language-py"> is closed by </code>
+            part += f"</{tag.strip('<>').split()[0]}>"
+        if plain_text(part).strip():  # "400 message text is empty"
+            parts.append(part)
+    return parts
 
 
 def beginning(text: str, limit: int) -> str:
-    """At most `limit` UTF-16 units from the start of `text`, but at least one tag or character."""
-    head = text.encode("utf-16-le")[: 2 * max(limit, 0)].decode("utf-16-le", "ignore")
+    """At most `limit` UTF-16 units from the start of `text`, but more than tags that open."""
+    head = text.encode("utf-16-le")[: 2 * limit].decode("utf-16-le", "ignore")
     if head == text:
         return text
-    whole = re.match(f"{ATOM}*", head)[0] or re.match(ATOM, text)[0]
-    cut = re.match(r"(?s).*\n", whole) or re.match(TO_BLANK, whole)
-    return cut[0] if cut else whole
-
-
-def open_tags(part: str) -> list[str]:
-    """The tags that `part` does not close: "<b>x</b><i>y" → ["<i>"]"""
-    still_open: list[str] = []
-    for tag in re.findall(TAG, part):
-        if tag.startswith("</"):
-            still_open.pop()
-        else:
-            still_open.append(tag)
-    return still_open
+    atoms = re.match(f"{ATOM}*", head)
+    words = re.match(WHOLE_WORDS, atoms[0]) or atoms
+    shortest = re.match(f"(?:{TAG})*{ATOM}", text)
+    return max(words[0], shortest[0], key=len)
 
 
 # ---- The calendar: the next time that matches a cron expression ----
@@ -1210,14 +1141,14 @@ def cron_numbers(field: str, text: str) -> set[int]:
 @functools.lru_cache(maxsize=1_000)  # the clock asks once a second, and the answer stays the same
 def next_run(expr: str, after: float, zone: tzinfo) -> float:
     """The first time later than `after` that matches a cron expression, as in Vixie cron. Times are
-    seconds since 1970. Raises ValueError if the expression is invalid or no date matches, like
-    31 February. In Berlin in 2026:
+    seconds since 1970, and `after` is a whole minute. Raises ValueError if the expression is
+    invalid or no date matches, like 31 February. In Berlin in 2026:
 
     29 March, 02:30     is 03:30, because clocks skip an hour
     25 October, 02:30   is the first of two, because clocks repeat an hour; both for hour `*`
     """
     parts = expr.lower().split()
-    if len(parts) != len(CRON_FIELDS):
+    if len(parts) != 5:
         raise ValueError(
             f"{expr!r} has {len(parts)} fields instead of five: "
             "minute, hour, day of month, month, day of week"
@@ -1225,13 +1156,12 @@ def next_run(expr: str, after: float, zone: tzinfo) -> float:
     minutes, hours, days, months, weekdays = map(cron_numbers, CRON_FIELDS, parts)
     folds = [0, 1] if len(hours) == 24 else [0]  # 1: the second 02:30 of a day
     times = list(itertools.product(hours, minutes, folds))
-    has_star = parts[2].startswith("*") or parts[4].startswith("*")
+    has_star = "*" in parts[2] + parts[4]
     suffices = all if has_star else any  # 0 9 13 * fri: each 13th, and each Friday
     for number in range(-1, 9 * 366):  # "0 0 29 2 *", a leap day: 2096, 2104; not 2100
         day = datetime.fromtimestamp(after, zone) + timedelta(days=number)
         in_week = {day.isoweekday(), day.isoweekday() % 7} & weekdays
         if day.month in months and suffices([day.day in days, in_week]):
-            day = day.replace(second=0, microsecond=0)
             moments = [day.replace(hour=h, minute=m, fold=f).timestamp() for h, m, f in times]
             later = [moment for moment in moments if moment > after]
             if later:
@@ -1294,11 +1224,10 @@ def zone_named(name: str, default: tzinfo) -> tzinfo:
 @dataclass
 class JobStore:
     """Reads and writes the file `{"jobs": [{…}, …]}`. Unknown rows and keys stay unchanged. The
-    methods block the thread, and wait while another program changes the file."""
+    methods block the thread, and wait while another thread or program changes the file."""
 
     path: Path
-    lock: Callable = contextlib.nullcontext  # `with lock(path):` waits for other programs
-    own_lock: Any = field(default_factory=threading.Lock)  # two runs may end at the same time
+    lock: Callable  # `with lock(path):` waits for other threads and programs
 
     def read(self) -> list:
         """Raises OSError if the file is damaged, so that a damaged file never looks empty."""
@@ -1317,7 +1246,7 @@ class JobStore:
         """Change these keys of a job; None removes the job. Without `is_new`, an unknown id changes
         nothing: another program may have removed the job. The file is written atomically."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.own_lock, self.lock(self.path.with_suffix(".lock")):
+        with self.lock(self.path.with_suffix(".lock")):
             rows = self.read()
             found = [row for row in rows if isinstance(row, dict) and str(row.get("id")) == id]
             if is_new and not found:
@@ -1415,9 +1344,7 @@ class CronService:
         """Run a job and record the run. A run that ends with the program is repeated later."""
         changes = {"after": began, "error": ""}
         [outcome] = await asyncio.gather(self.fire(job, name), return_exceptions=True)
-        if isinstance(outcome, asyncio.CancelledError):
-            changes["error"] = "stopped"
-        elif isinstance(outcome, Exception):
+        if isinstance(outcome, Exception):  # not if the user has stopped the run
             changes["error"] = repr(outcome)[:200]
             log.warning("cron: job %s failed", job.id, exc_info=outcome)
         elif job.at:
@@ -1496,7 +1423,7 @@ class CronService:
             if job.at:  # stored with its offset, because other programs may have other zones
                 moment = datetime.fromtimestamp(due, self.zone)
                 job.at, job.tz = moment.isoformat(timespec="seconds"), ""
-            added = f"Added job {job.id}, {job.schedule()}: it runs next on {self._shown(due)}."
+            added = f"Added job {self._line(job)}"
         except (ValueError, OverflowError) as problem:
             raise CronError(f"No job was added for {job.schedule()!r}: {problem}.") from None
         self.store.edit(job.id, asdict(job), is_new=True)
@@ -1529,7 +1456,7 @@ def machine_zone(path: Path = Path("/etc/localtime")) -> tzinfo:
         if name := os.environ.get("TZ", "").lstrip(":"):
             return zoneinfo.ZoneInfo(name)
         with open(path, "rb") as file:
-            return zoneinfo.ZoneInfo.from_file(file, str(path.resolve()).rpartition("zoneinfo/")[2])
+            return zoneinfo.ZoneInfo.from_file(file)
     return datetime.now().astimezone().tzinfo
 
 

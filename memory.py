@@ -32,6 +32,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
@@ -47,8 +48,8 @@ Read = Callable[[Path], bytes]  # reads a file for a request, or raises OSError
 
 
 class Session:
-    """One conversation. A program must hold the session's lock to append to the journal. The
-    only exception is the mark `delivered`, which needs no lock."""
+    """One conversation. A program must hold the session's lock to append to the journal. Only
+    the marks `delivered` and `remembered`, which may be anywhere in the file, need no lock."""
 
     def __init__(self, key: str, path: Path, on_event: Callable | None = None):
         self.key = key
@@ -63,6 +64,7 @@ class Session:
         self.start = 0  # last message number before `/new`
         self.saved = 0  # the messages up to this number are in the long-term memory
         self.summary = ""  # requests have this text instead of the saved messages
+        self.remembered = 0  # up to this number, too, but requests still have these messages
         self.turn_ends = set()  # of each turn but the newest: its last message number
         self.ended = {}  # last message number of each unanswered turn → the reason
         self.resumed = 0  # number of restarts that resumed the open turn
@@ -76,7 +78,8 @@ class Session:
         self._write([{"n": n} | without_images(message) for n, message in numbered])
 
     def mark(self, name: str, **details):
-        """`name`: new, continue, resumed, ended (why), saved (upto, summary), delivered (upto)."""
+        """`name`: new, continue, resumed, ended (why), saved (upto, summary), delivered or
+        remembered (upto)."""
         self._write([{"mark": name, **details}])
 
     def _write(self, lines: list[dict]):
@@ -103,29 +106,31 @@ class Session:
                 self.saved = max(self.saved, min(upto, self.last))
                 self.summary = str(line.get("summary") or "")
                 self.messages = [message for message in self.messages if message["n"] > self.saved]
+            case {"mark": "remembered", "upto": int(upto)}:
+                self.remembered = upto
             case {"mark": "delivered", "upto": int(upto)}:
                 self.undelivered = [answer for answer in self.undelivered if answer["n"] > upto]
             case {"mark": "new"}:
-                self.start = min([self.last, *uptos])
+                self.start = self.last
                 self.turn_ends.add(self.start)
             case {"mark": "ended"}:
                 self.ended[self.last] = str(line.get("why") or "interrupted")
             case {"mark": "resumed"}:
                 self.resumed += 1
-            case {"mark": "session"}:
-                self.created_at = str(line.get("created_at") or self.created_at)
-            case {"n": int(), "role": "assistant", "report": str()}:  # it belongs to no turn
-                self.messages.append(line)
-                self.undelivered.append(line)
+            case {"mark": "session", "created_at": str(created_at)}:
+                self.created_at = created_at
             case {"n": int(), "role": str()}:
+                self.messages.append(line)
+                is_report = "report" in line
+                if is_report or (is_answer(line) and line.get("content")):
+                    self.undelivered.append(line)
+                if is_report:  # it belongs to no turn
+                    return
                 if not self.is_open:
                     self.resumed = 0
                     if line["role"] == "user":
                         self.turn_ends.add(self.last)
                 self.newest, self.last = line, line["n"]
-                self.messages.append(line)
-                if is_answer(line) and line.get("content"):
-                    self.undelivered.append(line)
 
     async def synced(self):
         await asyncio.to_thread(fsync, self.path)
@@ -151,17 +156,17 @@ class Session:
             elif message["role"] == "user":
                 recent = reports[-50:]
                 quotes = [quoted(report, 10_000 // len(recent)) for report in recent]
-                sent.append(as_sent(message, self.gap_behind(before), *quotes))
+                sent.append(as_sent(message, self.gap_after(before), *quotes))
                 before, reports = message, []
             elif before:  # skip a turn if its user message is lost
                 sent.append(as_sent(message))
                 before = message
         if before.get("cut"):  # `/continue`
-            request = f"{self.gap_behind(before)} Go on where the answer stops."
+            request = f"{self.gap_after(before)} Go on where the answer stops."
             sent.append({"role": "user", "content": request})
         return sent
 
-    def gap_behind(self, message: dict) -> str:
+    def gap_after(self, message: dict) -> str:
         """A note for the next user message; in an assistant message, models would imitate it."""
         if message.get("cut"):
             return f"[the answer above broke off: {message['cut']}]"
@@ -172,12 +177,12 @@ class Session:
         if not self.summary or self.saved <= self.start:
             return []
         content = f"[Summary of the earlier part of this conversation]\n\n{self.summary}"
-        return [{"role": "user", "content": content, "is_summary": True}]
+        return [{"n": self.saved, "role": "user", "content": content, "is_summary": True}]
 
     def without_saved(self, messages: list[dict]) -> list[dict]:
         """Remove messages from a request if they are now in the long-term memory."""
-        system, *rest = [m for m in messages if "is_summary" not in m]
-        unsaved = [m for m in rest if m.get("n", self.saved + 1) > self.saved]
+        system, *rest = messages
+        unsaved = [m for m in rest if m.get("n", float("inf")) > self.saved]
         return [system, *self.summary_messages(), *unsaved]
 
     @property
@@ -195,11 +200,11 @@ class Session:
         if self.is_open:
             self.mark("ended", why=why)
 
-    def end_behind(self, excess: float, size: Callable) -> int:
-        """The last number of the oldest turns that have at least the size `excess`, or of all."""
+    def end_of_oldest(self, excess: float) -> int:
+        """The last number of the oldest turns that have at least `excess` tokens, or of all."""
         found = 0
         for message in self.conversation():
-            excess -= size(message)
+            excess -= message_tokens(message)
             if message["n"] in self.turn_ends:
                 found = message["n"]
                 if excess <= 0:
@@ -330,7 +335,8 @@ class MemoryStore:
     @property
     def dream_cursor(self) -> int:
         """The number of the last entry that Dream has read."""
-        return number_in(self.folder / ".dream_cursor")
+        number = self.text_of(self.folder / ".dream_cursor")
+        return int(number) if re.fullmatch(r"\d{1,18}", number) else 0
 
     def unread(self) -> list[dict]:
         dreamt = self.dream_cursor
@@ -355,17 +361,11 @@ class MemoryStore:
             old = [entry for entry in entries[:-keep] if entry["cursor"] <= self.dream_cursor]
             if old:
                 append_lines(self.archive, old)
-                write_atomically(self.history, as_lines([e for e in entries if e not in old]))
+                write_atomically(self.history, as_lines(entries[len(old) :]))
 
 
 # ---- The Consolidator: old turns move from the journal into the history ----
 
-TEXT = {"type": "string"}
-SAVED = {
-    "history_entry": TEXT | {"description": "[YYYY-MM-DD HH:MM], then 2 to 5 sentences"},
-    "memory_update": TEXT | {"description": "The whole new MEMORY.md: all lines, old and new"},
-    "summary": TEXT | {"description": "Facts that the conversation still needs, at most 400 words"},
-}
 SAVE_MEMORY = {
     "type": "function",
     "function": {
@@ -373,7 +373,20 @@ SAVE_MEMORY = {
         "description": "Save the lasting parts of a conversation.",
         "parameters": {
             "type": "object",
-            "properties": SAVED,
+            "properties": {
+                "history_entry": {
+                    "type": "string",
+                    "description": "[YYYY-MM-DD HH:MM], then 2 to 5 sentences",
+                },
+                "memory_update": {
+                    "type": "string",
+                    "description": "The whole new MEMORY.md: all lines, old and new",
+                },
+                "summary": {
+                    "type": "string",
+                    "description": "Facts that the conversation still needs, at most 400 words",
+                },
+            },
             "required": ["history_entry", "memory_update"],
         },
     },
@@ -402,41 +415,44 @@ class Consolidator:
         half of the budget is used. Returns a line for the user, or ""."""
         if tokens <= 0.8 * self.budget:
             return ""
-        upto = session.end_behind(tokens - self.budget // 2, message_tokens)
+        upto = session.end_of_oldest(tokens - self.budget // 2)
         return await self.move(session, upto)
 
     async def after_turn(self, session: Session) -> str:
         """Runs in the background. Move all turns older than `/new`. If more than `window` messages
-        remain, move turns until `window / 2` remain. Returns a line for the user, or ""."""
+        remain, move turns until about `window / 2` remain. Returns a line for the user, or ""."""
         upto = session.start
-        unsaved = len(session.conversation())
-        if unsaved > self.window:
-            upto = max(upto, session.end_behind(unsaved - self.window // 2, lambda message: 1))
+        conversation = session.conversation()
+        if len(conversation) > self.window:
+            surplus = len(conversation) - self.window // 2
+            upto = conversation[surplus - 1]["n"]
         return await self.move(session, upto)
 
     async def move(self, session: Session, upto: int) -> str:
         """Move turns up to message `upto` in at most five rounds, because a user may be waiting.
-        Returns `12 older messages moved to the memory; memory: 2 lines removed, 1 added`."""
-        numbers = [message["n"] for message in session.messages]
+        Returns `12 older messages moved to the memory; memory: 2 lines removed, 1 added`. Raises
+        SessionBusy."""
+        unsaved = session.messages
         told = []
         async with self.one_at_a_time:
             for _ in range(5):
                 end, text = self._next_part(session, upto)
+                if not end:
+                    break
                 earlier = [message["content"] for message in session.summary_messages()]
-                saved = await self._save(earlier, text) if end else None
+                is_new = end > session.remembered
+                saved = await self.save(earlier, text, is_new)
                 if saved is None or session.size != file_size(session.path):
-                    break  # no turn is left, the model failed, or another program changed the file
+                    break  # the model cannot be reached, or another program changed the file
                 entry, summary, changes = saved
                 if changes:
                     told.append(f"memory: {changes}")
                 origin = {"session": session.key, "created_at": session.created_at, "upto": end}
-                try:
-                    with self.sessions.lock(session.key):  # no `await`, so no cancellation here
+                with self.sessions.lock(session.key):  # no `await`, so no cancellation here
+                    if is_new:
                         self.store.append_history(entry, **origin, summary=summary)
-                        session.mark("saved", upto=end, summary=summary)
-                except SessionBusy:
-                    break
-        count = len([n for n in numbers if n <= session.saved])
+                    session.mark("saved", upto=end, summary=summary)
+        count = sum(message["n"] <= session.saved for message in unsaved)
         if not count:
             return ""
         return "; ".join([f"{counted(count, 'older message')} moved to the memory", *told])
@@ -444,50 +460,26 @@ class Consolidator:
     def _next_part(self, session: Session, upto: int) -> tuple[int, str]:
         """Choose the turns of the next round. Returns (last message number, text of the turns)."""
         room = self.budget // 4  # the request also holds MEMORY.md and the summary
-        if session.saved < session.start:
-            upto = min(upto, session.start)  # a round must not go past `/new`
         end, text = 0, ""
         part: list[dict] = []
         for message in session.messages:
             part.append(message)
-            if message["n"] in session.turn_ends and message["n"] <= upto:
+            n = message["n"]
+            if n in session.turn_ends and n <= upto:
                 longer = text_of_turns(part)
-                if end and estimate(longer) > room:
+                is_past_new = end <= session.start < n
+                is_past_remembered = end <= session.remembered < n
+                if end and (is_past_new or is_past_remembered or estimate(longer) > room):
                     break
-                end, text = message["n"], longer
+                end, text = n, longer
         return end, fitted(text, room)  # even a single turn may be too long
 
-    async def remember_terminals(self):
-        """Save what people typed at terminals, except in the last hour, with one request for all
-        conversations. The journals stay as they are, because `-c` may continue the conversations.
-        A file has, for each key, the last saved message and the time of the conversation's last
-        use. Raises SessionBusy."""
-        path = self.store.workspace / ".nanobot" / "terminals.json"
-        with locked(path.with_suffix(".lock"), "Another program saves the conversations."):
-            known = json.loads(self.store.text_of(path) or "{}")
-            parts = []
-            for key, used in reversed(self.sessions.by_last_use()):
-                upto, last_used = known.get(key, (0, 0))
-                is_old = last_used < used < time.time() - 3_600
-                if is_old and self.sessions.first_line(key).get("typed"):
-                    session = self.sessions.load(key)
-                    new = [message for message in session.messages if message["n"] > upto]
-                    parts.append(text_of_turns(new))
-                    known[key] = (session.last, used)
-            text = "\n\n".join(fitted(part, self.budget // 2 // len(parts)) for part in parts)
-            if not text:
-                return
-            async with self.one_at_a_time:
-                saved = await self._save([], text, or_raw=False)
-            if saved:
-                self.store.append_history(saved[0])
-                write_atomically(path, to_json(known))
-
-    async def _save(self, earlier: list[str], text: str, or_raw: bool = True) -> tuple | None:
+    async def save(self, earlier: list[str], text: str, is_new: bool = True) -> tuple | None:
         """Returns (entry, summary, changes of MEMORY.md), or None if the model cannot be reached.
-        Without a valid call, the entry is a short piece of the text, or with `or_raw=False` the
-        result is None. `earlier`: the summary of the conversation so far."""
+        Without a valid call, the entry is a short piece of the text. `earlier`: the summary of the
+        conversation so far. If the text is not new, MEMORY.md stays as it is."""
         repository = MemoryRepository(self.store.workspace)
+        entry, summary, changes = f"[RAW] {middle_out(text, 2_000)}", "", ""
         for _ in range(3):  # retry if MEMORY.md has changed, or if the answer was cut off
             facts = self.store.read_facts()
             question = "\n\n".join(["# MEMORY.md", facts, "# Conversation", *earlier, text])
@@ -496,22 +488,19 @@ class Consolidator:
                 return None
             if response.finish_reason in ("length", "content_filter"):
                 continue
-            calls = [call.arguments for call in response.tool_calls if call.name == "save_memory"]
+            calls = [call.arguments for call in response.tool_calls]
             valid = [each for each in calls if has(each, history_entry=str, memory_update=str)]
-            if not valid:
+            found = re.sub(THOUGHTS, "", valid[0]["history_entry"]).strip() if valid else ""
+            if not found:
                 break
-            entry = re.sub(THOUGHTS, "", valid[0]["history_entry"]).strip()
-            if not entry:
-                break
-            await asyncio.to_thread(repository.record, OUTSIDE)
-            if self.store.write_facts(valid[0]["memory_update"], facts):
+            if is_new:
+                await asyncio.to_thread(repository.record, OUTSIDE)
+                if not self.store.write_facts(valid[0]["memory_update"], facts):
+                    continue
                 changes = await asyncio.to_thread(repository.record, "consolidation")
-                summary = str(valid[0].get("summary") or "\n\n".join([*earlier, entry]))
-                return entry, summary[-4_000:], changes
-        if not or_raw:
-            return None
-        entry = f"[RAW] {middle_out(text, 2_000)}"
-        return entry, "\n\n".join([*earlier, entry])[-4_000:], ""
+            entry, summary = found, valid[0].get("summary")
+            break
+        return entry, str(summary or "\n\n".join([*earlier, entry]))[-4_000:], changes
 
 
 # ======== Second reading: shorter requests, damage, files and locks, sizes, Dream, skills ========
@@ -525,7 +514,7 @@ class Governed:
     and this turn's user messages stay.
 
     user "Find the bug"                 user "Find the bug"
-    assistant calls read_file({…})   →  user "[2 earlier messages are left out. Calls and …:]\\n
+    assistant calls read_file({…})   →  user "[2 earlier messages left out. The calls, and …:]\\n
     tool "1| import os\\n2| import re"        assistant: calls read_file({…})\\n
     assistant calls grep({…})                 tool read_file: 1| import os"
     tool "a.py:7: …"                    assistant calls grep({…}) …
@@ -538,10 +527,8 @@ class Governed:
         self.notes = []  # `8 messages left out (~7,900 tokens)`
         self.tokens = total_tokens(messages) + beside  # `beside` is the size of the tools' schemas
         users = [n for n, message in enumerate(messages) if message["role"] == "user"]
-        self.begin = users[-1] if users else 0  # where this turn begins
-        for n in users:
-            if messages[n] is task:  # not found if a hook has removed or copied the task
-                self.begin = n
+        tasks = [n for n in users if messages[n] is task]  # empty if a hook has copied the task
+        self.begin = (tasks or users or [0])[-1]  # where this turn begins
         steps = [n for n, message in enumerate(messages) if message.get("tool_calls")]
         self.limit = max([self.begin, *steps])  # the model has not read the last step yet
         for make_shorter in (self._leave_out, self._remove_pictures, self._cut_results):
@@ -565,26 +552,26 @@ class Governed:
             else:
                 left_out.append(message)
                 freed += message_tokens(message)
+        if not left_out:
+            return
         rest = self.messages[len(kept) + len(left_out) :]
-        lines = []
+        lines = [
+            f"[{counted(len(left_out), 'earlier message')} left out. The calls, and the first line"
+            " of each message:]"
+        ]
         for message in left_out:
-            if message.get("tool_calls") or message["role"] == "tool":
-                first_line = str(message.get("content") or "").strip().partition("\n")[0]
-                lines.append(middle_out(readable(message | {"content": first_line}), 500))
-        if lines:
-            text = fitted("\n".join(lines), int(min(list_size, max(freed - excess, 50))))
-            told = f"[{counted(len(left_out), 'earlier message')} left out. The calls, and the"
-            text = f"{told} first line of each result:]\n{text}"
-            kept.append({"role": "user", "content": text})
-        self.messages = kept + rest
-        if left_out:
-            self.notes.append(f"{counted(len(left_out), 'message')} left out (~{freed:,} tokens)")
+            text = str(without_images(message).get("content") or "")
+            first_line = text.strip().partition("\n")[0]
+            lines.append(middle_out(readable(message | {"content": first_line}), 500))
+        text = fitted("\n".join(lines), int(min(list_size, max(freed - excess, 50))))
+        self.messages = [*kept, {"role": "user", "content": text}, *rest]
+        self.notes.append(f"{counted(len(left_out), 'message')} left out (~{freed:,} tokens)")
 
     def _remove_pictures(self, *_):
-        count = sum(isinstance(message.get("content"), list) for message in self.messages)
-        if count:
-            self.messages = [without_images(message) for message in self.messages]
-            self.notes.append(f"pictures of {counted(count, 'message')} left out")
+        shorter = [without_images(message) for message in self.messages]
+        if shorter != self.messages:
+            self.messages = shorter
+            self.notes.append("pictures left out")
 
     def _cut_results(self, excess: float, _):
         """Last resort: cut each tool result to an equal share of the remaining tokens."""
@@ -597,6 +584,38 @@ class Governed:
                 cut += "\n[not all of it: ask for a part]"
                 self.messages[n] = {**self.messages[n], "content": cut}
         self.notes.append(f"{counted(len(results), 'tool result')} cut")
+
+
+# ---- What people said at terminals ----
+
+
+async def remember_terminals(memory: Consolidator):
+    """Save what people typed at terminals in the last month, except in the last hour, with one
+    request for all conversations. Requests still have the messages, because `-c` may continue a
+    conversation. Raises SessionBusy."""
+    sessions = memory.sessions
+    lock = memory.store.workspace / ".nanobot" / "terminals.lock"
+    with locked(lock, "Another program saves the conversations."):
+        unsaved = {}  # session → text
+        for key, used in reversed(sessions.by_last_use()):
+            await asyncio.sleep(0)
+            is_due = 3_600 < time.time() - used < 30 * 86_400
+            if is_due and sessions.first_line(key).get("typed"):
+                session = sessions.load(key)
+                new = [m for m in session.messages if m["n"] > session.remembered]
+                if new:
+                    unsaved[session] = text_of_turns(new)
+        if not unsaved:
+            return
+        texts = [fitted(text, memory.budget // 2 // len(unsaved)) for text in unsaved.values()]
+        async with memory.one_at_a_time:
+            saved = await memory.save([], "\n\n".join(texts))
+        if saved:
+            memory.store.append_history(saved[0])
+            for session in unsaved:
+                used = session.path.stat().st_mtime
+                session.mark("remembered", upto=session.highest)
+                os.utime(session.path, (used, used))  # the mark is no use of the conversation
 
 
 # ---- Reading a damaged file of JSON lines ----
@@ -617,7 +636,7 @@ def read_records(path: Path, is_valid: Callable) -> list[dict]:
         elif line.strip(b"\0 \t\r"):
             damaged.append(line)
     aside = path.with_name(f"{path.name}.corrupt")
-    known = aside.read_bytes().split(b"\n") if damaged and aside.exists() else []
+    known = aside.read_bytes().split(b"\n") if aside.exists() else []
     lines = [line for line in damaged if line not in known]
     if lines:
         skipped = counted(len(lines), "unreadable line")
@@ -640,34 +659,23 @@ def is_inbox_line(line: dict) -> bool:
 
 def journal_lines(path: Path) -> list[dict]:
     """The valid lines of a journal. A file without a valid line is renamed."""
-    begun = []  # lines with numbers or marks: after them, a line without a number is damaged
-
-    def is_valid(line: dict) -> bool:
-        if "n" in line or "mark" in line:
-            begun.append(line)
-        elif begun:
-            return False
-        return is_journal_line(line)
-
-    lines = read_records(path, is_valid)
+    lines = read_records(path, is_journal_line)
     if not lines and file_size(path):
         aside = path.with_name(f"{path.name}.corrupt-{time.time_ns()}")
         os.replace(path, aside)
         log.warning("%s has no valid line: file moved to %s, the session starts anew", path, aside)
-    old = [line for line in lines if "n" not in line and "mark" not in line]
+    old = list(takewhile(lambda line: "n" not in line and "mark" not in line, lines))
     return (numbered(old) if old else []) + lines[len(old) :]
 
 
 def is_journal_line(line: dict) -> bool:
-    """True for a mark, and for a message whose values are valid in a request."""
+    """True for a mark, and for a message that a request can have."""
     if "mark" in line or line.get("_type") == "metadata":
         return True
     calls = line.get("tool_calls") or []
-    blocks = line["content"] if isinstance(line.get("content"), list) else []
-    texts = dict.fromkeys({"runtime", "cut", "id", "timestamp", "tool_call_id"} & line.keys(), str)
-    is_message = has({"n": 1} | line, n=int, role=str, content=str | list | None, **texts)
-    has_dicts = isinstance(calls, list) and all(has(call, function=dict) for call in calls)
-    return is_message and has_dicts and all(map(has, blocks)) and ("content" in line or bool(calls))
+    has_calls = isinstance(calls, list) and all(has(call, function=dict) for call in calls)
+    is_message = has({"n": 1} | line, n=int, role=str, content=str | list | None)
+    return is_message and has_calls and ("content" in line or bool(calls))
 
 
 def numbered(lines: list[dict]) -> list[dict]:
@@ -676,7 +684,7 @@ def numbered(lines: list[dict]) -> list[dict]:
     {"_type": "metadata", "created_at": "2026-02-01T10:00:00", "last_consolidated": 2}
     {"role": "user", "content": "Hi"}    →    {"n": 1, "role": "user", "content": "Hi"}
     """
-    details = next((line for line in lines if "_type" in line), {})
+    details = lines[0] if "_type" in lines[0] else {}
     messages = [line for line in lines if "_type" not in line]
     return [
         {"mark": "session", "created_at": details.get("created_at")},
@@ -707,7 +715,8 @@ def append_lines(path: Path, records: list[dict]) -> int:
     except OSError as problem:
         if file_size(path) > size:
             os.truncate(path, size)  # remove a partial line (the disk may be full)
-        raise OSError(problem.errno, problem.strerror, str(path)) from None
+        problem.filename = str(path)
+        raise
     return len(data)
 
 
@@ -720,7 +729,7 @@ def open_private(path: Path, mode: str = "a+b"):
 def write_atomically(path: Path, content: str):
     """Replace a file's content. A crash leaves the old or the new text. Keeps links and modes."""
     path = path.resolve()
-    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    draft = path.with_name(f".{path.name}.tmp")  # the next write overwrites it
     try:
         with open_private(draft, "wb") as file:
             file.write(content.encode("utf-8", errors="replace"))
@@ -759,12 +768,6 @@ def fsync(path: Path):
 
 def file_size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
-
-
-def number_in(path: Path) -> int:
-    """The number in a file; 0 if the file is missing or damaged."""
-    digits = path.read_bytes().strip() if path.exists() else b""
-    return int(digits) if re.fullmatch(rb"\d{1,18}", digits) else 0
 
 
 def read_regular_file(path: Path) -> bytes:
@@ -823,9 +826,8 @@ class SessionManager:
         """`cli:direct` → `cli%3Adirect.jsonl`, or `cli_direct.jsonl` if this older name exists."""
         name = quote(key, " @+,=", errors="replace").replace(".", "%2E")
         path = self.folder / f"{name}.jsonl"
-        older = self.folder / f"{key.replace(':', '_')}.jsonl"
-        is_name = re.fullmatch(r"[\w-]{1,80}", older.stem)
-        return older if is_name and older.exists() and not path.exists() else path
+        older = self.folder / f"{name.replace('%3A', '_')}.jsonl"
+        return older if older.exists() and not path.exists() else path
 
     def inbox(self, key: str) -> Inbox:
         """All terminals have the same inbox: whichever comes first shows the reports."""
@@ -866,9 +868,8 @@ class SessionManager:
 
     def get(self, key: str) -> Session:
         """Returns a session, reloaded if another program has changed its file. Raises OSError."""
-        path = self.path(key)
         session = self._cache.pop(key, None)
-        if session is None or session.size != file_size(path):
+        if session is None or session.size != file_size(session.path):
             session = self.load(key)
         self._cache[key] = session
         if len(self._cache) > 64:
@@ -877,23 +878,17 @@ class SessionManager:
 
     def load(self, key: str) -> Session:
         """Load a session. If a mark `saved` is lost or damaged, use the history entry instead."""
-        path = self.path(key)
-        session = Session(key, path, self.events_of(key))
-        size = file_size(path)
-        lines = journal_lines(path)
-        own = {"session": key, "created_at": lines[0].get("created_at") if lines else ""}.items()
-        rounds = {}  # the last message number of a round → the summary of the round
-        for entry in self.store.entries():
-            upto = entry.get("upto")
-            if entry.items() >= own and isinstance(upto, int):
-                rounds[upto] = str(entry.get("summary") or entry["content"])
+        session = Session(key, self.path(key), self.events_of(key))
+        size = file_size(session.path)
+        lines = journal_lines(session.path)
         for line in lines:
-            if line.get("mark") != "saved" or not rounds or line.get("upto") in rounds:
-                session.take(line)
-        upto = max([n for n in rounds if n <= session.last], default=0)
-        if upto > session.saved:
-            session.take({"mark": "saved", "upto": upto, "summary": rounds[upto]})
-        session.highest = max([session.highest, *rounds])
+            session.take(line)
+        own = {"session": key, "created_at": session.created_at}.items()
+        for entry in self.store.entries():
+            if entry.items() >= own and has(entry, upto=int):
+                session.highest = max(session.highest, entry["upto"])
+                if session.saved < entry["upto"] <= session.last:
+                    session.take(entry | {"mark": "saved"})
         session.size = size if lines else 0
         return session
 
@@ -912,8 +907,7 @@ class SessionManager:
                 name = unquote(path.stem)
                 key = name if ":" in name else name.replace("_", ":", 1)  # cli_direct
                 used[key] = max(path.stat().st_mtime, used.get(key, 0.0))
-        known = [row for row in used.items() if "\ufffd" not in row[0]]
-        return sorted(known, key=lambda row: row[1], reverse=True)
+        return sorted(used.items(), key=lambda row: row[1], reverse=True)
 
     def list_keys(self) -> list[str]:
         return [key for key, _ in self.by_last_use()]
@@ -939,22 +933,24 @@ class SessionManager:
 def readable(message: dict) -> str:
     """`[2026-04-03T10:00:00+0200] assistant: calls read_file({"path": "a.txt"})`; the result is
     `[2026-04-03T10:00:01+0200] tool read_file: 1| hello`."""
-    called = [call["function"] for call in message.get("tool_calls") or []]
-    calls = [f"calls {each.get('name')}({each.get('arguments')})" for each in called]
-    text = "\n".join(filter(None, [str(message.get("content") or ""), *calls]))
-    cut = f" [broke off: {message['cut']}]" if message.get("cut") else ""
-    moment = f"[{message['timestamp']}] " if message.get("timestamp") else ""
-    who = f"tool {message.get('name', '')}" if message["role"] == "tool" else message["role"]
-    return f"{moment}{who}: {text}{cut}"
+    parts = [str(message.get("content") or "")]
+    for call in message.get("tool_calls") or []:
+        function = call["function"]
+        parts.append(f"calls {function.get('name')}({function.get('arguments')})")
+    text = "\n".join(part for part in parts if part)
+    if message.get("cut"):
+        text += f" [broke off: {message['cut']}]"
+    who = f"{message['role']} {message.get('name', '')}".strip()  # a result has its tool's name
+    if message.get("timestamp"):
+        who = f"[{message['timestamp']}] {who}"
+    return f"{who}: {text}"
 
 
 def text_of_turns(messages: list[dict]) -> str:
     """The text of a conversation for `save_memory`. `runtime` names time, chat and folder."""
     lines = []
     for message in messages:
-        lines.append(middle_out(readable(message), 2_000))
-        if message.get("runtime"):
-            lines.append(message["runtime"])
+        lines += [middle_out(readable(message), 2_000), message.get("runtime", "")]
     return "\n".join(lines)
 
 
@@ -963,7 +959,7 @@ def without_images(message: dict) -> dict:
     content = message.get("content")
     if not isinstance(content, list):
         return message
-    texts = [block.get("text", "") for block in content if block.get("type") == "text"]
+    texts = [block["text"] for block in content if block.get("text")]
     return {**message, "content": "\n".join(texts) or "[image]"}
 
 
@@ -1012,11 +1008,15 @@ cached_estimate = lru_cache(maxsize=1_000)(estimate)  # each request repeats mos
 def message_tokens(message: dict) -> int:
     """The estimated tokens of a message. An image counts as 1,000 tokens."""
     content = message.get("content")
-    blocks = content if isinstance(content, list) else [{"text": content}]
-    images = [block for block in blocks if block.get("type") == "image_url"]
-    texts = [block["text"] for block in blocks if block.get("text")]
-    texts += [to_json(call) for call in message.get("tool_calls") or []]
-    return 4 + 1_000 * len(images) + sum(cached_estimate(text) for text in texts)
+    tokens = 4
+    for block in content if isinstance(content, list) else [{"text": content}]:
+        if block.get("type") == "image_url":
+            tokens += 1_000
+        elif block.get("text"):
+            tokens += cached_estimate(block["text"])
+    for call in message.get("tool_calls") or []:
+        tokens += cached_estimate(to_json(call))
+    return tokens
 
 
 def total_tokens(messages: list[dict]) -> int:
@@ -1081,7 +1081,8 @@ class Dream:
         most = self.budget // 2 // len(batch)
         lines = [f"[{entry['timestamp']}] {fitted(entry['content'], most)}" for entry in batch]
         files = []
-        for path in [self.store.workspace / name for name in DREAM_FILES]:
+        for name in DREAM_FILES:
+            path = self.store.workspace / name
             files.append(f"# {path}\n\n{fitted(self.store.text_of(path), self.budget // 8)}")
         question = "\n\n".join([time.strftime("Today: %Y-%m-%d, %A"), *files, "# History", *lines])
         response = await self.ask(request(self.find_prompt, question), [])
@@ -1107,9 +1108,9 @@ class Dream:
         home = self.store.workspace.resolve()
         own = self.skills.folders[0].resolve()
         path = (home / os.path.expanduser(str(arguments.get("path", "")))).resolve()
-        is_skill = path.is_relative_to(own) and path.parent != own
-        is_file = name == "edit_file" and path in [(home / file).resolve() for file in DREAM_FILES]
-        if is_skill or is_file:
+        if own in path.parent.parents:
+            return ""
+        if name == "edit_file" and path in [(home / file).resolve() for file in DREAM_FILES]:
             return ""
         return f"Edit only {', '.join(DREAM_FILES)}, and write skills, like {own}/NAME/SKILL.md."
 
@@ -1133,30 +1134,28 @@ class MemoryRepository:
         """Lock the files for a dream or a restore. Raises SessionBusy."""
         return locked(self.folder.with_name("dream.lock"), "Another dream is running.")
 
-    def git(self, *arguments: str, text: str = "", why: str = "") -> str:
+    def git(self, *arguments: str, why: str = "") -> str:
         """Run git. If git fails, raises OSError with the text `why`, or else with git's message."""
         if not shutil.which("git"):
             raise OSError("git is not installed.")
-        env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-        env |= {
+        own = {
             "GIT_DIR": ".nanobot/memory.git",
+            "GIT_INDEX_FILE": ".nanobot/memory.git/index",
             "GIT_WORK_TREE": ".",
             "GIT_CONFIG_NOSYSTEM": "1",
             "GIT_CONFIG_GLOBAL": os.devnull,
-            "LC_ALL": "C",
         }
         done = subprocess.run(
             ["git", "-c", "user.name=nanobot", "-c", "user.email=nanobot@localhost", *arguments],
             cwd=self.workspace,
-            env=env,
-            input=text.encode(errors="surrogateescape"),
+            env=os.environ | own,
             capture_output=True,
         )
         if done.returncode:
             problem = done.stderr.decode(errors="replace").strip()
             remedy = f"If {self.folder} is damaged, remove it: the next dream begins a new one."
             raise OSError(why or f"{problem}. {remedy}")
-        return done.stdout.decode(errors="surrogateescape")  # keeps all bytes of a patch
+        return done.stdout.decode(errors="replace")
 
     def commit(self, subject: str) -> str:
         """Commit the files. Returns `2 lines removed, 1 added`, or "". Raises OSError."""
@@ -1175,8 +1174,8 @@ class MemoryRepository:
         counts = re.findall(r"(?m)^(\d+)\t(\d+)", changed)  # "1\t2\tmemory/MEMORY.md"
         removed = sum(int(count) for _, count in counts)
         told = f"{counted(removed, 'line')} removed, {sum(int(n) for n, _ in counts)} added"
-        title = f"{subject}: {time.strftime('%Y-%m-%d %H:%M')}, {told}"
-        self.git("commit", "-q", "-m", title)
+        moment = time.strftime("%Y-%m-%d %H:%M")
+        self.git("commit", "-q", "-m", f"{subject}: {moment}, {told}")
         return told
 
     def record(self, subject: str) -> str:
@@ -1191,11 +1190,9 @@ class MemoryRepository:
     def log(self, sha: str = "") -> str:
         """List the last commits, one per line. With `sha`, show the changes of that commit."""
         try:
-            commit = self._known(sha or "HEAD")
-            if not sha:
-                return self.git("log", "-50", "--format=%h %s").strip()
-            shown = self.git("show", "--format=%h %s", commit)[:16_000]
-            return shown.encode(errors="surrogateescape").decode(errors="replace")
+            commit = self._known(sha, "HEAD")
+            what = ["show", commit] if sha else ["log", "-50"]
+            return self.git(*what, "--format=%h %s").strip()[:16_000]
         except OSError as problem:
             return f"There is no log: {problem}"
 
@@ -1204,26 +1201,28 @@ class MemoryRepository:
         why = "the commit is undone already, or its lines have changed since then."
         try:
             with self.lock():
-                commit = self._known(sha or ":/^dream:")
+                commit = self._known(sha, ":/^dream:")
                 self.commit(OUTSIDE)
-                patch = self.git("diff-tree", "-p", "--binary", commit, "--", *self.files)
-                tracked = self.git("ls-files", "-z").split("\0")[:-1]
-                modes = {name: (self.workspace / name).stat().st_mode for name in tracked}
-                self.git("apply", "-R", "--whitespace=nowarn", text=patch, why=why)
-                for name, mode in modes.items():  # git has given new files the usual mode
-                    path = self.workspace / name
+                patch = ".nanobot/undo.patch"  # not read here: its bytes must stay as they are
+                output = f"--output={patch}"
+                self.git("diff-tree", "-p", "--binary", output, commit, "--", *self.files)
+                files = [self.workspace / name for name in self.git("ls-files", "-z").split("\0")]
+                modes = {path: path.stat().st_mode for path in files if path.is_file()}
+                self.git("apply", "-R", "--whitespace=nowarn", patch, why=why)
+                for path, mode in modes.items():  # git has given new files the usual mode
                     if path.exists():
                         path.chmod(stat.S_IMODE(mode))
                 return f"Undone: {self.commit(f'restore of {commit[:7]}')}."
         except (OSError, SessionBusy) as problem:
             return f"Nothing is changed: {problem}"
 
-    def _known(self, sha: str) -> str:
-        if not (self.folder / "HEAD").exists():
-            raise OSError("there has been no dream yet, or git is not installed.")
+    def _known(self, sha: str, usual: str) -> str:
+        """The full id of the commit `sha`, by default of the commit `usual`."""
         why = f"there is no commit {sha[:40]!r}. /dream-log lists the commits."
         if sha.startswith("-"):
             raise OSError(why)
+        if not sha:
+            sha, why = usual, "there has been no dream yet."
         return self.git("rev-parse", "--verify", sha, why=why).strip()
 
 
@@ -1253,8 +1252,9 @@ class SkillsLoader:
 
     def load(self) -> list[Skill]:
         """All skills. For an unreadable skill, `problem` says why."""
-        found = (path for folder in reversed(self.folders) for path in folder.glob("*/SKILL.md"))
-        paths = {path.parent.name: path for path in found}
+        paths = {}
+        for folder in reversed(self.folders):
+            paths |= {path.parent.name: path for path in folder.glob("*/SKILL.md")}
         return [self._read(path) for _, path in sorted(paths.items())]
 
     def _read(self, path: Path) -> Skill:

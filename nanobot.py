@@ -45,7 +45,7 @@ import uuid
 import warnings
 import weakref
 import webbrowser
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from datetime import datetime
@@ -98,6 +98,7 @@ from memory import (
     readable,
     quoted,
     read_records,
+    remember_terminals,
     total_tokens,
     write_atomically,
 )
@@ -132,13 +133,18 @@ from tools import (
     WebSearch,
     as_schema,
     cast,
+    edit_file,
     image_block,
     in_thread,
+    kept_changes,
     plain_text,
     read_bytes,
+    read_file,
     sandbox_problem,
+    take_back,
     tool,
     validate,
+    write_file,
 )
 
 __version__ = "0.1.0"
@@ -231,7 +237,11 @@ class AgentRunner:
         tools, the answer and 1,024 spare tokens. If `state.note` has a text, append the note."""
         spec = state.spec
         may_call = state.has_tools and not state.is_over_limit
+        known = names_of(state.tools)
         state.tools = spec.tools.get_definitions() if may_call else []
+        late = [name for name in names_of(state.tools) if known and name not in known]
+        if late and not state.note:  # an MCP server has connected during the turn
+            state.note = f"[New tools: {', '.join(late)}]"
         tools = estimate(lines_of_json(state.tools)) if state.tools else 0
         budget = spec.context_window - spec.max_tokens - 1_024
         if budget <= 0:
@@ -278,7 +288,7 @@ class AgentRunner:
         spec = state.spec
         await spec.hook.before_request(request.messages, state.tools)
         state.result.requests += 1
-        names = [tool["function"]["name"] for tool in state.tools]
+        names = names_of(state.tools)
         response = await self.provider.chat(
             request.messages,
             state.tools,
@@ -343,7 +353,7 @@ class AgentRunner:
         tell("call", id=call.id, name=call.name, arguments=call.arguments)
         began = time.monotonic()
         if problem := reason_not_to_run(call, state.spec.tools):
-            result = ToolResult(problem, is_error=True)
+            result = ToolResult(problem, is_error=True, shown=f"refused: {problem}")
         else:
             result = await state.spec.tools.execute(call.name, call.arguments, state.spec.turn)
         if result.is_error:
@@ -360,7 +370,7 @@ class AgentRunner:
             id=call.id,
             text=result.text,
             is_error=result.is_error,
-            outcome="not run" if problem else "ran",
+            outcome=result.shown,
             seconds=seconds,
         )
         await state.spec.hook.after_tool(call, result, seconds)
@@ -568,7 +578,7 @@ class AgentLoop:
         self.config = config
         self.workspace = prepare_workspace(config.workspace)
         self.provider = provider or make_provider(config)
-        self.tools = make_tools(config) if tools is None else tools
+        self.tools = make_tools(config) if tools is None else tools.copy()
         self.mcp = MCPServers(config.tools.mcp_servers, self.tools)
         self.files_seen = defaultdict(dict)  # session key → files read
         self.listeners: list[Callable[[dict], Any]] = []  # each gets the events of all runs
@@ -583,9 +593,7 @@ class AgentLoop:
         self.temperature = config.defaults.temperature
         if self.temperature == LOCAL_ONLY:
             self.temperature = 0.1 if self.provider.is_local else None
-        memory_model = MemoryModel(self)
-        self.consolidator = memory_model.consolidator
-        self.dream = memory_model.dream
+        self.consolidator, self.dream = memory_work(self)
         self.cost = CostTrackingHook(config.prices, self.provider.model)
         self.hooks = [self.cost, *hooks]
         self.can_ask = lambda turn: turn.channel != "cron"  # can a user approve calls?
@@ -613,7 +621,7 @@ class AgentLoop:
         events = EventHook(on_event, self.turn(session_key, folder), self.config.streaming)
         command, argument = slash_command(text)
         session = None
-        if command in ("", "new", "continue"):
+        if command in ("", *WAITING):
             async with self.turns.hold(session_key) as session:
                 session.origin = session.origin or {"folder": str(events.turn.cwd)}
                 result = await self._take_turn(session, text, command, events, media)
@@ -707,9 +715,8 @@ class AgentLoop:
 
     async def _make_room(self, session: Session, events: EventHook, messages: list) -> list:
         """Move old turns to the memory if a request is too long. Returns the remaining messages."""
-        tokens = total_tokens(messages)
-        tokens += estimate(lines_of_json(self.tools.get_definitions()))
-        told = await self.consolidator.make_room(session, tokens)
+        tools = estimate(lines_of_json(self.tools.get_definitions()))
+        told = await self.consolidator.make_room(session, total_tokens(messages) + tools)
         if told and events.turn.channel == "cli":
             await events.on_retry(told)
         return session.without_saved(messages) if told else messages
@@ -719,7 +726,7 @@ class AgentLoop:
         while True:
             await self.config.sleep(60.0)
             if not self.turns.tasks:
-                await logged(self.consolidator.remember_terminals(), "the memory")
+                await logged(remember_terminals(self.consolidator), "the memory")
                 await self.config.sleep(3_540.0)
 
     async def after_turn(self, session: Session):
@@ -762,7 +769,8 @@ class AgentLoop:
         config = self.config
         channel, _, chat_id = session_key.partition(":")
         has_fence = config.tools.restrict_to_workspace or bool(config.tools.exec.sandbox)
-        secret = (config.path.resolve(), path_of(USUAL_SETTINGS))
+        undo = config.path.resolve().parent / "undo"
+        secret = (config.path.resolve(), path_of(USUAL_SETTINGS), undo)
         here = (folder or config.cwd).resolve()
         is_too_wide = any(path.is_relative_to(here) for path in (Path.home().resolve(), *secret))
         return Turn(
@@ -775,6 +783,8 @@ class AgentLoop:
             readable=(DATA / "skills",),
             secret=secret,
             seen=self.files_seen[session_key],
+            results=self.workspace / ".nanobot" / "tool-results",
+            undo=undo,
             max_result_chars=config.defaults.max_tool_result_chars,
         )
 
@@ -876,6 +886,7 @@ class RunState:
     why_empty: str = "the model sent nothing useful"  # the reason why there is no answer
     note: str = ""  # a message for the next request only
     failure: str = ""  # the error of the last failed call of this step
+    outcomes: Counter = field(default_factory=Counter)  # call, outcome → how often in this run
     calls: dict = field(default_factory=dict)  # call, outcome → number of steps in a row
     calls_before: dict = field(default_factory=dict)  # `calls` of the previous step
     room: int = sys.maxsize  # token limit of requests; lowered after a request was too long
@@ -905,11 +916,13 @@ class RunState:
             await self.spec.hook.on_stream(text)
 
     def count(self, call: ToolCallRequest, result: ToolResult) -> ToolResult:
-        """Count the consecutive steps in which this call had this outcome. From the third step on,
-        append a warning to the result. All failures of a call count as the same outcome."""
+        """Count how often this call had this outcome. From the third time on, append a warning to
+        the result. All failures of a call count as the same outcome."""
         outcome = None if result.is_error else [result.text, result.images]
         this_call = lines_of_json([call.name, call.arguments, outcome])
-        times = self.calls[this_call] = self.calls_before.get(this_call, 0) + 1
+        self.calls[this_call] = self.calls_before.get(this_call, 0) + 1
+        self.outcomes[this_call] += 1
+        times = self.outcomes[this_call]
         if times < 3:
             return result
         warning = template("same_failure" if result.is_error else "same_result", count=times)
@@ -950,6 +963,10 @@ def reason_not_to_run(call: ToolCallRequest, tools: ToolRegistry) -> str:
     if call.must_only_read and not is_read_only(call.name, tools):  # no user approved the call
         return f"{call.name} was not run: the tool has changed meanwhile. Send the call again."
     return call.denied
+
+
+def names_of(schemas: list[dict]) -> list[str]:
+    return [schema["function"]["name"] for schema in schemas]
 
 
 def is_read_only(name: str, tools: ToolRegistry) -> bool:
@@ -1346,7 +1363,7 @@ class BusService:
         key = message.chat_id if is_report else message.session_key
         conversation = self._conversation(key)
         command = "" if is_report else slash_command(message.content)[0]
-        if command in ("", "new", "continue"):
+        if command in ("", *WAITING):
             kind = "report" if is_report else "command" if command else "user"
             self.work.start(conversation.take_in(message, kind))
         else:
@@ -1459,23 +1476,11 @@ class Conversation:
     async def obey(self, command: str):
         """Answer a command, also during a turn. If the command fails, the chat gets the error."""
         try:
-            if slash_command(command)[0] == "stop" and self._stops_sending():
-                return
             await self.loop.process_direct(command, self.key, self.emit)
         except Exception as problem:
             text = f"Sorry, {command.split()[0]} failed: {problem}"
             self.service.bus.send(OutboundMessage(*self.chat, text))
             raise
-
-    def _stops_sending(self) -> bool:
-        """Between turns, /stop ends the sending of a long answer. Returns False if none is sent."""
-        is_open = self.loop.sessions.get(self.key).is_open
-        outbox = self.service.bus.outboxes.get((*self.chat, False))
-        if is_open or outbox is None or not outbox.skip():
-            return False
-        text = "Stopped: the rest of the answer is not sent. The journal has all of it."
-        self.service.bus.send(OutboundMessage(*self.chat, text))
-        return True
 
     async def go_on_after_restart(self):
         """Resume a recent open turn, but at most twice, because the turn may crash the gateway. If
@@ -1763,13 +1768,13 @@ class JobRunner:
 
     async def _answer(self, key: str, text: str, chat: str = "", folder: str = "") -> str:
         """Answer in a new conversation, not saved to the memory. A failure raises RuntimeError."""
-        if folder and not Path(folder).is_dir():
+        place = Path(folder) if folder else None
+        if place and not place.is_dir():
             raise RuntimeError(f"The folder of the job, {folder}, does not exist any more.")
         self.loop.turns.chats[key] = chat  # /stop in this chat cancels the run
         async with self.loop.turns.hold(key) as session:
             session.mark("new")
             session.mark("saved", upto=session.last)
-        place = Path(folder) if folder else None
         result = await self.loop.process_direct(text, key, folder=place)
         answer = text_for_chat(result)
         if result.stop_reason in NOT_ANSWERED:
@@ -1796,64 +1801,67 @@ class JobRunner:
                 text += f"\n({template('no_gateway')} Tell the user.)"
             return text
 
+        cron.__annotations__ = self.clock.cron.__annotations__ | {"turn": Turn}
         return tool(cron)
 
 
 # ---- The model for the memory ----
 
 
-class MemoryModel:
-    """Connects the memory to the model. `ask` sends a request; `edit` lets the model edit files."""
+def memory_work(loop: AgentLoop) -> tuple[Consolidator, Dream]:
+    """Connect the memory to the model, the tools and the limits from the settings."""
+    settings = loop.config.defaults
+    ask = partial(ask_for_memory, loop, RunEvents(loop.listeners, "memory"))
+    dreaming = RunEvents(loop.listeners, "dream")
+    consolidator = Consolidator(
+        loop.memory,
+        loop.sessions,
+        ask,
+        template("consolidate"),
+        settings.budget,
+        settings.memory_window,
+    )
+    dream = Dream(
+        loop.memory,
+        partial(ask_for_memory, loop, dreaming),
+        partial(edit_memory, loop, dreaming),
+        template("dream_find"),
+        template("dream_edit"),
+        loop.skills,
+        settings.budget,
+        settings.dream.max_batch_size,
+    )
+    return consolidator, dream
 
-    def __init__(self, loop: AgentLoop):
-        self.loop = loop
-        settings = loop.config.defaults
-        self.consolidator = Consolidator(
-            loop.memory,
-            loop.sessions,
-            partial(self.ask, RunEvents(loop.listeners, "memory")),
-            template("consolidate"),
-            settings.budget,
-            settings.memory_window,
-        )
-        dream = RunEvents(loop.listeners, "dream")
-        self.dream = Dream(
-            loop.memory,
-            partial(self.ask, dream),
-            partial(self.edit, dream),
-            template("dream_find"),
-            template("dream_edit"),
-            loop.skills,
-            settings.budget,
-            settings.dream.max_batch_size,
-        )
 
-    async def ask(self, run: RunEvents, messages: list[dict], tools: list[dict]) -> LLMResponse:
-        most = self.loop.config.defaults.max_tokens
-        for _ in range(2):
-            response = await self.loop.provider.chat(messages, tools, max_tokens=most, on_event=run)
-            add_up(self.loop.cost.total, response.usage)
-            if response.unclear_at is None:
-                break
-            # a small model wrote some text before the call
-            told = {"role": "user", "content": template("only_the_call")}
-            messages = [*messages, response.to_message(), told]
-        return response
+async def ask_for_memory(
+    loop: AgentLoop, run: RunEvents, messages: list[dict], tools: list[dict]
+) -> LLMResponse:
+    most = loop.config.defaults.max_tokens
+    for _ in range(2):
+        response = await loop.provider.chat(messages, tools, max_tokens=most, on_event=run)
+        add_up(loop.cost.total, response.usage)
+        if response.unclear_at is None:
+            break
+        # a small model wrote some text before the call
+        told = {"role": "user", "content": template("only_the_call")}
+        messages = [*messages, response.to_message(), told]
+    return response
 
-    async def edit(self, run: RunEvents, messages: list[dict], refuse: Callable) -> AgentRunResult:
-        """Phase 2 of Dream: the model edits MEMORY.md, USER.md, SOUL.md and the user's skills."""
-        names = ("read_file", "edit_file", "write_file")
-        editing = [tool for tool in FILE_TOOLS if tool.name in names]
-        turn = replace(self.loop.turn("system:dream"), cwd=self.loop.workspace, restrict=True)
-        spec = self.loop.limited(
-            messages,
-            tools=FencedTools(editing, refuse),
-            turn=turn,
-            hook=self.loop.cost,
-            on_event=run,
-            max_iterations=self.loop.config.defaults.dream.max_iterations,
-        )
-        return await self.loop.runner.run(spec)
+
+async def edit_memory(
+    loop: AgentLoop, run: RunEvents, messages: list[dict], refuse: Callable
+) -> AgentRunResult:
+    """Phase 2 of Dream: the model edits MEMORY.md, USER.md, SOUL.md and the user's skills."""
+    spec = loop.limited(
+        messages,
+        tools=FencedTools([read_file, edit_file, write_file], refuse),
+        turn=replace(loop.turn("system:dream"), cwd=loop.workspace, restrict=True),
+        hook=loop.cost,
+        on_event=run,
+        max_iterations=loop.config.defaults.dream.max_iterations,
+    )
+    return await loop.runner.run(spec)
 
 
 class FencedTools(ToolRegistry):
@@ -1888,18 +1896,19 @@ class SubagentManager:
         facts into the task. The result comes as a message, or with `wait` as this call's result."""
         if len(self.running) >= self.most:
             raise ToolError(f"{self.most} helpers are at work. Wait, or do the task yourself.")
-        work = asyncio.create_task(self._work(task, turn))
+        name = label or task[:40]
+        is_awaited = wait or turn.channel == "cron"  # a finished job gets no report
+        run = self._work(task, turn) if is_awaited else self._report(name, task, turn)
+        work = asyncio.create_task(run)
         self.running[work] = turn.session_key
         work.add_done_callback(self.running.pop)
-        if wait or turn.channel == "cron":  # a job waits here: a finished job gets no report
+        if is_awaited:
             return await work
-        name = label or task[:40]
-        work.add_done_callback(partial(self._announce, name, turn.session_key))
         return f"Helper {name!r} is at work. Its result arrives as a message. Go on, or stop here."
 
     async def _work(self, task: str, turn: Turn) -> str:
         """Run a helper. Returns its answer, or raises ToolError if there is none."""
-        names = [tool["function"]["name"] for tool in self.loop.tools.get_definitions()]
+        names = names_of(self.loop.tools.get_definitions())
         kept = ("spawn", "message", "cron")
         tools = [self.loop.tools.get(name) for name in names if name not in kept]
         prompt = template("subagent", cwd=turn.cwd, workspace=turn.workspace)
@@ -1920,12 +1929,13 @@ class SubagentManager:
         cause = result.error or result.final_content
         raise ToolError(f"The helper did not finish ({result.stop_reason}): {cause}")
 
-    def _announce(self, name: str, session_key: str, work: asyncio.Task):
-        if work.cancelled():
-            return
-        outcome = str(work.exception()) if work.exception() else work.result()
+    async def _report(self, name: str, task: str, turn: Turn):
+        try:
+            outcome = await self._work(task, turn)
+        except Exception as problem:
+            outcome = problem
         text = template("subagent_result", helper=name, result=outcome)
-        self.results.put_nowait(InboundMessage("system", "subagent", session_key, text))
+        self.results.put_nowait(InboundMessage("system", "subagent", turn.session_key, text))
 
     async def answer_with_helpers(self, text: str, key: str, on_event: Emit) -> AgentRunResult:
         """Answer a message, then wait for all running helpers and answer their reports."""
@@ -1948,12 +1958,14 @@ COMMANDS = {
     "new": "start a new conversation; the journal keeps the old one",
     "stop": "stop this chat's turn, helpers and jobs; in a terminal press Ctrl-C instead",
     "continue": "resume a turn that was interrupted",
+    "undo": "take back the file changes of the last turn that changed files",
     "status": "version, model, tokens, context, uptime",
     "dream": "read the recent history and save lasting facts in the memory",
     "dream-log": "list the commits of the memory, or show the commit that you name",
     "dream-restore": "undo the last dream, or the commit that you name",
     "help": "this list",
 }
+WAITING = ("new", "continue", "undo")  # these commands wait for the end of a running turn
 
 
 def slash_command(text: str) -> tuple[str, str]:
@@ -1967,13 +1979,15 @@ def slash_command(text: str) -> tuple[str, str]:
 
 @dataclass
 class Commands:
-    """Runs slash commands. Only /new and /continue wait for the end of a running turn."""
+    """Runs slash commands. Only those in WAITING wait for the end of a running turn."""
 
     loop: AgentLoop
 
     async def begin(self, command: str, session: Session, **origin: str) -> AgentRunResult | None:
-        """Run /new or /continue. Returns None if a turn must be resumed. `origin`: message id."""
+        """Run a WAITING command. Returns None if a turn must be resumed. `origin`: message id."""
         session.mark(command, **origin)
+        if command == "undo":
+            return AgentRunResult(await in_thread(self._undo, session))
         if command == "new":
             await session.synced()
             self.loop.turn(session.key).seen.clear()
@@ -1982,6 +1996,22 @@ class Commands:
         if not session.unfinished:
             return AgentRunResult("There is no interrupted turn to resume.")
         return None
+
+    def _undo(self, session: Session) -> str:
+        """Undo the last turn that changed files. The user's next message tells the model."""
+        outcomes = take_back(self.loop.turn(session.key).store("undo"), session.key)
+        undone = ", ".join(name for name, is_undone in outcomes.items() if is_undone)
+        left = ", ".join(name for name, is_undone in outcomes.items() if not is_undone)
+        told = []
+        if undone:
+            report = f"the user took back your changes to {undone}"
+            session.append({"role": "assistant", "report": "undo", "content": report})
+            session.mark("delivered", upto=session.highest)
+            told.append(f"Took back the changes to {undone}.")
+        if left:
+            told.append(f"Left alone, because something else has changed them since: {left}.")
+        told = told or ["No turn of this conversation has changed files."]
+        return " ".join([*told, "What commands (exec) did cannot be undone."])
 
     async def answer(self, command: str, argument: str, turn: Turn) -> AgentRunResult:
         repository = MemoryRepository(self.loop.workspace)
@@ -2763,6 +2793,22 @@ def trust_command(arguments):
     print(printable(f"{project}: {'followed' if project.answer else 'not followed'}"))
 
 
+def undo_command(arguments):
+    """Takes back the file changes of the last turn in this folder that changed files."""
+    loop = AgentLoop(settings_of(arguments))
+    turn = loop.turn("cli:undo")
+    keys = [
+        change["session"]
+        for change in kept_changes(turn.store("undo"))
+        if change["folder"] == str(turn.cwd) and change["session"].startswith("cli:")
+    ]
+    if not keys:
+        raise ConfigError(f"There is nothing to undo: no turn has changed files in {turn.cwd}.")
+    with BackgroundLoop(loop.close) as background:
+        result = background.complete(loop.process_direct("/undo", keys[-1]))
+    print(printable(result.final_content))
+
+
 def onboard_command(arguments):
     file = arguments.config or path_of(USUAL_SETTINGS)
     if not file.exists():
@@ -3013,6 +3059,7 @@ COMMAND_LINE = {  # command: (function, description in --help)
     "prompt": (prompt_command, "print the next request, but do not send it"),
     "sessions": (sessions_command, "list conversations, or `show NUMBER`"),
     "trust": (trust_command, "follow this project's AGENTS.md, or `no`"),
+    "undo": (undo_command, "take back the last turn's changes of files here"),
     "onboard": (onboard_command, "create settings and workspace"),
     "status": (status_command, "check the settings, the model and other parts"),
     "gateway": (gateway_command, "run the channels and the cron jobs"),

@@ -64,7 +64,7 @@ class ToolCallRequest:
     arguments: dict = field(default_factory=dict)
     error: str = ""
     denied: str = ""
-    extra: dict = field(default_factory=dict)  # other keys of the call, copied into later requests
+    extra: dict = field(default_factory=dict)  # Gemini's `extra_content`, for later requests
     must_only_read: bool = False  # True: nobody approved the call, so its tool must be read-only
 
     @property
@@ -299,7 +299,7 @@ class OpenAIProvider(LLMProvider):
                 await request.tell(notice, error=failure.cause, changed=difference(old, body))
                 continue
             tries += 1
-            if seconds and (tries == 1 or failure.kind != "loading"):
+            if seconds:
                 wait = f"{failure.cause}; asking again in {seconds:.0f} s"
                 await request.tell(wait, error=failure.cause)
             await asyncio.sleep(seconds * self.pace)
@@ -307,9 +307,10 @@ class OpenAIProvider(LLMProvider):
     async def _ask(self, request: LLMRequest, body: dict) -> LLMResponse:
         """Make one HTTP attempt. Raises Failure. An exception in `on_delta` is not caught."""
         is_weak = self.is_local or "tools" not in body  # calls may arrive as text
-        reads_text = {"auto": is_weak, "on": True}.get(self.endpoint.text_tool_calls)
-        known = parameters_by_name(request.tools)
-        reader = AnswerReader(known if reads_text else {}, request.read_only, self.is_local)
+        wish = self.endpoint.text_tool_calls
+        reads_text = wish == "on" or (wish == "auto" and is_weak)
+        tools = parameters_by_name(request.tools)
+        reader = AnswerReader(tools if reads_text else {}, request.read_only)
         chunks = self.connection.chunks({"model": request.model, **body})
         try:
             async with contextlib.aclosing(chunks):
@@ -320,7 +321,7 @@ class OpenAIProvider(LLMProvider):
         except Failure as failure:
             failure.cause = self.endpoint.without_secrets(failure.cause)
             failure.shown = reader.shown if request.on_delta else ""
-            calls, _ = calls_in(failure.generation, known)  # Groq's error contains the call
+            calls, _ = calls_in(failure.generation, tools)  # Groq's error contains the call
             if not calls or failure.shown:
                 raise
             return LLMResponse(None, calls, "tool_calls", estimate_usage(request, LLMResponse()))
@@ -364,9 +365,7 @@ def retry_after(failure: Failure, tries: int) -> float | None:
     is_too_late = bool(failure.shown)  # the user has read a part of this answer
     if is_too_late or tries >= TROUBLES[failure.kind].retries:
         return None
-    if failure.kind == "loading":  # 15 retries with delays of 4 s take a minute
-        return 4.0
-    if failure.kind == "closed" and tries == 0:
+    if failure.kind == "closed" and tries == 0:  # the server had closed the kept connection
         return 0.0
     return min(failure.seconds or 2.0**tries, 60.0)
 
@@ -414,30 +413,25 @@ def clean_message(message: dict) -> dict | None:
     if role not in ("system", "user", "assistant", "tool"):
         return None
     # no filler in assistant messages, because models imitate their own messages
-    filler = "" if role == "assistant" else "(empty)"
-    clean |= {"role": role, "content": clean_content(clean.get("content", ""), filler) or None}
+    filler = None if role == "assistant" else "(empty)"
+    clean |= {"role": role, "content": clean_content(clean.get("content", "")) or filler}
     calls = clean_calls(clean.pop("tool_calls", []))
     if role == "assistant" and calls:
         clean["tool_calls"] = calls
     return clean if clean["content"] or "tool_calls" in clean else None
 
 
-def clean_content(content, filler: str) -> str | list[dict]:
-    """Text or blocks. `filler` replaces blank text; an empty `filler` removes blank blocks."""
-    if not isinstance(content, list):
-        text = content if isinstance(content, str) else to_json(content)
-        return text if text.strip() else filler
-    blocks = as_blocks(content)
-    for block in blocks:
-        if block["type"] == "text":
-            block["text"] = clean_content(block.get("text") or "", filler)
-    return [block for block in blocks if block.get("text") != ""] or filler
+def clean_content(content) -> str | list[dict]:
+    """Text or blocks. Blank blocks are removed, and blank text becomes ""."""
+    if isinstance(content, list):
+        return [each for each in content if each["type"] != "text" or clean_content(each["text"])]
+    text = content if isinstance(content, str) else to_json(content)
+    return text if text.strip() else ""
 
 
 def as_blocks(content: str | list) -> list[dict]:
-    """ "Hi" → [{"type": "text", "text": "Hi"}]; blocks are copied."""
-    blocks = content if isinstance(content, list) else [{"text": content}]
-    return [{"type": "text", **block} for block in blocks]
+    """ "Hi" → [{"type": "text", "text": "Hi"}]"""
+    return content if isinstance(content, list) else [{"type": "text", "text": content}]
 
 
 def clean_calls(calls: list[dict]) -> list[dict]:
@@ -472,7 +466,10 @@ def with_results(messages: list[dict]) -> list[dict]:
             waiting = {}
         for call in message.get("tool_calls", []):
             old_id = call.get("id") or None
-            call["id"] = unused_id(old_id, used_ids)
+            call["id"] = str(old_id)
+            if old_id is None or call["id"] in used_ids:
+                call["id"] = f"{len(used_ids):09d}"  # nine digits, because Mistral wants nine
+            used_ids.add(call["id"])
             name = call["function"]["name"]  # Gemini requires the name
             result = {
                 "role": "tool",
@@ -483,17 +480,6 @@ def with_results(messages: list[dict]) -> list[dict]:
             waiting.setdefault(old_id, []).append(result)
             paired.append(result)
     return paired
-
-
-def unused_id(id_, used: set[str]) -> str:
-    """Return the id, with a number if another call has the same id: "a", then "a_2"."""
-    base = name = str(id_ or "call")
-    number = 1
-    while name in used:
-        number += 1
-        name = f"{base}_{number}"
-    used.add(name)
-    return name
 
 
 def new_id(old: str = "") -> str:
@@ -509,11 +495,13 @@ def with_neighbours_joined(messages: list[dict]) -> list[dict]:
         if not joined or joined[-1]["role"] != message["role"] or message["role"] == "tool":
             joined.append(message)
             continue
-        contents = [part["content"] for part in (joined[-1], message) if part["content"]]
-        content = sum(map(as_blocks, contents), [])
-        if all(isinstance(part, str) for part in contents):
-            content = "\n\n".join(contents)
-        joined[-1] = {**message, **joined[-1], "content": content or None}
+        above, below = joined[-1]["content"], message["content"]
+        content = above or below
+        if isinstance(above, str) and isinstance(below, str):
+            content = f"{above}\n\n{below}"
+        elif above and below:
+            content = as_blocks(above) + as_blocks(below)
+        joined[-1] = {**message, **joined[-1], "content": content}
     return joined
 
 
@@ -774,7 +762,6 @@ def row_of_model(known: dict[str, Endpoint], model: str) -> ProviderSpec | None:
     # the names `gpt-5`, `openai/gpt-5` and `hf.co/gpt-5` match the row openai
     makers = [row for row in PROVIDERS if re.search(rf"(?i)(?<![a-z0-9])({row.keywords})", model)]
     makers = [named] if named else [row for row in makers if row.keywords]
-
     usable = [row for row in PROVIDERS if known[row.name].api_base]
     usable += [row for row in PROVIDERS if known[row.name].api_key and row.default_api_base]
     rows = [row for row in makers if row in usable]
@@ -800,8 +787,8 @@ class Trouble(NamedTuple):  # a row of TROUBLES
 
 AGAIN = r"(?:try again|retry)\w{0,9} (?:in|after) (?=\d)"  # as in "Please try again in 5.2s".
 TROUBLES = {  # the first row whose pattern fits
-    # llama.cpp "Loading model"
-    "loading": Trouble("^503 .*(loading model|currently loading)", retries=15),
+    # llama.cpp "Loading model"; the six delays of 1 to 32 s take a minute
+    "loading": Trouble("^503 .*(loading model|currently loading)", retries=6),
     # Anthropic "prompt is too long: 213462 tokens", OpenAI "exceeds the context window". Cerebras
     # sends 400 or 413 without text. More examples are in tests/data/provider_errors.json
     "overflow": Trouble(
@@ -834,7 +821,8 @@ TROUBLES = {  # the first row whose pattern fits
     ),
     # "is not a valid model ID", DeepSeek "Model Not Exist", LiteLLM "Invalid model name passed in"
     "model": Trouble(
-        "no model|not a valid model|model not exist|invalid model name|^404 .*model",
+        "no model|not a valid model|model not exist|invalid model name|^404 .*model|"
+        "provide a model|model is required",
         "{where} has no such model ({cause}).",
     ),
     "nonsense": Trouble(
@@ -843,6 +831,7 @@ TROUBLES = {  # the first row whose pattern fits
     ),
     "closed": Trouble(
         "^APIConnectionError (RemoteProtocol|Read|Write)Error",
+        "{where} closed the connection ({cause}).",
         retries=3,
         cause="it closed the connection",
     ),
@@ -918,22 +907,21 @@ def as_failure(problem: Exception) -> Failure:
     return Failure(TROUBLES[kind].cause or str(below or "") or str(problem), kind)
 
 
+# "message": "Provider returned error", also at a depth, and a text with \" and \n
+ERROR_TEXT = r'"(?:message|error|raw)": ("(?:[^"\\]|\\.)*")'
+
+
 def refusal(body, status: int | None = None, wait: str = "") -> Failure:
     """Find the error message in nested JSON; `wait` is the value of the header retry-after.
 
     [{"error":{"code":400,"message":"Unknown name"}}]  → Failure("Unknown name", …)
     """
     fields = body if isinstance(body, dict) else {}
-    inside = body
-    while inside and isinstance(inside, list | dict):
-        if isinstance(inside, list):
-            inside = {"error": inside[0]}
-        metadata = inside.get("metadata")  # of "Provider returned error"
-        raw = metadata.get("raw") if isinstance(metadata, dict) else None
-        inside = raw or inside.get("message") or inside.get("error") or json.dumps(inside)
     if status is None and isinstance(fields.get("code"), int):
         status = fields["code"]
-    line = " ".join(str(inside or "")[:4_000].split())[:500]
+    said = re.findall(ERROR_TEXT, json.dumps(body))
+    line = ": ".join(JSON.decode(text) for text in said) or str(body or "")
+    line = " ".join(line[:4_000].split())[:500]
     cause = f"HTTP {status}: {line}" if status else line
     text = str(body or "")[:4_000]  # enough text for each pattern, and the search stays fast
     waits = f"retry after {wait}s, {text}"
@@ -1306,8 +1294,6 @@ class Connection:
         raw = {"headers": {"X-Stainless-Raw-Response": "stream"}, "security": {"bearer_auth": True}}
         try:
             post = self.client().post
-            if not body["model"]:
-                raise Failure("no model is named", "model")
             async with asyncio.timeout(self.request_timeout) as clock:
                 response = await post("/chat/completions", cast_to=object, body=body, options=raw)
                 try:
@@ -1361,7 +1347,7 @@ def parse_answer(data: bytes) -> dict:
         if isinstance(answer, dict):
             return answer
     start = " ".join(data[:2_000].decode("utf-8", errors="replace").split())
-    kind = "cut" if not start or data.lstrip().startswith(b"{") else "nonsense"
+    kind = "cut" if not start or start.startswith("{") else "nonsense"
     raise Failure(f"not a JSON object but: {start[:120] or 'nothing'}", kind)
 
 
@@ -1409,13 +1395,8 @@ class AnswerReader:
 
     tools: dict[str, dict]  # tools that may be called as text: {"read_file": {…parameters…}}
     read_only: Collection[str] = ()  # the tools that change nothing
-    is_local: bool = False
     shown: str = ""  # the text shown so far, without thoughts
     held: str = ""  # not shown yet, because this text may begin a thought or a call
-    is_call: bool = False  # True: `held` begins like a call
-    fence: str = ""  # the marks of the code fence that is open at `fence_at`; "```" ends no "````"
-    fence_at: int = 0
-    has_lost_tag: bool = False  # True: </think> was removed, but <think> had not arrived
     calls: list[CallParts] = field(default_factory=list)
     text_calls: list[ToolCallRequest] = field(default_factory=list)
     unclear_at: int | None = None  # where the text has a call that may be only an example
@@ -1470,77 +1451,59 @@ class AnswerReader:
         call.name = call.name or name
         if arguments is not None:
             call.arguments += arguments if isinstance(arguments, str) else to_json(arguments)
-        known = ("index", "id", "type", "function")
-        call.extra |= {key: value for key, value in piece.items() if key not in known}
+        if "extra_content" in piece:  # Gemini's signature of a thought
+            call.extra["extra_content"] = piece["extra_content"]
 
     def _ready(self, text: str) -> str:
         """Return the text that may be shown now. Thoughts and possible calls are held back."""
         self.held += text
-        begin = len(self.shown)
-        while self.held and not self.is_call:
-            if not self.shown:
-                self.held = self.held.lstrip("\n")
-            before = self.shown[-1:]  # tells whether `held` begins a line
-            found = LINE_START.search(before + self.held, len(before))
-            self._show(found.start() - len(before) if found else len(self.held))
-            if not found or found.lastgroup == "unclear":
+        while not self.shown:
+            self.held = self.held.lstrip("\n")
+            if not THOUGHT_START.match(self.held):
                 break
-            if self._is_plain(found.lastgroup):
-                self._show(len(found[0]))
-            elif found.lastgroup == "call":
-                self.is_call = True
-            elif found.lastgroup == "lost_tag":
-                self.held = self.held[len(found[0]) :]
-                self.has_lost_tag = True
-            else:
-                end = THOUGHT_END.search(self.held, max(0, len(self.held) - len(text) - 12))
-                if not end:
-                    break
-                self.held = self.held[end.end() :]
-        return self.shown[begin:]
+            end = THOUGHT_END.search(self.held)
+            if not end:
+                return ""
+            self.held = self.held[end.end() :]
+        length = len(self.held)
+        if self.tools:
+            before = self.shown[-1:]  # tells whether `held` begins a line
+            found = CALL_START.search(before + self.held, len(before))
+            if found:
+                length = found.start() - len(before)
+        return self._show(length)
 
-    def _show(self, length: int):
+    def _show(self, length: int) -> str:
         """Move the first characters from `held` to `shown`."""
-        self.shown += self.held[:length]
+        text = self.held[:length]
+        self.shown += text
         self.held = self.held[length:]
-
-    def _is_plain(self, kind: str) -> bool:
-        """True if the start of a line looks like a thought or a call, but is only text."""
-        if kind == "call" and not self.tools:
-            return True
-        if kind == "lost_tag" and self.shown and not self.is_local:
-            return True
-        for marks, rest in FENCE_LINE.findall(self.shown[self.fence_at :]):
-            if not self.fence:
-                self.fence = marks
-            elif marks.startswith(self.fence) and not rest.strip():
-                self.fence = ""
-        self.fence_at = len(self.shown)  # the next look begins here, at the start of a line
-        return bool(self.fence)
+        return text
 
     def close(self) -> str:
         """Finish the answer. Returns the text that is not shown yet."""
         if not self.shown and THOUGHT_TAG.match(self.held.lstrip()):
             return ""  # a thought that does not end
-        if self.is_call and not self.calls:
-            calls, end = calls_in(self.held, self.tools)
-            if calls and self._may_run(calls, end):
-                self.text_calls = calls
-                self.shown = self.shown.rstrip()
-                return ""
-            if calls:
-                self.unclear_at = len(self.shown)
-        self.shown += self.held
-        return self.held if self.unclear_at is None else ""
+        calls, end = calls_in(self.held, self.tools)
+        is_in_fence = self.shown.count("```") % 2 == 1
+        if not calls or self.calls or is_in_fence:
+            return self._show(len(self.held))
+        if self._may_run(calls, end):
+            self.text_calls = calls
+            self.shown = self.shown.rstrip()
+        else:
+            self.unclear_at = len(self.shown)
+            self.shown += self.held
+        return ""
 
     def _may_run(self, calls: list[ToolCallRequest], end: int) -> bool:
         """Decide about calls that were written as text, by the rules 1 to 3 below."""
         if not self.shown.strip():
             return True
-        if self.has_lost_tag or THOUGHT_TAG.search(self.shown) or self.shown.count("```") % 2 == 1:
-            return False
         has_own_tag = re.match(TAG, self.held) and END_TOKENS.match(self.held, end)
-        return bool(has_own_tag) and all(call.name in self.read_only for call in calls)
+        if not has_own_tag or THOUGHT_TAG.search(self.shown):
+            return False
+        return all(call.name in self.read_only for call in calls)
 
     def response(self, request: LLMRequest) -> LLMResponse:
         """Return the answer, even if it reached max_tokens. Raises Failure if it broke off."""
@@ -1602,7 +1565,8 @@ def counted(sent: int, received: int, cached: int, estimated: bool) -> Usage:
 # 2. It ends with a template's own tag, such as <tool_call>, after some text: the call runs if its
 #    tool only reads.
 # 3. It ends with any other call after some text: nothing runs (`LLMResponse.unclear_at`).
-# 4. A quote, an example in a sentence, a schema, a log entry, a broken call: nothing runs.
+# 4. A quote, an example in a sentence or in a code fence that is open, a schema, a log entry, a
+#    broken call: nothing runs.
 
 TAG = r"<(?:tool_calls?|tools)>|<function=|\[TOOL_CALLS\]|<\|python_tag\|>"
 BARE = r'[\[{]\s{0,99}{?\s{0,99}"(?:name|type|id|function|arguments|parameters)"'
@@ -1610,15 +1574,12 @@ FENCE = rf"```(?:json|tool_call)?[ \t\r]{{0,9}}\n\s{{0,80}}(?={TAG}|{BARE})"
 # the end of a piece of a stream: `<tool_c`, `[TOOL_`, `{"na`, "```js"
 PARTIAL = r'(?:</?\|?\w{0,12}\|?|\[[A-Z_]{1,11}|[\[{]\s{0,99}(?:{?\s{0,99}(?:"\w{0,10})?)?)?\Z'
 UNCLEAR = rf"(?: {{0,3}}(?:`{{1,9}}|~{{1,9}})\w{{0,20}}\s{{0,99}})?{PARTIAL}"
-# Some models write <think>…</think>. If a chat template contains the tag <think>, only </think>
-# arrives.
-LINE_START = re.compile(
-    r"(?m)(?:\A\s{0,200}|^)(?:(?P<thought><(?:think|thinking|thought)>)|"
-    rf"(?P<lost_tag></(?:think|thinking|thought)>)|(?P<call>{TAG}|{FENCE}|{BARE})|(?P<unclear>{UNCLEAR}))"
-)
+CALL_START = re.compile(rf"(?m)(?:\A\s{{0,200}}|^)(?:{TAG}|{FENCE}|{BARE}|{UNCLEAR})")
+# Some models begin with <think>…</think>, also more than once. If a chat template contains <think>,
+# only </think> arrives. The start of a piece of a stream may be `<th`.
+THOUGHT_START = re.compile(r"\s*(?:</?(?:think|thinking|thought)>|(?:</?\w{0,8})?\Z)")
 THOUGHT_END = re.compile(r"</(?:think|thinking|thought)>")
 THOUGHT_TAG = re.compile(r"</?(?:think|thinking|thought)>")
-FENCE_LINE = re.compile(r"(?m)^ {0,3}(`{3,}|~{3,})(.*)")  # "```python"
 AROUND = re.compile(
     r"(?:\s|</?(?:tool_calls?|tools)>|</function>|<\|python_tag\|>|\[TOOL_CALLS\](?=\s{0,99}[\[{]))*"
 )
@@ -1682,10 +1643,7 @@ def name_and_arguments(found: dict) -> tuple[str, Any]:
     kind = found.get("type", "function")
     if found.keys() <= {"type", "id", "function"}:  # {"type": "function", "function": {…}}
         found = found["function"]
-    parameters = found.get("parameters")
-    is_schema = isinstance(parameters, dict) and (
-        "properties" in parameters or parameters.get("type") == "object"
-    )
+    is_schema = "properties" in (found.get("parameters") or {})
     if kind != "function" or is_schema or found.keys() - CALL_KEYS:
         raise ValueError("not a call")
     return found["name"], found.get("arguments", found.get("parameters"))
@@ -1952,7 +1910,7 @@ MEMORY_PATH = r"[:`] ?((?:/|~|\w:\\)[^\n:`]*MEMORY\.md)"  # - Facts: /home/a b/m
 SECONDS_OF = {"sec": 1, "min": 60, "hour": 3_600, "hr": 3_600, "day": 86_400, "week": 604_800}
 # tool → pattern for a successful result; any other result is an error
 SUCCESS = {"read_file": r"\d+\| ", "edit_file": "--- ", "exec": r"(?s).*Exit code: 0$"}
-NOISE = r"(?m)^STDERR:\n|^MEMORY\.md:\d+: (?:- )?|^Exit code: 0\Z|\nExit code: \d+\Z"  # not shown
+NOISE = r"(?m)^\S*MEMORY\.md:\d+: (?:- )?|^Exit code: 0\Z|\nExit code: \d+\Z"  # not shown
 WHICH_FILE = "Which file do you mean? Name it, like: read a.txt (or say: list the files here)"
 
 

@@ -30,13 +30,16 @@ import contextlib
 import contextvars
 import copy
 import difflib
+import fnmatch
 import functools
+import hashlib
 import html
 import inspect
 import ipaddress
 import itertools
 import json
 import logging
+import marshal
 import math
 import os
 import re
@@ -47,6 +50,7 @@ import ssl
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import types
@@ -76,15 +80,31 @@ log = logging.getLogger("nanobot.tools")
 
 @dataclass
 class ToolResult:
-    """A tool's text for the model, and images (`image_url` blocks) for the next user message."""
+    """A tool's text for the model, and images (`image_url` blocks) for the next user message.
+    `shown` is for people: how the call ended, in one line; after an edit, the diff follows."""
 
     text: str
     is_error: bool = False
     images: list[dict] = field(default_factory=list)
+    shown: str = ""  # "exit 1", "+3 −1", "refused: rm may only delete …"
 
 
 class ToolError(Exception):
     """The model made a mistake. The model gets the error's text: the cause, then what to do."""
+
+    outcome = "failed"
+
+
+class Refused(ToolError):
+    """The call is not allowed. The tool did nothing."""
+
+    outcome = "refused"
+
+
+class InvalidCall(ToolError):
+    """There is no such tool, or an argument is wrong. No tool ran."""
+
+    outcome = "not run"
 
 
 def as_result(value) -> ToolResult:
@@ -121,9 +141,30 @@ class Tool:
         """JSON Schema of the arguments: from the signature, or written by hand in the subclass."""
         return signature_schema(self.body)
 
+    @functools.cached_property
+    def turn_parameters(self) -> list[str]:
+        """The parameters annotated with `Turn`: the model does not see them."""
+        return [name for name, hint in get_type_hints(self.body).items() if hint is Turn]
+
     @property
     def concurrency_safe(self) -> bool:
         return self.read_only and not self.exclusive
+
+    def cast_params(self, params: dict) -> dict:
+        """Convert arguments to the types of the schema: {"size": "2", "note": None} → {"size": 2},
+        because small models send null for an optional parameter that they leave out."""
+        required = self.parameters.get("required", ())
+        properties = self.parameters.get("properties", {})
+        cast_ones = cast(params, self.parameters)
+        return {
+            name: value
+            for name, value in cast_ones.items()
+            if value is not None or name in required or not validate(None, properties.get(name, {}))
+        }
+
+    def validate_params(self, params: dict) -> list[str]:
+        """Find what is wrong: ["size must be integer, not \"big\"", "name is required"]"""
+        return validate(params, self.parameters) + unexpected_keys(params, self.parameters)
 
     def to_schema(self) -> dict:
         about = {"name": self.name, "description": self.description}
@@ -167,22 +208,22 @@ def as_schema(hint) -> dict:
     if origin is Literal:
         return {**as_schema(Union[tuple(map(type, inner))]), "enum": list(inner)}  # noqa: UP007
     if origin in (Union, types.UnionType):
-        merged = functools.reduce(dict.__or__, map(as_schema, inner))
-        types_of_each = [kinds(as_schema(option)) for option in inner]  # `Path` has no JSON type
-        return {**merged, "type": sum(types_of_each, [])} if all(types_of_each) else {}
+        return union_schema([as_schema(option) for option in inner])
     if origin is list:  # some endpoints refuse an array without `items`
         return {"type": "array", "items": as_schema(inner[0]) if inner else {}}
     names = {kind: name for name, kind in JSON_TYPES.items()} | {float: "number"}
+    if origin not in names and hint is not Any:
+        log.warning("%s has no JSON Schema: the model may send any value.", hint)
     return {"type": names[origin]} if origin in names else {}
 
 
 def signature_schema(function: Callable) -> dict:
-    """JSON Schema of a function's parameters. `turn` is left out: the registry adds it."""
+    """JSON Schema of a function's parameters. The registry fills in those of the type `Turn`."""
     hints = get_type_hints(function, include_extras=True)
     parameters = {
         name: each
         for name, each in inspect.signature(function).parameters.items()
-        if name not in ("self", "turn") and not str(each).startswith("*")  # *args, **others
+        if name != "self" and hints.get(name) is not Turn and str(each)[0] != "*"  # *args, **others
     }
     required = [name for name, each in parameters.items() if each.default is each.empty]
     return ObjectSchema({name: hints.get(name, Any) for name in parameters}, required)
@@ -194,11 +235,9 @@ def signature_schema(function: Callable) -> dict:
 class ToolRegistry:
     """The tools of one agent. A result longer than the turn's limit is saved to a file."""
 
-    kept_results = 200  # if there are more result files, the oldest are deleted
-
     def __init__(self, tools: Iterable[Tool] = ()):
         self._tools: dict[str, Tool] = {}
-        self._turn = Turn()  # remembers which files were read by calls without a turn
+        self.turn = Turn()  # remembers which files were read by calls without a turn
         for tool in tools:
             self.register(tool)
 
@@ -206,7 +245,15 @@ class ToolRegistry:
         """Add a tool; a tool with the same name is replaced."""
         if not isinstance(tool, Tool):
             raise TypeError(f"{getattr(tool, '__name__', tool)} is not a tool: put @tool above it.")
+        if not (tool.name and hasattr(tool, "body")):
+            raise TypeError(f"{type(tool).__name__} needs a name, and a method `execute` or `run`.")
         self._tools[tool.name] = tool
+
+    def copy(self) -> "ToolRegistry":
+        """A registry of the same tools; changes of one do not change the other."""
+        copied = copy.copy(self)
+        copied._tools = dict(self._tools)
+        return copied
 
     def unregister(self, name: str):
         self._tools.pop(name, None)
@@ -223,55 +270,42 @@ class ToolRegistry:
         """Return (tool or None, arguments after casting, problem or None)."""
         tool = self._tools.get(name)
         if not tool:
+            meant = OTHER_NAMES.get(name.lower())
+            if meant in self._tools:
+                return None, {}, f"There is no tool {name!r}. Use {meant}."
             near = ", ".join(difflib.get_close_matches(name[:64].lower(), self._tools, 99, 0))
             return None, {}, f"There is no tool {name[:64]!r}. The tools, closest first: {near}."
         params = cast({} if params is None else params, {"type": "object"})
         if not isinstance(params, dict):
             problem = f'The arguments of {name} must be one JSON object, like {{"name": "value"}}.'
             return tool, {}, problem
-        params = cast(params, tool.parameters)
-        errors = validate(params, tool.parameters) + unexpected_keys(params, tool.parameters)
+        params = tool.cast_params(params)
+        errors = tool.validate_params(params)
         problem = f"{name} was not run: {'; '.join(errors)}. Correct the call." if errors else None
         return tool, params, problem
 
     async def execute(self, name: str, params, turn: "Turn | None" = None) -> ToolResult:
         """Run one tool. `params` is a dict or JSON text. Every failure becomes an error result."""
-        turn = turn or self._turn
+        turn = turn or self.turn
         try:
             tool, arguments, problem = self.prepare_call(name, params)
             if problem:
-                raise ToolError(problem)
-            if "turn" in inspect.signature(tool.body).parameters:
-                arguments = {**arguments, "turn": turn}
+                raise InvalidCall(problem)
+            arguments = arguments | dict.fromkeys(tool.turn_parameters, turn)
             result = as_result(await tool.execute(**arguments))
         except ToolError as mistake:
-            result = ToolResult(str(mistake), is_error=True)
+            shown = f"{mistake.outcome}: {mistake}".partition("\n")[0]
+            result = ToolResult(str(mistake), is_error=True, shown=shown)
         except (Exception, SystemExit, KeyboardInterrupt, asyncio.CancelledError) as error:
             if isinstance(error, asyncio.CancelledError) and asyncio.current_task().cancelling():
                 raise  # the turn itself is cancelled, not a task that the tool started
             result = ToolResult(f"{name} failed: {type(error).__name__}: {error}", is_error=True)
             line = result.text.split("\n")[0]
             log.warning("tool %s", line, exc_info=log.isEnabledFor(logging.INFO))  # with --logs
-        if not result.text.strip():
-            result.text = f"({name} completed with no output)"
-        if len(result.text) > turn.max_result_chars:
-            result.text = self._put_aside(name, result.text, turn)
+        result.text = result.text if result.text.strip() else f"({name} completed with no output)"
+        result.shown = result.shown or outcome(result)
+        result.text = fitted(result.text, turn.max_result_chars, name, turn)
         return result
-
-    def _put_aside(self, name: str, text: str, turn: "Turn") -> str:
-        """Save an overlong text in a file; returns a notice and the start of the text."""
-        folder = turn.workspace / ".nanobot" / "tool-results"
-        path = folder / f"{time.time_ns()}-{name[:64]}.txt"
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(text.encode("utf-8", errors="replace"))
-            for old in sorted(folder.glob("*-*.txt"))[: -self.kept_results]:
-                old.unlink(missing_ok=True)  # another program may have deleted the file
-        except OSError as problem:
-            log.warning("could not save the result of %s to a file: %s", name, problem)
-            return shorten(text, turn.max_result_chars - 100)
-        notice = f"[{len(text):,} characters, too long to show: saved to {path}. Read it with "
-        return f"{notice}read_file or search it with grep. It begins:]\n{text[:1_200]}"
 
 
 # ---- The turn that a tool runs in, and two tools ----
@@ -296,6 +330,9 @@ class Turn:
     readable: tuple[Path, ...] = ()  # if the fence is on, tools may also read these folders
     secret: tuple[Path, ...] = ()  # files with API keys, which no tool may open
     max_result_chars: int = 16_000
+    results: Path | None = None  # longer results are saved here; None: in a temporary folder
+    undo: Path | None = None  # old versions of changed files (see `take_back`); None: as above
+    started: str = field(default_factory=lambda: str(time.time_ns()), compare=False)
     # file → (hash of its bytes, number of lines that were read, counted from the first line)
     seen: dict[Path, tuple[int, int]] = field(default_factory=dict, compare=False)
 
@@ -309,25 +346,30 @@ class Turn:
         except (OSError, RuntimeError, ValueError) as problem:  # a link to itself, or a NUL byte
             raise ToolError(f"{text!r} is not a usable path: {problem}") from None
         if holds_keys:
-            raise ToolError(f"{real} holds keys: the agent may not open it. Ask the user to look.")
+            raise Refused(f"{real} holds keys: the agent may not open it. Ask the user to look.")
         home, here = self.workspace, self.cwd
         real_home = home.resolve()
         if write and any(real.is_relative_to(real_home / name) for name in AGENT_FILES):
-            raise ToolError(f"{real} is the agent's own record: tools may not write to it.")
-        roots = [home, here, *(() if write else self.readable)]
+            raise Refused(f"{real} is the agent's own record: tools may not write to it.")
+        roots = [home, here, *(() if write else (*self.readable, self.store("results")))]
         if self.restrict and not any(real.is_relative_to(root.resolve()) for root in roots):
-            raise ToolError(f"{real} is outside of {home} and {here}. Use a path inside them.")
+            raise Refused(f"{real} is outside of {home} and {here}. Use a path inside them.")
         return real
 
     def is_secret(self, real: Path) -> bool:
         if real.parts[1:2] == ("proc",) and real.name in ("environ", "mem"):
             return True  # /proc/1/environ and /proc/1/mem can contain API keys
         for secret in self.secret:
-            if real.parent == secret.parent and real.name.startswith(secret.name):
-                return True  # `startswith` also finds copies, like config.json.bak.
+            for path in (real, *real.parents):  # `secret` may be a folder
+                if path.parent == secret.parent and path.name.startswith(secret.name):
+                    return True  # `startswith` also finds copies, like config.json.bak.
         # `samefile` also finds hard links, and CONFIG.JSON on systems that ignore case.
         existing = [secret for secret in self.secret if real.exists() and secret.exists()]
         return any(real.samefile(secret) for secret in existing)
+
+    def store(self, name: str) -> Path:
+        """The folder `results` or `undo`."""
+        return getattr(self, name) or temporary_folder() / name
 
     def lines_read(self, path: Path, data: bytes) -> int:
         """How many lines, from the first on, the session has read; 0 if the file has changed since.
@@ -356,33 +398,51 @@ def read_file(
         raise ToolError(f"{real} is a binary file. Inspect it with exec (file, xxd).")
     if not data:
         return f"({real} is empty)"
-    lines = plain_text(data).split("\n")
+    text = plain_text(data)
+    cells = notebook_text(text) if real.suffix == ".ipynb" else ""
+    lines = (cells or text).split("\n")
     first = max(offset, 1)
     if first > len(lines):
         raise ToolError(f"{real} has {len(lines)} lines: offset {offset} is after the last one.")
     page, last = numbered_page(lines, first, max(limit, 1), turn.max_result_chars - 200)
-    turn.note_read(real, data, first, last)
+    if not cells:
+        turn.note_read(real, data, first, last)
     return page
 
 
 @tool
-def write_file(path: str, content: str, *, turn: Turn) -> str:
+def write_file(path: str, content: str, *, turn: Turn) -> ToolResult:
     """Write a whole file; missing folders are created. To change a part, use edit_file."""
     real = turn.path(path, write=True)
     data = content.encode("utf-8", errors="replace")
-    old = read_bytes(real) if real.exists() else b""
-    lines, lines_read = count_lines(old), turn.lines_read(real, old)
+    old = read_bytes(real) if real.exists() else None
+    lines, lines_read = count_lines(old or b""), turn.lines_read(real, old or b"")
     if lines_read < lines:
         raise ToolError(
-            f"You have read {lines_read:,} of the {lines:,} lines of {real}: "
-            "read the rest first, use edit_file, or move the file away with exec (mv)."
+            f"{real} has {counted(lines, 'line', 'lines')} and you have read {lines_read:,}: "
+            "read the rest first, or use edit_file."
         )
-    write_atomic(real, data)
-    turn.note_read(real, data, 1, count_lines(data))
-    return f"Wrote {len(content):,} characters to {real}."
+    note = change_file(turn, real, old, data)
+    text = f"Wrote {len(content):,} characters to {real}.{note}"
+    return ToolResult(text, shown=diff(plain_text(old or b""), plain_text(data), path)[0] + note)
 
 
 # ======== Second reading: how tools cope with real models, file systems and servers ========
+
+OTHER_NAMES = {  # what models call tools that have another name here
+    "bash": "exec",
+    "shell": "exec",
+    "run": "exec",
+    "terminal": "exec",
+    "cat": "read_file",
+    "open": "read_file",
+    "ls": "list_dir",
+    "search": "grep",
+    "find": "glob",
+    "edit": "edit_file",
+    "write": "write_file",
+    "fetch": "web_fetch",
+}
 
 # ---- Blocking calls, long results ----
 
@@ -405,13 +465,49 @@ async def in_thread(function: Callable, /, *args, **kwargs):
     return await asyncio.wrap_future(future)
 
 
-def shorten(text: str, limit: int, missing: int = 0) -> str:
-    """Drop the middle of a text longer than `limit` characters; `missing` were dropped earlier."""
-    if len(text) + missing <= limit:
+@functools.cache
+def temporary_folder() -> Path:
+    """A private folder for programs that give their turns no folders."""
+    return Path(tempfile.mkdtemp(prefix="nanobot-"))
+
+
+def fitted(text: str, most: int, name: str, turn: Turn) -> str:
+    """Return a text; if it is too long, its first and last lines, and a file with all of it."""
+    if len(text) <= most:
         return text
-    half = limit // 2
-    left_out = len(text) - 2 * half + missing
-    return f"{text[:half]}\n… {left_out:,} characters left out …\n{text[-half:]}"
+    folder = turn.store("results")
+    path = folder / f"{time.time_ns()}-{name[:64]}.txt"
+    try:
+        folder.mkdir(0o700, parents=True, exist_ok=True)
+        path.write_bytes(text.encode("utf-8", errors="replace"))
+        for old in sorted(folder.glob("*-*.txt"))[:-200]:
+            old.unlink(missing_ok=True)  # another program may have deleted the file
+        note = f"; the whole text is in {path}: use read_file or grep"
+    except OSError as problem:
+        note = f"; the whole text could not be saved: {problem}"
+    return shorten(text, most - 300, note)
+
+
+def outcome(result: ToolResult) -> str:
+    """How a call ended, for people, if its tool does not say it: the error, or "12 lines"."""
+    lines = result.text.split("\n")
+    if result.is_error:
+        return lines[0]
+    return counted(len(lines), "line", "lines")
+
+
+def counted(count: int, one: str, many: str) -> str:
+    return f"{count:,} {one if count == 1 else many}"
+
+
+def shorten(text: str, limit: int, note: str = "") -> str:
+    """Drop the middle of a text longer than `limit` characters, whole lines if possible."""
+    if len(text) <= limit:
+        return text
+    head, tail = text[: limit // 2], text[-(limit // 2) :]
+    head, tail = head.rpartition("\n")[0] or head, tail.partition("\n")[2] or tail
+    left_out = len(text) - len(head) - len(tail)
+    return f"{head}\n… {left_out:,} characters left out{note} …\n{tail}"
 
 
 # ---- Schemas: which arguments are valid ----
@@ -436,18 +532,52 @@ LIMITS = {
 OPENING = ("additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref", "if")
 
 
-def keyword(schema, name: str, kind: type):
-    """Return a keyword's value; if it is missing or has another type, return `kind()`, like {}."""
-    value = schema.get(name) if isinstance(schema, dict) else None
-    return value if isinstance(value, kind) else kind()
+def union_schema(options: list[dict]) -> dict:
+    """One of several schemas. Not all endpoints know anyOf, so it is used only if it is needed.
+
+    integer, null → {"type": ["integer", "null"]};  "a", integer → {"anyOf": [{"enum": …}, …]}
+    """
+    has_details = any(option.keys() - {"type"} for option in options)
+    is_optional = len(options) == 2 and {"type": "null"} in options
+    if has_details and not is_optional:
+        return {"anyOf": options}
+    merged = functools.reduce(dict.__or__, options)
+    is_typed = all("type" in option for option in options)  # `Path` has no JSON type
+    return {**merged, "type": sum(map(kinds, options), [])} if is_typed else {}
 
 
-def kinds(schema) -> list[str]:
-    """The JSON types that a schema allows; [] means any type (anyOf and $ref are ignored)."""
-    names = keyword(schema, "type", list) or [keyword(schema, "type", str)]
-    if not all(str(name) in JSON_TYPES for name in names):
-        return []
-    return [*names, "null"] if keyword(schema, "nullable", bool) else list(names)
+def kinds(schema: dict) -> list[str]:
+    """The JSON types that a schema allows; [] means any type."""
+    names = schema.get("type", [])
+    return [names] if isinstance(names, str) else list(names)
+
+
+KEYWORDS = {
+    "type": str | list,
+    "properties": dict,
+    "items": dict,
+    "enum": list,
+    "anyOf": list,
+    "required": list,
+    "minimum": int | float,
+    "maximum": int | float,
+    "minLength": int,
+    "maxLength": int,
+    "minItems": int,
+    "maxItems": int,
+}
+
+
+def is_sane(schema) -> bool:
+    """Can `cast` and `validate` read this schema of a foreign server?"""
+    if not isinstance(schema, dict):
+        return False
+    if not all(isinstance(value, KEYWORDS.get(name, object)) for name, value in schema.items()):
+        return False
+    parts = [*schema.get("properties", {}).values(), *schema.get("anyOf", ())]
+    if "items" in schema:
+        parts.append(schema["items"])
+    return all(str(kind) in JSON_TYPES for kind in kinds(schema)) and all(map(is_sane, parts))
 
 
 def fits(value, wanted: list[str]) -> bool:
@@ -458,7 +588,7 @@ def fits(value, wanted: list[str]) -> bool:
     return not wanted or is_whole or isinstance(value, tuple(JSON_TYPES[kind] for kind in wanted))
 
 
-def cast(value, schema):
+def cast(value, schema: dict):
     """Convert a value to its schema's type if possible: "120" → 120, "True" → True, "[1]" → [1]."""
     wanted = kinds(schema)
     with contextlib.suppress(ValueError, RecursionError):  # invalid JSON, or an overlong integer
@@ -467,39 +597,43 @@ def cast(value, schema):
             value = read if fits(read, wanted) else value
         elif "string" in wanted and not fits(value, wanted) and fits(value, ["number"]):
             value = str(value)
+    for option in schema.get("anyOf", ()):
+        if not validate(cast(value, option), option):
+            return cast(value, option)
     if isinstance(value, float) and value.is_integer() and "integer" in wanted:
         return int(value)
-    properties, items = keyword(schema, "properties", dict), keyword(schema, "items", dict)
+    properties = schema.get("properties", {})
     if isinstance(value, dict) and properties:
-        return {key: cast(item, properties.get(key)) for key, item in value.items()}
-    if isinstance(value, list) and items:
-        return [cast(item, items) for item in value]
+        return {key: cast(item, properties.get(key, {})) for key, item in value.items()}
+    if isinstance(value, list) and "items" in schema:
+        return [cast(item, schema["items"]) for item in value]
     return value
 
 
-def validate(value, schema, path: str = "") -> list[str]:
+def validate(value, schema: dict, path: str = "") -> list[str]:
     """Find values that the schema forbids: ["size must be <= 6", "rows[0].name is required"]"""
-    if not isinstance(schema, dict):
-        return []
     name, wanted = path or "value", kinds(schema)
     if not fits(value, wanted):
         return [f"{name} must be {' or '.join(wanted)}, not {json.dumps(value, default=str)[:80]}"]
     if isinstance(value, float) and not math.isfinite(value):
         return [f"{name} must be a finite number"]
-    choices = [*keyword(schema, "enum", tuple), *keyword(schema, "enum", list)]
+    choices = list(schema.get("enum", ()))
     is_choice = json.dumps(value) in map(json.dumps, choices)  # in Python True == 1
     if choices and value is not None and not is_choice:
         return [f"{name} must be one of {shorten(json.dumps(choices, ensure_ascii=False), 1_000)}"]
+    failures = [validate(value, option, path) for option in schema.get("anyOf", ())]
+    if failures and all(failures):
+        return [" or ".join(failure[0] for failure in failures)]
     errors = wrong_size(value, schema, name)
     if isinstance(value, list):
         for index, item in enumerate(value):
-            errors += validate(item, schema.get("items"), f"{path}[{index}]")
+            errors += validate(item, schema.get("items", {}), f"{path}[{index}]")
     if isinstance(value, dict):
-        prefix, properties = f"{path}.".removeprefix("."), keyword(schema, "properties", dict)
-        required = [key for key in keyword(schema, "required", list) if isinstance(key, str)]
-        errors += [f"{prefix}{key} is required" for key in required if key not in value]
+        prefix, properties = f"{path}.".removeprefix("."), schema.get("properties", {})
+        missing = [key for key in schema.get("required", ()) if key not in value]
+        errors += [f"{prefix}{key} is required" for key in missing]
         for key, item in value.items():
-            errors += validate(item, properties.get(key), prefix + key)
+            errors += validate(item, properties.get(key, {}), prefix + key)
     return errors
 
 
@@ -507,15 +641,15 @@ def wrong_size(value, schema: dict, name: str) -> list[str]:
     low, high = (schema.get(limit) for limit in LIMITS.get(type(value), ("", "")))
     if isinstance(value, str | list):
         value, name = len(value), f"{name}: its length"
-    if fits(low, ["number"]) and value < low:
+    if low is not None and value < low:
         return [f"{name} must be >= {low}"]
-    return [f"{name} must be <= {high}"] if fits(high, ["number"]) and value > high else []
+    return [f"{name} must be <= {high}"] if high is not None and value > high else []
 
 
 def unexpected_keys(params: dict, schema: dict) -> list[str]:
     known = schema.get("properties")
     is_open = not all(schema.get(word) in (None, False) for word in OPENING)
-    if is_open or not isinstance(known, dict):
+    if is_open or known is None:
         return []
     names = ", ".join(known) or "none"
     return [f"unexpected parameter {key} (known: {names})" for key in params if key not in known]
@@ -532,6 +666,12 @@ class Schema(dict):
             if value not in (None, ""):
                 self[head + "".join(word.capitalize() for word in others)] = value
 
+    def to_json_schema(self) -> dict:
+        return dict(self)
+
+    def validate_value(self, value, path: str = "") -> list[str]:
+        return validate(value, self, path)
+
 
 StringSchema = functools.partial(Schema, "string")
 IntegerSchema = functools.partial(Schema, "integer")
@@ -544,12 +684,23 @@ def ArraySchema(items=Any, description: str = "", **keywords) -> Schema:
 
 
 def ObjectSchema(
-    properties: dict, required: Iterable[str] = (), description: str = "", **keywords
+    properties: Iterable = (),
+    required: Iterable[str] = (),
+    description: str = "",
+    additional_properties: bool | None = None,
+    nullable: bool = False,
+    **more,
 ) -> Schema:
-    """`ObjectSchema({"name": str, "size": IntegerSchema(minimum=1)}, required=["name"])`"""
-    schemas = {name: as_schema(hint) for name, hint in properties.items()}
-    required = list(required) or None
-    return Schema("object", description, properties=schemas, required=required, **keywords)
+    """`ObjectSchema({"name": str, "size": IntegerSchema(minimum=1)}, required=["name"])`, or
+    `ObjectSchema(name=str, size=IntegerSchema(minimum=1), required=["name"])`"""
+    return Schema(
+        "object",
+        description,
+        nullable,
+        properties={name: as_schema(hint) for name, hint in {**dict(properties), **more}.items()},
+        required=list(required) or None,
+        additional_properties=additional_properties,
+    )
 
 
 def tool_parameters_schema(
@@ -562,7 +713,7 @@ def tool_parameters(schema: dict) -> Callable:
     """Class decorator for a hand-written schema, such as `tool_parameters_schema(…)`."""
 
     def decorate(tool_class: type) -> type:
-        tool_class.parameters = copy.deepcopy(schema)
+        tool_class.parameters = property(lambda tool: copy.deepcopy(schema))
         return tool_class
 
     return decorate
@@ -625,9 +776,13 @@ def is_binary(data: bytes) -> bool:
 
 
 def similar_names(path: Path) -> str:
-    names = os.listdir(path.parent) if path.parent.is_dir() and not path.exists() else []
-    near = difflib.get_close_matches(path.name, names)
-    return f" Similar names: {', '.join(near)}." if near else " Try list_dir or glob."
+    """For an error: what there is instead, such as " In /home/ada: a.txt, b.txt" """
+    if path.exists():
+        return " Use list_dir." if path.is_dir() else ""
+    folder = next(parent for parent in path.parents if parent.is_dir())
+    names = os.listdir(folder)
+    near = difflib.get_close_matches(path.name, names) or sorted(names)[:20]
+    return f" In {folder}: {', '.join(near)}"
 
 
 def count_lines(data: bytes) -> int:
@@ -710,7 +865,7 @@ def list_dir(path: str = ".", *, turn: Turn) -> str:
 @tool
 def edit_file(
     path: str, old_text: str, new_text: str, replace_all: bool = False, *, turn: Turn
-) -> str:
+) -> ToolResult:
     """Replace a passage of a text file: old_text must occur once. Returns the diff."""
     if not old_text:
         raise ToolError("old_text is empty. To write a whole file, use write_file.")
@@ -718,11 +873,10 @@ def edit_file(
     return rewrite(path, turn, lambda text: replace_passage(text, old, new, replace_all))
 
 
-def rewrite(path: str, turn: Turn, change: Callable) -> str:
+def rewrite(path: str, turn: Turn, change: Callable) -> ToolResult:
     """Apply `change` to a text file; returns the diff. BOM, CRLF and invalid UTF-8 are kept."""
     real = turn.path(path, write=True)
     data = read_bytes(real)
-    was_read = turn.lines_read(real, data) == count_lines(data)
     if data.startswith(UTF16_MARKS):
         raise ToolError(f"{real} is UTF-16: change it with exec (iconv), or use write_file.")
     mark = UTF8_MARK if data.startswith(UTF8_MARK) else b""
@@ -730,19 +884,26 @@ def rewrite(path: str, turn: Turn, change: Callable) -> str:
     line_end = "\r\n" if text.count("\r\n") == text.count("\n") > 0 else "\n"
     before = text.replace(line_end, "\n")
     after = change(before)
-    data = mark + after.replace("\n", line_end).encode("utf-8", errors="surrogateescape")
-    write_atomic(real, data)
-    if was_read:
-        turn.note_read(real, data, 1, count_lines(data))
-    return diff(before, after, path)
+    new = mark + after.replace("\n", line_end).encode("utf-8", errors="surrogateescape")
+    note = change_file(turn, real, data, new)
+    shown, text = diff(before, after, path)
+    return ToolResult(text + note, shown=shown + note)
 
 
-def diff(before: str, after: str, name: str) -> str:
-    lines = difflib.unified_diff(
-        before.split("\n"), after.split("\n"), f"a/{name}", f"b/{name}", lineterm="", n=2
+def diff(before: str, after: str, name: str) -> tuple[str, str]:
+    """Returns the difference for people (the count of lines "+3 −1", then the lines), and for the
+    model."""
+    if len(before) + len(after) > 2_000_000:  # the comparison would take seconds
+        return "changed", "Changed. The file is too large for a diff."
+    lines = list(
+        difflib.unified_diff(
+            before.split("\n"), after.split("\n"), f"a/{name}", f"b/{name}", lineterm="", n=2
+        )
     )
+    kinds = [line[:1] for line in lines[2:]]  # after the two lines with the name
     text = "\n".join(lines).encode("utf-8", errors="replace").decode()  # invalid bytes become `?`
-    return shorten(text, 4_000) or "(the text is the same)"
+    text = shorten(text, 4_000) or "(the text is the same)"
+    return f"+{kinds.count('+')} −{kinds.count('-')}\n{text}", text
 
 
 def replace_passage(text: str, old: str, new: str, replace_all: bool = False) -> str:
@@ -750,10 +911,10 @@ def replace_passage(text: str, old: str, new: str, replace_all: bool = False) ->
     `new` is empty and a whole line is deleted, its line break is deleted, too."""
     if replace_all and old in text:
         return text.replace(old, new)
-    places, start = [], text.find(old)
-    while start >= 0 and len(places) < 20:  # the message names at most 20 places
-        places.append(start)
-        start = text.find(old, start + 1)
+    found = re.finditer(f"(?={re.escape(old)})", text)
+    places = [
+        match.start() for match in itertools.islice(found, 20)
+    ]  # the message names at most 20
     if not places:
         raise ToolError(f"old_text is not in the file.{nearest(text, old)}")
     if len(places) > 1:
@@ -776,25 +937,133 @@ def nearest(text: str, old: str) -> str:
     if not close:
         return " No line is like the first one of old_text: read the file again."
     at = starts.index(close[0])
-    difference = diff(old, "\n".join(lines[at : at + len(wanted)]), "old_text")
+    _, difference = diff(old, "\n".join(lines[at : at + len(wanted)]), "old_text")
     return f" The closest passage, at line {at + 1}, differs like this:\n{difference}"
 
 
+# ---- Undo: a file's old version is kept before a tool changes the file ----
+
+UNDO_CHANGES, UNDO_BYTES, UNDO_FILE_BYTES = 200, 50_000_000, 10_000_000
+
+
+def change_file(turn: Turn, path: Path, old: bytes | None, new: bytes) -> str:
+    """Write a file, after its old version was kept (`old` is None if the file is new). Returns ""
+    or, if the change cannot be undone, the reason."""
+    about = {
+        "session": turn.session_key,
+        "turn": turn.started,
+        "folder": str(turn.cwd),
+        "path": str(path),
+        "new_folders": [str(folder) for folder in path.parents if not folder.exists()],
+        "is_new": old is None,
+        "written": hashlib.sha256(new).hexdigest(),
+    }
+    store, note = turn.store("undo"), ""
+    kept = store / f"undo-{time.time_ns()}"  # is_secret knows this name, also in a search
+    try:
+        if len(old or b"") > UNDO_FILE_BYTES:
+            raise ToolError("the file is too large")
+        store.mkdir(0o700, parents=True, exist_ok=True)
+        kept.touch(0o600)
+        write_atomic(kept, json.dumps(about).encode() + b"\n" + (old or b""))
+        forget_old_changes(store)
+    except (OSError, ToolError) as problem:
+        note = f" (cannot be undone: {problem})"
+    try:
+        write_atomic(path, new)
+    except ToolError:
+        kept.unlink(missing_ok=True)
+        raise
+    if turn.lines_read(path, old or b"") == count_lines(old or b""):  # a known file stays known
+        turn.note_read(path, new, 1, count_lines(new))
+    return note
+
+
+def forget_old_changes(store: Path):
+    room = UNDO_BYTES
+    for number, entry in enumerate(sorted(store.glob("undo-*"), reverse=True)):  # newest first
+        room -= entry.stat().st_size
+        if number >= UNDO_CHANGES or room < 0:
+            entry.unlink()
+
+
+def kept_changes(store: Path) -> list[dict]:
+    """What `change_file` has kept, oldest first: {"session", "turn", "folder", "path", "file" …}"""
+    changes = []
+    for entry in sorted(store.glob("undo-*")):
+        with contextlib.suppress(OSError, ValueError), open(entry, "rb") as file:
+            changes.append(json.loads(file.readline()) | {"file": entry})
+    return changes
+
+
+def take_back(store: Path, session: str) -> dict[str, bool]:
+    """Undo the session's last turn that changed files. Returns for each file whether it is as
+    before, or was left alone because something else has changed it since."""
+    changes = [change for change in kept_changes(store) if change["session"] == session]
+    outcomes: dict[str, bool] = {}
+    for change in reversed(changes):
+        if change["turn"] == changes[-1]["turn"]:
+            name = os.path.relpath(change["path"], change["folder"])
+            outcomes[name] = outcomes.get(name, True) and restore(change)
+            change["file"].unlink(missing_ok=True)
+    return outcomes
+
+
+def restore(change: dict) -> bool:
+    """Give a file its old bytes, or delete it; returns False if something has changed it since."""
+    path = Path(change["path"])
+    try:
+        now = hashlib.sha256(read_bytes(path)).hexdigest()
+        if now != change["written"] or path.resolve() != path:  # a folder became a link
+            return False
+        if change["is_new"]:
+            path.unlink()
+        else:
+            write_atomic(path, change["file"].read_bytes().partition(b"\n")[2])
+    except (OSError, ToolError):
+        return False
+    for folder in change["new_folders"]:
+        with contextlib.suppress(OSError):  # something else is in it
+            os.rmdir(folder)
+    return True
+
+
 # ---- Notebooks ----
+
+
+def notebook_text(text: str) -> str:
+    """Show the cells of a notebook; "" if the text is none. Long outputs are shortened.
+
+    [cell 0, code] ⏎ 1 + 1 ⏎ [output] ⏎ 2
+    """
+    shown = []
+    try:
+        for number, cell in enumerate(json.loads(text)["cells"]):
+            shown += [f"[cell {number}, {cell['cell_type']}]", "".join(cell["source"])]
+            for output in cell.get("outputs", []):
+                data = output.get("data", {})  # {"text/plain": "2"}, or an image
+                said = output.get("text") or output.get("traceback") or data.get("text/plain", data)
+                shown += ["[output]", shorten("".join(said), 1_000)]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return ""
+    return "\n".join(shown)
 
 
 @tool
 def notebook_edit(
     path: str,
     cell: Annotated[int, IntegerSchema("Counted from 0", minimum=0)],
-    source: str,
+    source: str = "",
     cell_type: Literal["code", "markdown", "raw", ""] = "",
     mode: Literal["replace", "insert", "delete"] = "replace",
     *,
     turn: Turn,
-) -> str:
-    """Change or delete a cell of a Jupyter notebook (.ipynb), or insert one before it."""
-    return rewrite(path, turn, lambda text: change_cell(text, cell, source, cell_type, mode))
+) -> ToolResult:
+    """Change or delete a cell of a Jupyter notebook (.ipynb), or insert one before it. To append a
+    cell, insert it at the number after the last one."""
+    result = rewrite(path, turn, lambda text: change_cell(text, cell, source, cell_type, mode))
+    result.text = f"{mode} of cell {cell}: done. read_file shows the cells with their numbers."
+    return result
 
 
 def change_cell(text: str, index: int, source: str, kind: str, mode: str) -> str:
@@ -844,16 +1113,19 @@ SKIPPED_FOLDERS = {
 }
 
 
-def find_files(turn: Turn, root: Path, *globs: str) -> list[tuple]:
-    """Find regular, non-secret files that match all globs: [(relative path, full path), …]."""
+def find_files(turn: Turn, path: str, *globs: str) -> list[tuple]:
+    """Find regular, non-secret files that match all globs: [(name for the next call, full path),
+    …]. A file that is named itself is found whatever the globs are."""
+    root = turn.path(path)
     if root.is_file():
-        return [(root.name, str(root))]
+        return [(path, str(root))]
     if not root.is_dir():
         raise ToolError(f"There is no folder {root}.{similar_names(root)}")
     patterns = [glob_pattern(glob) for glob in globs if glob not in ("", "*")]
+    prefix = "" if path in ("", ".") else os.path.join(path, "")
     start, deadline = len(os.path.join(root, "")), time.monotonic() + SEARCH_SECONDS
     suspects = ("environ", "mem", *(path.name for path in turn.secret))
-    inodes = {path.stat().st_ino for path in turn.secret if path.exists()}
+    inodes = {path.stat().st_ino for path in turn.secret if path.is_file()}
     files = []
     for entry in walk(str(root)):
         if time.monotonic() > deadline:
@@ -862,7 +1134,7 @@ def find_files(turn: Turn, root: Path, *globs: str) -> list[tuple]:
         if all(pattern.match(name) for pattern in patterns):
             is_suspect = entry.name.startswith(suspects) or entry.inode() in inodes
             if not (is_suspect and turn.is_secret(Path(entry.path))):
-                files.append((name, entry.path))
+                files.append((prefix + name, entry.path))
     return files
 
 
@@ -950,12 +1222,17 @@ def glob_pattern(glob: str) -> re.Pattern:
 
 
 @tool(read_only=True)
-def glob(pattern: str, path: str = ".", head_limit: Limit = 250, *, turn: Turn) -> str:
+def glob(pattern: str, path: str = ".", head_limit: Limit = 250, *, turn: Turn) -> ToolResult:
     """Find files by name, newest first. `*.py` finds files in all folders below path."""
-    root = turn.path(path)
-    dated = [(-os.lstat(file).st_mtime, name) for name, file in find_files(turn, root, pattern)]
-    names = [name for _, name in sorted(dated)]
-    return first_lines(names, head_limit) or f"No file below {root} matches {pattern}."
+    if pattern.startswith(("/", "~", "..")):  # /etc/*.conf → path /etc/, pattern ./*.conf
+        folder = re.match(r"(?:[^*?\[{]*/)?", pattern)[0]
+        start = "" if folder.startswith("~") else path
+        path = os.path.normpath(os.path.join(start, folder))
+        pattern = f"./{pattern.removeprefix(folder)}"
+    found = find_files(turn, path, pattern)
+    names = [name for _, name in sorted((-os.lstat(file).st_mtime, name) for name, file in found)]
+    text = first_lines(names, head_limit) or f"No file below {turn.path(path)} matches {pattern}."
+    return ToolResult(text, shown=counted(len(names), "file", "files"))
 
 
 def first_lines(lines: list[str], limit: int) -> str:
@@ -998,115 +1275,139 @@ async def grep(
     head_limit: Limit = 250,
     *,
     turn: Turn,
-) -> str:
+) -> ToolResult:
     """Search lines with a regular expression. output_mode "content" returns `path:line: text`."""
+    is_typed = type not in ("", "all", "*", "any")  # small models fill in "all"
+    type_glob = TYPES.get(type, f"*.{type}") if is_typed else "*"  # an unlisted type: rb means *.rb
     root = turn.path(path)
-    type_glob = TYPES.get(type, f"*.{type}") if type else "*"  # an unlisted type like rb means *.rb
     answer = await search_lines(
         {
             "source": re.escape(pattern) if fixed_strings else pattern,
             "mode": output_mode,
-            "flags": re.IGNORECASE if case_insensitive else 0,
+            "flags": int(re.IGNORECASE) if case_insensitive else 0,
             "most": head_limit + 1,
             "context": context,
-            "files": await in_thread(find_files, turn, root, glob, type_glob),
+            "files": await in_thread(find_files, turn, path, glob, type_glob),
+            "most_bytes": 1_000_000_000 if root.is_file() else 2_000_000,
         }
     )
     if problem := answer.get("problem"):
         raise ToolError(f"{pattern!r} is no regular expression: {problem}. Or set fixed_strings.")
     items, skipped = answer["lines"], answer["skipped"]
-    only = f", only in {glob} of type {type or 'any'}" if type or glob not in ("", "*") else ""
+    only = f", only in {glob} of type {type or 'any'}" if is_typed or glob not in ("", "*") else ""
     nothing = f"No match for {pattern!r} in {root}{only}."
     for syntax, advice in OF_OTHER_PROGRAMS.items():
         if not items and not fixed_strings and re.search(syntax, pattern):
             raise ToolError(f"{nothing} {advice}")
-    notes = f"\n({skipped} files skipped: binary, over 2 MB or not readable)" if skipped else ""
-    return (first_lines(items, head_limit) or nothing) + notes
+    text = first_lines(items, head_limit) or nothing
+    if skipped:
+        more = f" and {len(skipped) - 10} more" if len(skipped) > 10 else ""
+        text = f"NOT searched: {', '.join(skipped[:10])}{more}\n{text}"
+    hits = answer["hits"]
+    where = counted(len(hits), "file", "files")
+    return ToolResult(text, shown=f"{counted(sum(hits), 'match', 'matches')} in {where}")
 
 
 async def search_lines(request: dict) -> dict:
-    """Returns {"lines": […], "skipped": 2} or {"problem": …}; raises ToolError on a timeout."""
+    """Search in several processes, one per CPU, if there are many files. Raises ToolError after
+    SEARCH_SECONDS. Returns {"lines": […], "hits": [3, 1], "skipped": ["a.log (binary)"]}, or
+    {"problem": …}"""
+    files = request["files"]
+    size = max(1_000, len(files) // (os.cpu_count() or 1) + 1)
+    parts = [files[start : start + size] for start in range(0, len(files), size)] or [[]]
+    work = (search_part(request | {"files": part}) for part in parts)
+    first, *others = await asyncio.gather(*work)
+    for other in others:
+        for name in {"lines", "hits", "skipped"} & first.keys():
+            first[name] += other[name]
+    return first
+
+
+async def search_part(request: dict) -> dict:
     process = subprocess.Popen(
-        [sys.executable, "-I", "-S", "-c", child_program()],
+        [sys.executable, "-I", "-S", "-c", CHILD],
         start_new_session=True,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
     )
-    searching = asyncio.ensure_future(in_thread(process.communicate, json.dumps(request).encode()))
+    program = {function.__name__: function.__code__ for function in CHILD_FUNCTIONS}
+    work = marshal.dumps([CHILD_VALUES, program, request])
+    searching = asyncio.ensure_future(in_thread(process.communicate, work))
     try:
         await asyncio.wait([searching], timeout=SEARCH_SECONDS)
     finally:  # kill the child even if the turn is cancelled, so that `communicate` returns
         process.kill()
-    output, _ = await searching
+    output, errors = await searching
+    if not output.endswith(b"\n") and errors:
+        raise ToolError(f"The search failed: {errors.decode(errors='replace').splitlines()[-1]}")
     if not output.endswith(b"\n"):  # the child was killed
         raise ToolError(f"The search was stopped after {SEARCH_SECONDS} s: simplify the pattern.")
     return json.loads(output)
 
 
-def child_program() -> str:
-    """The child runs only a few functions, because importing all of tools.py takes 200 ms."""
-    lines = ["from __future__ import annotations", "import json, os, re, signal, sys"]
-    functions = (
-        open_file,
-        plain_text,
-        is_binary,
-        search_child,
-        searched_bytes,
-        shown_lines,
-    )
-    names = ("READING", "UTF8_MARK", "UTF16_MARKS", "SEARCH_SECONDS")
-    lines += [f"{name} = {globals()[name]!r}" for name in names]
-    lines += [*map(inspect.getsource, functions), "search_child()"]
-    return "\n".join(lines).encode("ascii", "backslashreplace").decode()  # ASCII fits any locale
-
-
-def search_child():
-    """The main function of the child: read a request from stdin, print the answer."""
+def search_child(request: dict):
+    """The main function of the child: print the answer to a request."""
     if hasattr(signal, "alarm"):
         signal.alarm(SEARCH_SECONDS + 10)  # the alarm ends this child even if its parent has died
-    request = json.load(sys.stdin)
-    source, flags, shown, skipped = request["source"], request["flags"], [], 0
+    shown, hits, skipped = [], [], []  # `hits`: the number of matches, for each file with matches
     try:
-        pattern = re.compile(source, flags)
+        pattern = re.compile(request["source"], request["flags"])
     except (re.error, OverflowError, RecursionError) as problem:
         print(json.dumps({"problem": str(problem)}))
         return
     for name, path in request["files"]:
-        data = searched_bytes(path)
-        if data is None:
-            skipped += 1
+        data, problem = searched_bytes(path, request["most_bytes"])
+        if problem:
+            skipped.append(f"{name} ({problem})")
         elif data:
-            shown += shown_lines(name, plain_text(data), pattern.search, request)
+            shown += shown_lines(name, plain_text(data), pattern.search, request, hits)
         if len(shown) >= request["most"]:
             break
-    print(json.dumps({"lines": shown, "skipped": skipped}))
+    print(json.dumps({"lines": shown, "hits": hits, "skipped": skipped}))
 
 
-def searched_bytes(path: str) -> bytes | None:
-    """Read a file; returns None if the file is binary, over 2 MB or not readable."""
+def searched_bytes(path: str, most: int) -> tuple[bytes, str]:
+    """Read a file; returns its bytes, and why it cannot be searched."""
     try:
         with open_file(path) as file:
-            data = file.read(65_536)  # allocating 2 MB takes longer than searching a small file
-            data += file.read(2_000_001 - len(data)) if len(data) == 65_536 else b""
+            if os.fstat(file.fileno()).st_size > most:
+                return b"", f"over {most:,} bytes: name it in path"
+            data = file.read()
     except OSError:  # permission denied, or the file was deleted
-        return None
-    return None if len(data) > 2_000_000 or is_binary(data) else data
+        return b"", "not readable"
+    return (b"", "binary") if is_binary(data) else (data, "")
 
 
-def shown_lines(name: str, text: str, find: Callable, request: dict) -> list[str]:
-    """Format each match as `name:12: text` and each context line as `name-13- text`."""
+def shown_lines(name: str, text: str, find: Callable, request: dict, hits: list) -> list[str]:
+    """Format each match as `name:12: text` and each context line as `name-13- text`. Appends the
+    number of matches to `hits`."""
     lines = text.split("\n")
-    hits = [number for number, line in enumerate(lines) if find(line)]
+    found = [number for number, line in enumerate(lines) if find(line)]
+    if not found:
+        return []
+    hits.append(len(found))
     if request["mode"] != "content":
-        shown = name if request["mode"] == "files_with_matches" else f"{name}: {len(hits)}"
-        return [shown] if hits else []
+        return [name if request["mode"] == "files_with_matches" else f"{name}: {len(found)}"]
     marks, context = {}, request["context"]
-    for hit in hits:
+    for hit in found:
         last = min(hit + context, len(lines) - 1)
         marks |= dict.fromkeys(range(max(hit - context, 0), last + 1), "-")
-    shown = sorted((marks | dict.fromkeys(hits, ":")).items())
+    shown = sorted((marks | dict.fromkeys(found, ":")).items())
     return [f"{name}{mark}{number + 1}{mark} {lines[number][:500]}" for number, mark in shown]
+
+
+# The child gets compiled functions, because importing all of tools.py takes 200 ms, and because
+# the file may have been edited since this program has started.
+CHILD_FUNCTIONS = (open_file, plain_text, is_binary, search_child, searched_bytes, shown_lines)
+CHILD_VALUES = {name: globals()[name] for name in ("READING", "UTF8_MARK", "UTF16_MARKS")}
+CHILD_VALUES["SEARCH_SECONDS"] = SEARCH_SECONDS
+CHILD = """import json, marshal, os, re, signal, sys, types
+values, program, request = marshal.load(sys.stdin.buffer)
+globals().update(values)
+for name, code in program.items():
+    globals()[name] = types.FunctionType(code, globals())
+search_child(request)"""
 
 
 FILE_TOOLS = [read_file, write_file, edit_file, notebook_edit, list_dir, glob, grep]
@@ -1118,74 +1419,116 @@ FILE_TOOLS = [read_file, write_file, edit_file, notebook_edit, list_dir, glob, g
 
 # :(){ :|:& };:
 FORK_BOMB = r"(?<![\w:.])([\w:.]{1,80})\s{0,9}\(\)\s{0,9}\{[^}]{0,200}\1\s{0,9}\|\s{0,9}\1\s{0,9}&"
-# mkfs.ext4 /dev/sda1; sudo reboot; systemctl poweroff; dd if=x of=/dev/sda
+# mkfs.ext4 /dev/sda1; sudo reboot; systemctl poweroff; dd if=x of=/dev/sda; mv ~ /x; chmod -R 7 /
 FATAL = (
-    r"(mkfs\S*|mke2fs|wipefs|shutdown|reboot|halt|poweroff|systemctl (reboot|halt|poweroff)"
-    r"|dd .*of=/dev/(?!null|std|shm|tty).*) "
+    r"(mkfs\S*|mke2fs|wipefs|shutdown|reboot|halt|poweroff|systemctl (-\S+ )*(reboot|halt|poweroff)"
+    r"|dd .*of=/dev/(?!null|std|shm|tty).*|mv (-\S+ )*(~|/|\$HOME|\$\{HOME\}|\.\.)[/*]* \S.*"
+    r"|ch(mod|own|grp) (?=.*-(\w*R|-recursive))(\S+ ){1,3}(~|/|\$HOME|\$\{HOME\}|\.\.)[/*]*) "
 )
-# `rm -fr` and `find -delete` remove whole folders; `find -name x -delete` does not
-REMOVES = (
-    r"rm (.* )?-(\w*[rR]|-r)"
-    r"|find ((?!-i?(name|path|regex)|-empty|-size|-[acm](time|min)|-newer)\S* )*-delete"
-)
+REMOVES = r"rm (.* )?-(\w*[rR]|-r)"  # rm -fr
+# find . -name '*.pyc' -delete removes some files, find . -type f -delete removes all
+CHOOSES = r"-(i?(name|path|regex) \S*\w|empty|size|[acm](time|min)|newer)"
 WRITERS = {"tee", "mv", "rm", "truncate", "touch", "mkdir"}
-WRITES_LAST = r"(cp|ln|install)( |$)|sed .*-i"  # cp a b writes to b
+WRITES_LAST = r"(cp|ln|install) |sed (.* )?-i"  # cp a b writes to b
 QUOTED = r"""\\(.)|'([^']*)'|"((?:[^"\\]|\\[\s\S])*)\""""
 WORD = r"""(?:[^\s;&|()<>`'"\\]|\\.|'[^']*'|"(?:[^"\\]|\\[\s\S])*")+"""
 # a comment; 2>>'log a' (group 1: the file); a word or operators (group 2). A lone quote is skipped.
 TOKEN = rf"#.*|[\d&]?>>?[&|]?[ \t]*({WORD})|({WORD}|[<;&|()`\r\n]+)"
 BORDER = r"<*[;&|()`\r\n]+<*|-exec(dir)?"  # separates two programs: make && ls
 PREFIX = (
-    r"(?s)sudo|env|nohup|time|timeout|command|exec|nice|xargs|if|then|do|else|[!{]?|{}"
+    r"(?s)sudo|env|nohup|time|timeout|command|exec|eval|nice|xargs|if|then|do|else|[!{]?|{}"
     r"|[-\d].*|[^=]*=.*"
 )  # in A=1 sudo nice -n 5 rm, the program is rm
-SHELLS = {"sh", "bash", "dash", "zsh", "eval", "su"}  # a shell runs an argument: bash -c 'rm x'
+SHELLS = {"sh", "bash", "dash", "zsh", "su"}  # a shell runs an argument: bash -c 'rm x'
 # cat > a.txt <<'END', but not $((1 << n))
 HERE_DOCUMENT = r"(?<!<)<<-?\s*[\"'\\]?([A-Za-z_]\w*)\b(?!\s*\))"
 READ_BY_A_SHELL = r"(^|[\s;&|(/])((ba|da|z|s)?sh|su|eval|source)([\s<]|$)"  # bash <<END
+HOME = r"\$(HOME\b|\{HOME\})"
 URL = r"\b(?!file:)\w{1,20}://\S*"
 # These paths need no check, as in `cut -d /`, `make 2> /dev/null` and `/usr/bin/env python`
 HARMLESS = r"/?|/dev/(null|std(in|out|err)|tty|shm/[\w.-]+|tcp/[\w.-]+/\w+)|(/usr)?/bin/\w[^/]*"
-UNKNOWN = r"[$`{?\[]|\*.*/|(^|/)\.\.(/|$)"  # the target of $X/../*/a is unknown
+UNKNOWN = r"[$`]|(^|[{,])~|[{,]/|(^|[/{,])\.\.([/},]|$)"  # nobody knows what $X/../~ names
 TOO_LONG = "The command is too long to check. Write a script file and run it."
 
 
 def check_command(command: str, turn: Turn, *, confined: bool = False):
-    """Raise ToolError for a FATAL program, a fork bomb, a file with API keys, or a write to a
-    device or to the agent's records. If the fence is on, existing paths outside the allowed folders
-    are refused. A recursive delete may only name plain paths below the working folder, unless the
-    command is `confined` to a sandbox. The limits keep the time of a check below 0.1 s."""
-    programs, named, written, deleted = programs_of(command), set(), set(), set()
+    """Raise Refused for a FATAL program, a fork bomb, a file with API keys, or a write to a device
+    or to the agent's records. If the fence is on, existing paths outside the allowed folders are
+    refused. A recursive delete may only name things below the working folder, unless the command
+    is `confined` to a sandbox. The limits keep the time of a check below 0.1 s."""
+    programs, named, written = programs_of(command), set(), set()
+    here: Path | None = turn.cwd.resolve()  # where the next program runs; None: unknown
+    found = ["."]  # what the last `find` has found; `rm {}` deletes it
+    deleted: list[tuple] = []  # name, folder
     for words in programs:
         if len(programs) > 1_000:
-            raise ToolError(TOO_LONG)
+            raise Refused(TOO_LONG)
         rest = itertools.dropwhile(lambda word: re.fullmatch(PREFIX, word), words)
         program, *arguments = list(rest) or [""]
-        program = os.path.basename(program).lower()
+        name = os.path.basename(program).lower()
         names = [word for word in arguments if not word.startswith("-")]
-        options = " ".join([program, *(word for word in arguments if word.startswith("-"))])
-        if re.match(FATAL, " ".join([program, *names, ""])):
-            raise ToolError(f"Refused: {program} is too dangerous. Ask the user to run it.")
-        if program in SHELLS:
-            for name in names:
-                programs += programs_of(name)  # the loop reaches these, too
-        if re.match(REMOVES, options):
-            deleted.update(names or ["."])  # `xargs rm -r` may delete anything
-            if program == "find" and arguments[0].startswith("-"):
-                deleted.add(".")  # `find -type f -delete` searches the working folder
-        if program in WRITERS:
+        line = " ".join([name, *arguments, ""])
+        if re.match(FATAL, line):
+            raise Refused(f"{name} is too dangerous here. Ask the user to run it.")
+        for text in names if name in SHELLS else [program] if " " in program else []:
+            programs += programs_of(text)  # the loop reaches these, too
+        if name in ("cd", "pushd", "popd"):
+            here = real_path(names[0], here, turn) if names else None
+        if name == "find":
+            found = found_by(arguments)
+            targets = found if "-delete" in arguments else []
+        else:
+            targets = names or ["."] if re.match(REMOVES, line) else []  # as in `xargs rm -r`
+        if "{}" in targets:
+            targets += found
+        deleted += [(target, here) for target in targets if target != "{}"]
+        if name in WRITERS:
             written.update(names)
-        if re.match(WRITES_LAST, options):
+        if re.match(WRITES_LAST, line):
             written.update(names[-1:])
         named.update(words)
-        if "/" in names and program not in ("awk", "cut", "sed", "tr"):
+        if "/" in names and name not in ("awk", "cut", "sed", "tr"):
             named.add("/.")
-    if not named.isdisjoint(("cd", "pushd", "popd")) and deleted:
-        deleted.add("$PWD")  # after a cd, the target of a relative path is unknown
+    if len(deleted) > 100:
+        raise Refused(TOO_LONG)
+    for name, folder in deleted if not confined else []:
+        check_deleted(name, folder, turn)
     check_paths(written, turn, writes=True)
     check_paths(named - written, turn, writes=False)
-    if not confined:
-        check_deleted(deleted, turn)
+
+
+def found_by(arguments: list[str]) -> list[str]:
+    """The start folders of `find`, or patterns in them: a b -type f → a, b; . -name c → ./found*"""
+    starts = list(itertools.takewhile(lambda word: word[:1] not in "-(!", arguments)) or ["."]
+    if re.search(CHOOSES, " ".join(arguments).partition(" -delete")[0]):
+        return [f"{start}/found*" for start in starts]
+    return starts
+
+
+def real_path(name: str, here: Path | None, turn: Turn) -> Path | None:
+    """The path of a name if it is plain and in the working folder, else None."""
+    if here is None or re.search(UNKNOWN, name):
+        return None
+    real = replace(turn, cwd=here).path(name)
+    return real if real.is_relative_to(turn.cwd.resolve()) else None
+
+
+def check_deleted(name: str, here: Path | None, turn: Turn):
+    """Raise Refused if a recursive delete does not only name things below turn.cwd, or if these
+    hold AGENT_FILES or keys. A pattern must contain a letter, or a folder must precede it."""
+    start, *pattern = re.split(r"[*?\[{]", name, maxsplit=1)
+    folder = os.path.dirname(start) if pattern else name
+    rest = name[len(folder) :].lstrip("/")  # sub/*.pyc: folder sub, rest *.pyc
+    real = real_path(folder, here, turn)
+    is_named = (folder and real != turn.cwd.resolve()) or re.search(r"\w", rest)
+    records = [turn.workspace.resolve() / name for name in AGENT_FILES]
+    held = os.path.join(real or "", rest, "*")
+    is_kept = any(fnmatch.fnmatch(f"{path}/", held) for path in (*turn.secret, *records))
+    if re.search(UNKNOWN, name) or not (real and is_named) or is_kept:
+        raise Refused(
+            f"rm -rf may only delete named things inside {turn.cwd}, not {name}. "
+            "The command was not run: ask the user to run it."
+        )
 
 
 def programs_of(command: str) -> list[list[str]]:
@@ -1193,9 +1536,9 @@ def programs_of(command: str) -> list[list[str]]:
     sudo ls -a >b && c "d e" # f  →  [[tee, b], [sudo, ls, -a], [c, d e]]"""
     command = without_here_documents(command)
     if len(command) > 20_000:
-        raise ToolError(TOO_LONG)
+        raise Refused(TOO_LONG)
     if re.search(FORK_BOMB, command):
-        raise ToolError("Refused: this is a fork bomb.")
+        raise Refused("This is a fork bomb.")
     programs, program = [], []
     for tokens in [*re.findall(TOKEN, command.replace("\\\n", "")), ("", ";")]:
         file, word = [re.sub(QUOTED, r"\1\2\3", token) for token in tokens]
@@ -1223,39 +1566,22 @@ def without_here_documents(command: str) -> str:
     return "\n".join(kept)
 
 
-def check_deleted(names: set[str], turn: Turn):
-    """Raise ToolError if a recursive delete does not only name plain paths below turn.cwd, or if
-    these hold AGENT_FILES or keys."""
-    here = turn.cwd.resolve()
-    records = [turn.workspace / name for name in AGENT_FILES]
-    kept = [path.resolve() for path in (here, *turn.secret, *records)]
-    for name in names:
-        target = os.path.dirname(name) if "*" in name else name  # for `sub/*`, check `sub`
-        real = turn.path(target, write=True)
-        is_plain = real.is_relative_to(here) and not re.search(UNKNOWN, name)
-        if not is_plain or any(path.is_relative_to(real) for path in kept):
-            raise ToolError(
-                f"Refused: rm may only delete below {turn.cwd}, not {name}. Name each folder "
-                "without cd, $ or links, or ask the user to delete it."
-            )
-
-
 def check_paths(words: set[str], turn: Turn, *, writes: bool):
     """Raise ToolError if a path in the words may not be written, or exists and may not be read."""
     paths = {path for word in words for path in paths_in(word)}
     if not writes:
         paths = {path for path in paths if path[0] == "~" or os.path.lexists(turn.cwd / path)}
     if len(paths) > 100 or len("".join(paths)) > 8_000:  # a check takes 0.3 ms, of a deep path 2 ms
-        raise ToolError(TOO_LONG)
+        raise Refused(TOO_LONG)
     for path in paths:
         if writes and path.startswith("/dev/"):
-            raise ToolError(f"Refused: {path} is a device.")
+            raise Refused(f"{path} is a device.")
         turn.path(path, write=writes)
 
 
 def paths_in(word: str) -> Iterator[str]:
     """Find the paths in a word, like -I/usr/lib, --file=~/x, host:/etc, {a,b}, /etc/pass*"""
-    word = re.sub(r"\$(HOME\b|\{HOME\})", "~", re.sub(URL, "", word))
+    word = re.sub(HOME, "~", re.sub(URL, "", word))
     for part in set(re.split(r"[=:,{}]|^-\w(?=[/~])", word)):
         path, *pattern = re.split(r"[*?\[$]", part, maxsplit=1)
         path = path[: path.rfind("/") + 1] if pattern else path  # /etc/ from /etc/pass*
@@ -1266,7 +1592,7 @@ def paths_in(word: str) -> Iterator[str]:
 # ---- The shell: a command and all processes that it starts ----
 
 MAX_OUTPUT_CHARS = 10_000
-KEPT_BYTES = 4 * MAX_OUTPUT_CHARS  # kept from the start and from the end; a character has 1-4 bytes
+KEPT_BYTES = 3_000_000
 SAFE_ENVIRONMENT = ("HOME", "LANG", "TERM", "PATH")  # other variables may hold API keys
 
 
@@ -1277,7 +1603,7 @@ class Exec(Tool):
     name = "exec"
     description = (
         "Run a bash command. For files prefer read_file, grep and glob. No input is possible: use "
-        "flags like -y. Returns stdout, then STDERR:, then the exit code. A background process "
+        "flags like -y. Returns the output and the exit code. A background process "
         "(`cmd &`) is killed when the agent exits; to keep it running, use `setsid cmd &`."
     )
     timeout: int = 60  # seconds
@@ -1312,7 +1638,14 @@ class Exec(Tool):
         if self.sandbox:
             argv = [*await in_thread(self._bwrap, turn), "--chdir", str(folder), *argv]
             environment["HOME"] = "/tmp"
-        return await Job(argv, folder, environment).run(timeout or self.timeout)
+        job, seconds = Job(argv, folder, environment), timeout or self.timeout
+        text = fitted(await job.run(seconds), MAX_OUTPUT_CHARS, "exec", turn)
+        code = job.process.returncode
+        shown = f"exit {code}"
+        if job.is_late:
+            shown = f"timed out after {seconds} s"
+            text += f"\nTimed out after {seconds} s: its process group was killed."
+        return ToolResult(f"{text}\nExit code: {code}".strip("\n"), code != 0, shown=shown)
 
     def _bwrap(self, turn: Turn) -> list[str]:
         """Return bwrap's arguments; raises ToolError if bwrap cannot confine the command."""
@@ -1359,24 +1692,23 @@ class Job:
             argv,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=subprocess.STDOUT,  # one pipe keeps the order
             **options,
         )
         if self.watchdog:
             self.watchdog.stdin.write(f"{self.process.pid}\n".encode())
         atexit.register(self.kill)  # kill the command when this program exits
-        self.stdout, self.stderr = Capture(self.process.stdout), Capture(self.process.stderr)
+        self.output, self.is_late = Capture(self.process.stdout), False
 
-    async def run(self, seconds: float) -> ToolResult:
-        late = ""
+    async def run(self, seconds: float) -> str:
+        """Wait for the end of the command, or kill it after `seconds`. Returns its output."""
         try:
             await asyncio.wait_for(in_thread(self.process.wait), seconds)
         except TimeoutError:
-            late = f"\nTimed out after {seconds} s: its process group was killed."
+            self.is_late = True
         finally:  # a cancelled turn also waits until the process group is killed
             await in_thread(self.finish)
-        output, code = await in_thread(self.output), self.process.returncode
-        return ToolResult(f"{output}{late}\nExit code: {code}".strip("\n"), code != 0)
+        return await in_thread(self.output.text)
 
     def finish(self):
         """Kill a command that still runs. End the watchdog, if no background process is left."""
@@ -1407,33 +1739,31 @@ class Job:
         except OSError:
             return False
 
-    def output(self) -> str:
-        """stdout and stderr of a process that has ended. Blocks."""
-        text, errors = self.stdout.text(), self.stderr.text()
-        text += f"\nSTDERR:\n{errors}" if errors else ""
-        return shorten(text, MAX_OUTPUT_CHARS, self.stdout.missing + self.stderr.missing)
-
 
 class Capture(threading.Thread):
-    """Reads a pipe to its end, so the writer never blocks; keeps only the start and the end."""
+    """Reads a pipe to its end, so the writer never blocks; keeps at most the first 3 MB and the
+    last 6 MB."""
 
     def __init__(self, pipe):
         super().__init__(daemon=True)
-        self.pipe, self.head, self.tail, self.missing = pipe, b"", b"", 0
+        self.pipe, self.head, self.tail, self.missing = pipe, bytearray(), bytearray(), 0
         self.start()
 
     def run(self):
         with self.pipe:
             while chunk := self.pipe.read1(65_536):
                 room = KEPT_BYTES - len(self.head)
-                self.head, rest = self.head + chunk[:room], self.tail + chunk[room:]
-                self.tail = rest[-KEPT_BYTES:]
-                self.missing += len(rest) - len(self.tail)
+                self.head += chunk[:room]
+                self.tail += chunk[room:]
+                if len(self.tail) > 2 * KEPT_BYTES:
+                    self.missing += KEPT_BYTES
+                    del self.tail[:KEPT_BYTES]
 
     def text(self) -> str:
         """Return the start and the end of the output. Waits up to 0.5 s for the pipe to close."""
         self.join(0.5)
-        return (self.head + self.tail).decode("utf-8", errors="replace").rstrip("\n")
+        gap = f"\n[{self.missing:,} bytes are missing here]\n".encode() if self.missing else b""
+        return (self.head + gap + self.tail).decode("utf-8", errors="replace").rstrip("\n")
 
 
 # ---- The shell: the sandbox ----
@@ -1574,8 +1904,17 @@ class Web:
         self.whitelist = [ipaddress.ip_network(network) for network in whitelist]
         self.resolve, self.seconds = resolve, seconds
         self.proxy = urllib.parse.urlsplit(proxy)
-        if proxy and not (self.proxy.scheme == "http" and self.proxy.hostname and self.proxy.port):
-            raise ValueError(f"{proxy!r} is no proxy. Write it like http://proxy.example:3128")
+        place = self.proxy.hostname and self.proxy.port
+        if proxy and not (self.proxy.scheme == "http" and place):
+            kind = "a SOCKS proxy, which does not work here" if "socks" in proxy else "no proxy"
+            raise ValueError(
+                f"{self.proxy.hostname} is {kind}. Write it like http://proxy.example:3128"
+            )
+        self.login = {}
+        if self.proxy.username:
+            pair = f"{self.proxy.username}:{self.proxy.password or ''}"
+            login = base64.b64encode(urllib.parse.unquote(pair).encode()).decode()
+            self.login = {"Proxy-Authorization": f"Basic {login}"}
 
     async def ask(self, url: str, redirects: int = 0, **request) -> tuple[Any, bytes]:
         """Return http.client's response and the body. Options: `trusted`, `body`, `headers`."""
@@ -1627,7 +1966,7 @@ class Web:
     def _connect_by_proxy(self, url) -> socket.socket:
         connection = HTTPConnection(self.proxy.hostname, self.proxy.port, timeout=15)
         if url.scheme == "https":
-            connection.set_tunnel(url.hostname, url.port or 443)
+            connection.set_tunnel(url.hostname, url.port or 443, self.login)
         connection.connect()
         return connection.sock
 
@@ -1635,8 +1974,9 @@ class Web:
         about = {"Host": url.netloc, "User-Agent": "Mozilla/5.0 (compatible; nanobot)"}
         with contextlib.closing(HTTPConnection(url.hostname, 80)) as connection:
             connection.sock = line  # already connected, so http.client resolves no name
-            is_for_proxy = self.proxy.hostname and url.scheme == "http"
-            target = url if is_for_proxy else url._replace(scheme="", netloc="")
+            target = url._replace(scheme="", netloc="")
+            if self.proxy.hostname and url.scheme == "http":
+                target, about = url, about | self.login
             connection.request(
                 "POST" if body else "GET", target.geturl(), body, about | dict(headers)
             )
@@ -1652,7 +1992,7 @@ ATTRIBUTES = r"""([^<>"']*(?:"[^"<]*"[^<>"']*|'[^'<]*'[^<>"']*)*)>"""  # `>` in 
 TAG = rf"(?i)<(/?[a-z][\w:-]*){ATTRIBUTES}|<(/?[a-z][\w:-]*)([^<>]*)>?|<[!?/][^<>]*>?"
 LINK = rf"(?is)<a\b{ATTRIBUTES}(.*?)(?:</a\b[^<>]*>?|(?=<a\b)|\Z)"
 NOT_TEXT = (
-    r"(?is)<(script|style|template|svg|iframe|title)\b.*?(?:</\1\b[^<>]*>?|\Z)"
+    r"(?is)<(script|style|template|(?:svg|iframe)(?![^<>]*/>)|title)\b.*?(?:</\1\b[^<>]*>?|\Z)"
     r"|<!--.*?(?:-->|\Z)|&#\d{8,};?|[\0\1]|<h\d\b[^<>]*>\s*</h\d>"
 )
 # removes <nav>menu</nav>, but not <aside class=footnote> or an element that is never closed
@@ -1714,7 +2054,7 @@ def page_text(source: str, url: str = "") -> str:
 
 def link_text(match: re.Match, url: str) -> str:
     """<a href="b?x=1"> <b>go</b> </a> → [go](https://example.com/b?x=1)"""
-    words = re.sub(TAG, "", re.sub(rf"(?i)<{BLOCK}\b", r" \g<0>", match[2])).split()
+    words = re.sub(TAG, "", re.sub(rf"(?i)<({BLOCK}|br|t[dh])\b", r" \g<0>", match[2])).split()
     text, href, target = " ".join(words), attribute(match[1], "href"), ""
     with contextlib.suppress(ValueError):  # if the URL is invalid, no link is made
         target = urllib.parse.urljoin(url, href) if href else ""
@@ -1892,8 +2232,9 @@ def search_results(page: str, where: str) -> list[dict]:
     except (ValueError, RecursionError):
         raise ToolError("The answer is not JSON. The user may change tools.web.search.") from None
     for key in where.split("."):
-        value = keyword(value, key, dict) or keyword(value, key, list)
-    return [result for result in value if isinstance(result, dict)]
+        value = value.get(key) if isinstance(value, dict) else None
+    results = value if isinstance(value, list) else []
+    return [result for result in results if isinstance(result, dict)]
 
 
 def duckduckgo_results(page: str) -> list[dict]:
@@ -1933,7 +2274,9 @@ class MCPTool(Tool):
             texts = {each["name"]: StringSchema(each.get("description")) for each in arguments}
             required = [each["name"] for each in arguments if each.get("required")]
             schema = ObjectSchema(texts, required=required)
-        properties = {name: as_schema(part) for name, part in schema.get("properties", {}).items()}
+        properties = schema.get("properties", {})
+        for odd in [name for name, part in properties.items() if not is_sane(part)]:
+            properties[odd] = {}  # any value: the server checks it
         self.parameters = {**schema, "type": "object", "properties": properties}
 
     async def execute(self, /, **arguments) -> ToolResult:
@@ -2109,7 +2452,7 @@ class MCPServer:
                         raise ValueError("too many, too large, or its name is in use")
                     self.registry.register(MCPTool(self, name, kind, item))
                     self.tools.append(name)
-                except (AttributeError, KeyError, TypeError, ValueError) as problem:
+                except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as problem:
                     left_out.append(f"{item['name'][:64]} ({problem})")
         if left_out:
             log.warning("MCP server %s, left out: %s", self.name, shorten(", ".join(left_out), 900))

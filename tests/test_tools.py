@@ -41,6 +41,7 @@ from tools import (
     MCPServers,
     NumberSchema,
     ObjectSchema,
+    Refused,
     StringSchema,
     Tool,
     ToolError,
@@ -89,7 +90,9 @@ def turn(tmp_path):
         (workspace / name).symlink_to(tmp_path / "out" / target)
     (workspace / "loop").symlink_to("loop")
     secret = (tmp_path / "home" / "config.json",)
-    return Turn(workspace, workspace, readable=(tmp_path / "kit",), secret=secret)
+    results, undo = workspace / ".nanobot" / "tool-results", tmp_path / "home" / "undo"
+    kit = (tmp_path / "kit",)
+    return Turn(workspace, workspace, readable=kit, secret=secret, results=results, undo=undo)
 
 
 @pytest.fixture
@@ -209,7 +212,6 @@ OPTIONAL = {
     "schema, value, wanted",
     [
         (OPTIONAL, 5, 5),
-        ({"type": "string", "nullable": True, "enum": ["a"]}, None, None),
         ({"$ref": "#/$defs/x"}, {"a": ["1"]}, {"a": ["1"]}),
         ({"type": "string", "pattern": "(", "format": "date"}, "x", "x"),
         ({"type": "array", "prefixItems": [{"type": "integer"}], "items": False}, ["1"], ["1"]),
@@ -224,6 +226,7 @@ OPTIONAL = {
     ],
 )
 def test_a_legal_value_passes_whatever_keywords_a_server_uses(schema, value, wanted):
+    schema = schema if tools.is_sane(schema) else {}  # as an MCP server's schema is read
     result = cast(value, schema)
     assert result == wanted and type(result) is type(wanted)
     assert validate(result, schema) == []
@@ -269,14 +272,15 @@ def test_a_schema_may_be_written_out():
     whole = ObjectSchema({"rows": ArraySchema(place, max_items=3)}, ["rows"], "All")
     assert (whole["description"], whole["required"]) == ("All", ["rows"])
     assert validate({"rows": [{}, None]}, whole) == ["rows[0].name is required"]
-    written = type("Written", (Tool,), {"name": "written", "parameters": whole})()
+    own = {"name": "written", "parameters": whole, "run": lambda tool, rows: ""}
+    written = type("Written", (Tool,), own)()
     assert answer(written, rows=1).text.startswith("written was not run: rows must be array, not 1")
 
 
-def test_parameters_are_a_copy_for_each_class():
+def test_parameters_are_a_copy_for_each_instance():
     schema = tool_parameters_schema(n=IntegerSchema(), required=["n"], description="One number")
     one, two = (
-        tool_parameters(schema)(type(name, (Tool,), {"name": name})) for name in ("one", "two")
+        tool_parameters(schema)(type(name, (Tool,), {"name": name}))() for name in ("one", "two")
     )
     one.parameters["properties"]["n"]["type"] = "string"
     assert two.parameters == schema and schema["properties"]["n"] == {"type": "integer"}
@@ -311,7 +315,7 @@ def test_a_method_of_an_object_becomes_a_tool(turn):
         ["name"],
     )
     added = asyncio.run(registry.execute("job", {"name": "x", "times": "2"}, turn))
-    assert added == ToolResult("direct: ['x', 'x']") and registry.get("job").concurrency_safe
+    assert added.text == "direct: ['x', 'x']" and registry.get("job").concurrency_safe
     assert asyncio.run(
         registry.execute("job", {"name": "x", "turn": "mine"}, turn)
     ).is_error  # not the model's
@@ -333,7 +337,9 @@ def test_a_tool_that_raises_is_told_in_one_line_and_its_traceback_only_with_logs
         raise KeyError("colour")
 
     result = answer(broken)
-    assert result == ToolResult("broken failed: KeyError: 'colour'", is_error=True)
+    assert replace(result, shown="") == ToolResult(
+        "broken failed: KeyError: 'colour'", is_error=True
+    )
     assert [record.getMessage() for record in caplog.records] == [
         "tool broken failed: KeyError: 'colour'"
     ]
@@ -418,7 +424,7 @@ def test_arguments_and_schemas_of_any_depth_end_no_turn(depth):
     deep = tool(lambda a: f"{a}"[depth], name="deep")
     type(deep).parameters = {"type": "object", "properties": {"a": schema}}
     result = answer(deep, a=value)
-    assert result == (ToolResult("1") if depth == 20 else replace(result, is_error=True))
+    assert (result.text == "1") if depth == 20 else result.is_error
 
 
 @pytest.mark.parametrize(
@@ -447,8 +453,8 @@ def test_a_result_over_the_limit_goes_into_a_file_that_read_file_can_page(turn):
     text = "\n".join(f"row {number} \ud800" for number in range(5_000))
     big = tool(lambda: text, name="big")
     result = asyncio.run(ToolRegistry([big]).execute("big", {}, turn)).text
-    path = re.search(r"saved to (\S+\.txt)", result)[1]
-    assert f"{len(text):,} characters" in result and "row 0" in result and len(result) < 2_000
+    path = re.search(r"the whole text is in (\S+\.txt)", result)[1]
+    assert "row 0 " in result and "row 4999 " in result and len(result) <= turn.max_result_chars
     assert Path(path).read_text() == text.replace("\ud800", "?")
     assert "5000| row 4999" in call(turn, "read_file", path=path, offset=4_990).text
     assert call(turn, "grep", pattern="row 4999", path=path).text.endswith(".txt")
@@ -456,23 +462,20 @@ def test_a_result_over_the_limit_goes_into_a_file_that_read_file_can_page(turn):
 
 def test_only_the_newest_results_are_kept(turn):
     registry = ToolRegistry([tool(lambda: "x" * 20_000, name="big")])
-    registry.kept_results = 3
-    for _ in range(5):
+    for _ in range(202):
         newest = asyncio.run(registry.execute("big", {}, turn)).text
     kept = list((turn.workspace / ".nanobot" / "tool-results").iterdir())
-    assert len(kept) == 3 and any(str(path) in newest for path in kept)
+    assert len(kept) == 200 and any(str(path) in newest for path in kept)
     assert call(turn, "write_file", path=".nanobot/tool-results/mine", content="x").is_error
 
 
-def test_a_result_that_cannot_be_saved_is_cut_in_the_middle(turn, caplog):
+def test_a_result_that_cannot_be_saved_is_cut_in_the_middle(turn):
     (turn.workspace / ".nanobot").write_text("a file where the folder should be")
     big = tool(lambda: "head" + "x" * 50_000 + "tail", name="big")
     text = asyncio.run(ToolRegistry([big]).execute("big", {}, turn)).text
     assert text.startswith("head") and text.endswith("tail") and "left out" in text
-    assert turn.max_result_chars - 120 < len(text) <= turn.max_result_chars
-    assert (
-        "could not save the result of big to a file" in caplog.text and "directory" in caplog.text
-    )
+    assert turn.max_result_chars - 250 < len(text) <= turn.max_result_chars
+    assert "could not be saved" in text and "directory" in text
 
 
 def test_a_thread_whose_waiter_is_gone_neither_holds_the_exit_nor_complains():
@@ -937,7 +940,8 @@ def outside_of(turn: Turn) -> dict[Path, bytes]:
         for path in turn.workspace.parent.rglob("*")
         if path.is_file() and not path.is_symlink()
     ]
-    return {path: path.read_bytes() for path in files if not path.is_relative_to(turn.workspace)}
+    own = (turn.workspace, turn.undo)
+    return {path: path.read_bytes() for path in files if not any(map(path.is_relative_to, own))}
 
 
 @pytest.mark.parametrize("path", OUTSIDE)
@@ -1115,7 +1119,7 @@ def test_read_file_at_the_edges(turn, data, arguments, told):
 def test_read_file_refuses_by_name_what_is_no_regular_file(turn):
     os.mkfifo(turn.cwd / "fifo")
     (turn.cwd / "zero").symlink_to("/dev/zero")
-    assert "Is a directory. Try list_dir" in call(turn, "read_file", path="sub").text
+    assert "Is a directory. Use list_dir" in call(turn, "read_file", path="sub").text
     for path in ("fifo", "zero", "/dev/zero"):
         assert "not a regular file" in call(turn, "read_file", path=path).text
         for name, arguments in USES:
@@ -1126,7 +1130,7 @@ def test_read_file_refuses_by_name_what_is_no_regular_file(turn):
 def test_write_file_makes_folders_and_keeps_the_mode(turn):
     script = turn.cwd / "deep" / "er" / "run.sh"
     result = call(turn, "write_file", path="deep/er/run.sh", content="one\r\nzwei ü")
-    assert result == ToolResult(f"Wrote 11 characters to {script}.")
+    assert result.text == f"Wrote 11 characters to {script}."
     assert script.read_bytes() == "one\r\nzwei ü".encode()
     assert not call(turn, "write_file", path="half", content="a\ud800b").is_error
     assert (turn.cwd / "half").read_bytes() == b"a?b"  # half of a pair is no text
@@ -1196,18 +1200,18 @@ def test_a_file_is_overwritten_only_if_all_of_it_was_read(turn):
         assert result.is_error == (file.read_text() != "mine")
         return result.text
 
-    assert "You have read 0 of the 3,000 lines" in overwrite()
+    assert "3,000 lines and you have read 0:" in overwrite()
     assert call(turn, "read_file", path="notes.txt", offset=5_000).is_error
-    assert "You have read 0 of the 3,000 lines" in overwrite()  # a failed read is none
+    assert "3,000 lines and you have read 0:" in overwrite()  # a failed read is none
     call(turn, "read_file", path="./sub/../notes.txt", limit=1)  # the same file by another name
     refusal = overwrite()
-    assert "You have read 1 of the 3,000 lines" in refusal and "use edit_file" in refusal
+    assert "3,000 lines and you have read 1:" in refusal and "use edit_file" in refusal
     for offset in (2, 1_001, 2_001):
         call(turn, "read_file", path="notes.txt", offset=offset, limit=1_000)
     times = file.stat().st_atime_ns, file.stat().st_mtime_ns
     file.write_text(file.read_text().replace("\n7\n", "\n8\n"))
     os.utime(file, ns=times)  # neither time nor size show that it has changed
-    assert "You have read 0 of the 3,000 lines" in overwrite()
+    assert "3,000 lines and you have read 0:" in overwrite()
     for offset in (1, 1_001, 2_001):
         call(turn, "read_file", path="notes.txt", offset=offset, limit=1_000)
     assert "Wrote 4 characters" in overwrite()
@@ -1442,7 +1446,7 @@ def test_a_cell_is_what_nbformat_wants(turn, minor, arguments, cells, made):
         assert re.fullmatch("[0-9a-f]{8}", cell["id"])
         cell["id"] = "new"
     assert not result.is_error and len(book["cells"]) == cells and cell == made
-    assert '+    "y"' in result.text
+    assert '+    "y"' in result.shown and f"cell {arguments['cell']}: done" in result.text
 
 
 @pytest.mark.parametrize(
@@ -1484,8 +1488,7 @@ def test_list_dir_shows_folders_and_sizes(turn):
     ]
     near = call(turn, "list_dir", path="a.tx")
     assert (
-        near.text
-        == f"Cannot list {turn.cwd}/a.tx: No such file or directory. Similar names: a.txt."
+        near.text == f"Cannot list {turn.cwd}/a.tx: No such file or directory. In {turn.cwd}: a.txt"
     )
     assert near.is_error and "Not a directory" in call(turn, "list_dir", path="a.txt").text
     (turn.cwd / "sub" / "big").write_bytes(b"x" * 1_234)
@@ -1577,7 +1580,7 @@ def test_globs_of_names_mean_what_fnmatch_says(turn, monkeypatch):
         pattern = "".join(chance.choices(parts, k=3))
         if pattern[0] == "!" or re.search(r"\*\*|\[\^|\[a-(?!\])", pattern):
             continue  # means something else here, or nothing everywhere
-        shown = call(turn, "glob", pattern=pattern, path="sub").text.split("\n")
+        shown = call(turn, "glob", pattern=pattern, path="sub").text.replace("sub/", "").split("\n")
         wanted = {name for name in [*names, "b.txt"] if fnmatch.fnmatchcase(name, pattern)}
         assert wanted == {name for name in shown if not name.startswith("No file below")}, pattern
 
@@ -1656,7 +1659,7 @@ def test_grep_finds_what_a_loop_over_the_lines_would_find(turn, monkeypatch):
         except re.error:
             continue
         wanted = [
-            f"{name}:{index + 1}: {line}"
+            f"sub/{name}:{index + 1}: {line}"
             for name, lines in contents.items()
             for index, line in enumerate(lines)
             if matches(line)
@@ -1669,7 +1672,7 @@ def test_grep_finds_what_a_loop_over_the_lines_would_find(turn, monkeypatch):
         assert shown == "\n".join(wanted) or (not wanted and shown.startswith("No match for")), (
             pattern
         )
-    assert hits > 40 and tools.child_program().isascii()  # it is an argument, in any locale
+    assert hits > 40
 
 
 ENDLESS = r"class(.|\s)*yield"
@@ -1728,7 +1731,7 @@ def test_grep_does_not_wait_for_what_is_no_file_and_counts_what_it_may_not_read(
     (tree.cwd / "shut").chmod(0)
     text = call(tree, "grep", pattern="TODO").text
     if os.getuid():  # root may read it
-        assert text.endswith("\n(1 files skipped: binary, over 2 MB or not readable)")
+        assert text.startswith("NOT searched: shut (not readable)\n")
     assert "main.py" in text and "fifo" not in text and "zero" not in text
 
 
@@ -1759,7 +1762,7 @@ def test_search_never_shows_a_file_with_keys_or_what_was_put_aside(turn):
         ("glob", {"pattern": "[z-a]"}, "bad character range"),
         ("glob", {"pattern": "{a,b"}, "Close each { and ["),
         ("glob", {"pattern": "*.rs"}, "No file below"),
-        ("glob", {"pattern": "*", "path": "sr"}, "Similar names: src."),
+        ("glob", {"pattern": "*", "path": "sr"}, ": src"),
         (
             "grep",
             {"pattern": "TODO", "type": "py", "glob": ""},
@@ -1799,7 +1802,11 @@ def test_what_is_not_text_is_counted_and_links_are_not_followed(turn):
         (turn.cwd / "sub" / name).write_bytes(data)
     (turn.cwd / "sub" / "long").write_text("text" * 600)
     shown = call(turn, "grep", pattern="text|^$", output_mode="content").text
-    assert shown.endswith("\n(2 files skipped: binary, over 2 MB or not readable)")
+    why = "sub/binary (binary), sub/huge (over 2,000,000 bytes: name it in path)"
+    assert shown.startswith(f"NOT searched: {why}\n")
+    named = call(turn, "grep", pattern="text", path="sub/huge", output_mode="count").text
+    assert named == "sub/huge: 500000"
+    assert "NOT searched" in call(turn, "grep", pattern="nowhere", path="sub").text.split("\n")[0]
     assert re.findall(r"^(\S+):1:", shown, re.M) == ["a.txt", "sub/b.txt", "sub/latin", "sub/long"]
     assert max(map(len, shown.split("\n"))) < 520
 
@@ -1875,10 +1882,10 @@ def found(turn, path=".") -> list[str]:
 @pytest.mark.parametrize(
     "path, names",
     [
-        ("src", ["b.py"]),
-        ("inner", [".gitignore", "f.py"]),
-        ("build", ["tracked.py"]),
-        ("src/d.log", ["d.log"]),  # what is named is searched
+        ("src", ["src/b.py"]),
+        ("inner", ["inner/.gitignore", "inner/f.py"]),
+        ("build", ["build/tracked.py"]),
+        ("src/d.log", ["src/d.log"]),  # what is named is searched
     ],
 )
 def test_a_folder_of_a_work_tree_can_be_searched_alone(repository, path, names):
@@ -2617,8 +2624,9 @@ def test_a_proxy_gets_every_request_and_decides_on_addresses(site, https_site):
     assert "by proxy" in fetch("http://intranet.example/", web=web).text
     assert fetch("https://example.com/", web=web).is_error
     assert (site.asked[-1][0], site.asked[-1][1]) == ("CONNECT", "example.com:443")
-    with pytest.raises(ValueError, match="is no proxy. Write it like"):
-        Web(proxy="socks5://x")
+    for proxy, told in {"http://x": "is no proxy", "socks5://x:1": "is a SOCKS proxy"}.items():
+        with pytest.raises(ValueError, match=f"{told}.* Write it like"):
+            Web(proxy=proxy)
 
 
 def test_a_key_does_not_follow_a_redirect(site):
@@ -2663,7 +2671,7 @@ def test_a_folder_below_the_working_folder_may_be_deleted(turn, command):
         "rm sub/.. -R",
         "/bin/rm -rf ~",
         "sudo rm -fr sub/..",
-        "cd sub && rm -rf x",
+        "cd sub; rm -rf *",
         "ls\nrm -rf .",
         "ls\rrm -rf .",
         "rm \\\n -rf .",
@@ -2673,7 +2681,7 @@ def test_a_folder_below_the_working_folder_may_be_deleted(turn, command):
         "echo $(rm -rf .)",
         "if true; then rm -rf .; fi",
         "echo sub | xargs rm -rf",
-        "find sub -exec rm -rf {} +",
+        "find . -exec rm -rf {} +",
         "r\\m -rf .",
         "'rm' -rf .",
         "ls # x\nrm -rf .",
@@ -2694,12 +2702,11 @@ def test_a_folder_below_the_working_folder_may_be_deleted(turn, command):
         "rm -rf away",
         "rm -rf *",
         "rm -rf s*",
-        "rm -rf sub/*/x",
         "rm -rf sub/..",
         "rm -rf sessions",
         "rm -rf memory",
         "rm -rf .nanobot",
-        "pushd sub; rm -rf x",
+        "pushd $X; rm -rf x",
         "true; " * 60 + "rm -rf .",
         "bash <<E\nrm -rf .\nE",
         "cat <<E | sh\nrm -rf .\nE",
@@ -2717,7 +2724,7 @@ def test_a_folder_below_the_working_folder_may_be_deleted(turn, command):
 def test_any_other_recursive_delete_is_refused(turn, command):
     (turn.workspace / "memory").mkdir()
     with pytest.raises(
-        ToolError, match="Refused: (rm|find) may only delete below|agent's own record|holds keys"
+        Refused, match="rm -rf may only delete named things inside|agent's own record|holds keys"
     ):
         check_command(command.replace("{tmp}", str(turn.workspace.parent)), turn)
 
@@ -2766,7 +2773,7 @@ def test_any_other_recursive_delete_is_refused(turn, command):
 )
 def test_what_destroys_a_machine_or_the_agents_records_is_refused(turn, command):
     places = {"keys": str(turn.secret[0]), "tmp": str(turn.workspace.parent)}
-    with pytest.raises(ToolError, match="Refused: |agent's own record|holds keys"):
+    with pytest.raises(Refused, match="dangerous|fork bomb|device|agent's own record|holds keys"):
         check_command(re.sub(r"\{(keys|tmp)\}", lambda match: places[match[1]], command), turn)
 
 
@@ -2970,7 +2977,7 @@ def test_work_of_many_words_or_lines_is_not_refused(fenced, command):
     [
         ("true", "Exit code: 0"),
         ("printf '\\n\\n a\\n\\n'", " a\nExit code: 0"),
-        ("echo out; echo err >&2; exit 3", "out\nSTDERR:\nerr\nExit code: 3"),
+        ("echo out; echo err >&2; exit 3", "out\nerr\nExit code: 3"),
         ("kill -9 $$", "Exit code: -9"),
         ("printf 'a\\377b'", "a�b\nExit code: 0"),
         ("cat; echo end", "end\nExit code: 0"),  # standard input is closed: nothing waits for it
@@ -3015,14 +3022,15 @@ def test_exec_sees_a_clean_environment(turn, monkeypatch):
     assert "sk-1" not in text
 
 
-def test_exec_keeps_head_and_tail_of_a_long_output(turn):
+def test_a_long_output_is_shown_in_part_and_kept_in_a_file(turn):
     text = run(turn, "seq 1 300000; echo the end")
-    total = sum(len(str(number)) + 1 for number in range(1, 300_001)) + len("the end")
-    left_out = int(re.search(r"… ([\d,]+) characters left out …", text)[1].replace(",", ""))
-    assert (
-        text.startswith("1\n2\n") and text.endswith("the end\nExit code: 0") and len(text) < 10_200
-    )
-    assert total - left_out == 10_000
+    path = Path(re.search(r"whole text is in (\S+\.txt)", text)[1])
+    assert text.startswith("1\n2\n") and text.endswith("\nthe end\nExit code: 0")
+    assert len(text) < 10_200 and re.search(r"\n(\d+)\n…", text)[1] == "1191"
+    assert path.read_text().split("\n") == [*map(str, range(1, 300_001)), "the end"]
+    huge = run(turn, "yes 123456789 | head -c 30000000; echo end")
+    kept = Path(re.search(r"whole text is in (\S+\.txt)", huge)[1])
+    assert kept.stat().st_size < 10_000_000 and "bytes are missing here" in kept.read_text()
 
 
 def is_running(pid: int) -> bool:
@@ -3339,3 +3347,274 @@ def test_where_bwrap_does_not_run_no_command_runs_and_the_fix_is_told(
     result = run_confined(confined, "echo ran > ran")
     assert result.is_error and "was not run" in result.text and "Install bubblewrap" in result.text
     assert ("no permissions" in result.text) == bool(bwrap) and not (confined.cwd / "ran").exists()
+
+
+# ---- Outcomes and undo ----
+
+
+@pytest.mark.parametrize(
+    "name, arguments, shown",
+    [
+        ("read_file", {"path": "a.txt"}, "1 line"),
+        ("read_file", {"path": "none"}, "failed: Cannot read"),
+        ("read_file", {"path": []}, "not run: read_file was not run: path must be string"),
+        ("list_dir", {}, "7 lines"),
+        ("write_file", {"path": "new.txt", "content": "a\nb\n"}, "+2 −1\n"),
+        ("edit_file", {"path": "a.txt", "old_text": "text", "new_text": "x\ny"}, "+2 −1\n--- a/a"),
+        ("edit_file", {"path": "a.txt", "old_text": "gone", "new_text": ""}, "failed: old_text is"),
+        ("glob", {"pattern": "*.txt"}, "2 files"),
+        ("grep", {"pattern": "t", "path": "a.txt"}, "1 match in 1 file"),
+        ("grep", {"pattern": "text", "output_mode": "content"}, "2 matches in 2 files"),
+        ("exec", {"command": "exit 3"}, "exit 3"),
+        ("exec", {"command": "sleep 9", "timeout": 1}, "timed out after 1 s"),
+        ("exec", {"command": "rm -rf /"}, "refused: rm -rf may only delete named things inside"),
+        ("bash", {"command": "ls"}, "not run: There is no tool 'bash'. Use exec."),
+    ],
+)
+def test_a_call_says_in_one_line_for_people_how_it_ended(turn, name, arguments, shown):
+    result = call(turn, name, **arguments)
+    assert result.shown.startswith(shown)
+    assert result.is_error == shown.startswith(("failed", "not run", "refused", "timed", "exit 3"))
+
+
+def undo(turn) -> dict[str, bool]:
+    return tools.take_back(turn.store("undo"), turn.session_key)
+
+
+def test_the_last_turn_that_changed_files_is_taken_back_to_the_byte(turn):
+    script = turn.cwd / "run.sh"
+    script.write_bytes(b"\xef\xbb\xbfone\r\ntwo \xff\r\n")
+    script.chmod(0o754)
+    before = {path: path.read_bytes() for path in turn.cwd.rglob("*") if path.is_file()}
+    first, second = replace(turn, started="1"), replace(turn, started="2")
+    call(first, "edit_file", path="run.sh", old_text="one", new_text="1")
+    middle = script.read_bytes()
+    call(second, "edit_file", path="run.sh", old_text="1", new_text="uno")
+    call(second, "edit_file", path="run.sh", old_text="uno", new_text="eins")
+    call(second, "write_file", path="deep/er/new.txt", content="new")
+    call(second, "edit_file", path="a.txt", old_text="text", new_text="words")
+    call(second, "edit_file", path="a.txt", old_text="not there", new_text="")
+    call(replace(second, session_key="telegram:7"), "write_file", path="other", content="x")
+    assert undo(turn) == {"a.txt": True, "deep/er/new.txt": True, "run.sh": True}
+    assert script.read_bytes() == middle and not (turn.cwd / "deep").exists()
+    assert undo(turn) == {"run.sh": True} and undo(turn) == {}
+    after = {path: path.read_bytes() for path in turn.cwd.rglob("*") if path.is_file()}
+    assert after.pop(turn.cwd / "other") == b"x" and after == before
+    assert stat.S_IMODE(script.stat().st_mode) == 0o754
+
+
+def test_what_has_changed_since_is_left_alone_and_named(turn):
+    for name in ("a.txt", "new", "gone"):
+        call(turn, "read_file", path=name)
+        assert not call(turn, "write_file", path=name, content="mine").is_error
+    (turn.cwd / "a.txt").write_text("the user's")
+    (turn.cwd / "gone").unlink()
+    call(turn, "write_file", path="sub/x", content="mine")
+    shutil.move(turn.cwd / "sub", turn.workspace.parent / "moved")
+    (turn.cwd / "sub").symlink_to(turn.workspace.parent / "moved")
+    assert undo(turn) == {"sub/x": False, "gone": False, "new": True, "a.txt": False}
+    assert (turn.cwd / "a.txt").read_text() == "the user's" and not (turn.cwd / "new").exists()
+    assert (turn.workspace.parent / "moved" / "x").read_text() == "mine"
+
+
+def test_old_versions_are_private_bounded_and_their_loss_is_said(turn, monkeypatch):
+    monkeypatch.setattr(tools, "UNDO_CHANGES", 3)
+    monkeypatch.setattr(tools, "UNDO_BYTES", 5_000)
+    monkeypatch.setattr(tools, "UNDO_FILE_BYTES", 500)
+    for number in range(5):
+        call(turn, "write_file", path=f"f{number}", content="x" * number)
+    assert undo(turn) == {"f4": True, "f3": True, "f2": True}
+    (turn.cwd / "big").write_text("x" * 501)
+    big = call(turn, "edit_file", path="big", old_text="x" * 501, new_text="y")
+    assert "(cannot be undone: the file is too large)" in big.text and undo(turn) == {}
+    assert "cannot be undone" in big.shown and (turn.cwd / "big").read_text() == "y"
+    change(turn, "edit_file", path="a.txt", old_text="text", new_text="secret")
+    (kept,) = turn.undo.iterdir()
+    assert stat.S_IMODE(kept.stat().st_mode) == 0o600
+    assert stat.S_IMODE(turn.undo.stat().st_mode) == 0o700
+    agent = replace(turn, secret=(*turn.secret, turn.undo), cwd=turn.undo.parent)
+    assert "holds keys" in call(agent, "read_file", path=f"undo/{kept.name}").text
+    assert "holds keys" in call(agent, "exec", command=f"cat undo/{kept.name}").text
+    assert call(agent, "grep", pattern="text").text.startswith("No match")
+    assert call(agent, "write_file", path="undo/undo-1", content="{}").is_error
+    kept.write_bytes(b"half of a li")  # a kill
+    assert undo(turn) == {}
+
+
+def test_tools_alone_keep_results_and_old_versions_in_a_private_folder(tmp_path):
+    for file in ("tools.py",):
+        shutil.copy(Path(tools.__file__).with_name(file), tmp_path)
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "a.txt").write_text("one\n")
+    script = """
+import asyncio, os, sys
+sys.path.insert(0, "..")
+import tools
+registry = tools.ToolRegistry([*tools.FILE_TOOLS, tools.Exec()])
+def call(name, **arguments):
+    return asyncio.run(registry.execute(name, arguments)).text
+call("edit_file", path="a.txt", old_text="one", new_text="two")
+print(call("exec", command="seq 90000").splitlines()[-3])
+print(open("a.txt").read(), tools.take_back(registry.turn.store("undo"), "cli:direct"))
+print(open("a.txt").read(), oct(os.stat(tools.temporary_folder()).st_mode)[-3:])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path / "work", capture_output=True, text=True
+    )
+    assert done.stdout.split("\n")[1:] == ["two", " {'a.txt': True}", "one", " 700", ""], done
+    assert [path.name for path in (tmp_path / "work").iterdir()] == ["a.txt"]
+
+
+@pytest.mark.parametrize(
+    "hint, value, wanted",
+    [
+        (Literal["auto"] | int, "auto", "auto"),
+        (Literal["auto"] | int, "5", 5),
+        (list[int] | list[str], ["a"], ["a"]),
+        (list[int] | list[str], '["1"]', [1]),
+        (list[int] | list[str], "x", None),
+        (Literal["auto"] | int, "on", None),
+        (dict | list[int] | None, None, None),
+    ],
+)
+def test_a_value_of_several_kinds_is_cast_to_the_one_that_fits(hint, value, wanted):
+    @tool
+    def take(value: hint) -> str:
+        """Take."""
+        return repr(value)
+
+    assert answer(take, value=value).text.startswith(
+        repr(wanted) if wanted is not None or value is None else "take was not run: value must be"
+    )
+
+
+def test_null_counts_as_left_out_if_the_parameter_is_optional():
+    @tool
+    def take(size: int = 3, name: str = "x", other: int | None = 5, any_one=7) -> str:
+        """Take."""
+        return f"{size} {name} {other} {any_one}"
+
+    result = answer(take, size=None, name=None, other=None, any_one=None)
+    assert result.text == "3 x None None"
+
+
+def test_a_type_without_a_schema_is_named(caplog):
+    @tool
+    def take(value: set, data: bytes = b"") -> str:
+        """Take."""
+
+    take.to_schema()
+    assert "set" in caplog.text and "bytes" in caplog.text and "no JSON Schema" in caplog.text
+
+
+def test_schema_classes_and_tools_check_values_by_themselves():
+    schema = ObjectSchema(
+        name=StringSchema("Who"), size=IntegerSchema(minimum=1), required=["name"]
+    )
+    assert schema.to_json_schema()["properties"]["size"] == {"type": "integer", "minimum": 1}
+    assert schema.validate_value({"size": 0}) == ["name is required", "size must be >= 1"]
+
+    @tool_parameters(schema)
+    class Take(Tool):
+        name = "take"
+
+        async def execute(self, **arguments):
+            return arguments
+
+    take = Take()
+    assert take.cast_params({"name": "a", "size": "2"}) == {"name": "a", "size": 2}
+    assert take.validate_params({"size": 1, "x": 1})[0] == "name is required"
+    assert take.parameters is not Take().parameters
+
+
+def test_only_a_parameter_annotated_with_turn_is_filled(turn):
+    @tool
+    def play(turn: int, now: Turn) -> str:
+        """Play a turn."""
+        return f"{turn} {now.chat_id}"
+
+    assert list(play.parameters["properties"]) == ["turn"]
+    assert asyncio.run(ToolRegistry([play]).execute("play", {"turn": 3}, turn)).text == "3 direct"
+    with pytest.raises(TypeError, match="Half needs a name, and a method `execute` or `run`"):
+        ToolRegistry([type("Half", (Tool,), {"name": "half"})()])
+
+
+@pytest.mark.parametrize(
+    "pattern, path, names",
+    [
+        ("{tmp}/out/*.txt", ".", ["{tmp}/out/gold.txt"]),
+        ("~/*.txt", ".", ["~/gold.txt"]),
+        ("~/**/*.txt", ".", ["~/gold.txt", "~/sub/b.txt"]),
+        ("../out/*.txt", ".", ["../out/gold.txt"]),
+        ("{tmp}/out/gold.txt", ".", ["{tmp}/out/gold.txt"]),
+        ("b.*", "sub", ["sub/b.txt"]),
+        ("b.*", "{tmp}/ws/sub", ["{tmp}/ws/sub/b.txt"]),
+    ],
+)
+def test_the_names_that_glob_shows_can_be_used_as_they_stand(
+    turn, monkeypatch, pattern, path, names
+):
+    out = turn.workspace.parent / "out"
+    (out / "sub").mkdir()
+    (out / "sub" / "b.txt").touch()
+    monkeypatch.setenv("HOME", str(out))
+    monkeypatch.setenv("USERPROFILE", str(out))
+    fill = lambda text: text.replace("{tmp}", str(out.parent))  # noqa: E731
+    shown = call(turn, "glob", pattern=fill(pattern), path=fill(path)).text.split("\n")
+    assert sorted(shown) == [fill(name) for name in names]
+    assert not any(call(turn, "read_file", path=name).is_error for name in shown)
+
+
+@pytest.mark.parametrize("type", ["", "all", "*", "any"])
+def test_every_type_is_meant_by_small_models(tree, type):
+    assert "READ.md" in call(tree, "grep", pattern="TODO", type=type).text
+
+
+def test_a_search_works_while_the_file_of_the_tools_is_being_edited(tmp_path):
+    source = Path(tools.__file__).read_text(encoding="utf-8")
+    (tmp_path / "tools.py").write_text(source, encoding="utf-8")
+    script = """
+import asyncio, pathlib, tools
+pathlib.Path("tools.py").write_text("broken (")
+print(asyncio.run(tools.ToolRegistry(tools.FILE_TOOLS).execute("grep", {"pattern": "brok"})).text)
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True)
+    assert done.stdout.split() == [b"tools.py"], done
+
+
+def test_a_notebook_is_read_as_numbered_cells(turn):
+    book = json.loads(notebook())
+    book["cells"][1]["outputs"] = [
+        {"output_type": "stream", "name": "stdout", "text": ["x" * 5_000]},
+        {"output_type": "execute_result", "data": {"text/plain": ["42"]}, "metadata": {}},
+        {"output_type": "display_data", "data": {"image/png": "iVBOR" * 999}, "metadata": {}},
+        {"output_type": "error", "ename": "E", "evalue": "", "traceback": ["Traceback…"]},
+    ]
+    (turn.cwd / "x.ipynb").write_text(json.dumps(book))
+    text = call(turn, "read_file", path="x.ipynb").text
+    for part in ("[cell 0, markdown]", "[cell 1, code]", "| 42", "Traceback…", "image/png"):
+        assert part in text
+    assert len(text) < 2_500 and "iVBOR" not in text
+    assert call(turn, "write_file", path="x.ipynb", content="").is_error  # cells are not the file
+    appended = call(turn, "notebook_edit", path="x.ipynb", cell=3, source="new", mode="insert")
+    assert "[cell 3, code]" in call(turn, "read_file", path="x.ipynb").text
+    assert len(appended.text) < 100 and appended.shown.startswith("+")
+    assert not call(turn, "notebook_edit", path="x.ipynb", cell=3, mode="delete").is_error
+    (turn.cwd / "x.ipynb").write_text("no notebook")
+    assert call(turn, "read_file", path="x.ipynb").text == "1| no notebook"
+
+
+def test_what_a_command_prints_stands_in_the_order_in_which_it_came(turn):
+    text = run(turn, "echo 1; echo 2 >&2; echo 3; echo 4 >&2")
+    assert text == "1\n2\n3\n4\nExit code: 0"
+
+
+def test_the_users_name_and_password_reach_the_proxy(site):
+    site.pages["http://a.example/"] = (200, {"Content-Type": "text/plain"}, b"by proxy")
+    proxy = site.url.replace("://", "://ada:s%40me@")
+    web = Web(resolve=resolver(), proxy=proxy)
+    assert "by proxy" in fetch("http://a.example/", web=web).text
+    wanted = "Basic " + base64.b64encode(b"ada:s@me").decode()
+    assert site.asked[-1][2]["Proxy-Authorization"] == wanted
+    assert fetch("https://b.example/", web=web).is_error
+    assert (site.asked[-1][0], site.asked[-1][2]["Proxy-Authorization"]) == ("CONNECT", wanted)
