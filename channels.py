@@ -1493,37 +1493,34 @@ NO_COOKIE = (
 )
 
 
-@dataclass
-class PageChat:
-    """For one session, the data that the page shows in addition to the journal."""
-
-    events: deque = field(default_factory=lambda: deque(maxlen=4_000))  # (number, JSON)
-    count: int = 0  # the number of events so far
-    draft: str = ""  # the part of an answer that was streamed so far
-    sent: list[dict] = field(default_factory=list)  # the messages of the last request to the model
-    is_stepping: bool = False  # does the agent pause before each request and tool call?
+EVERYBODY = "memory"  # the session of the memory's events; all windows show them
 
 
 class WebPage(Channel):
     """A page on 127.0.0.1 for people with an address; each browser window shows one chat.
 
     An address works once: its first request gets the cookie. `tell(address)` gets each new address.
-    `show(chat_id, event)` sends an event (a dict) to all windows of the chat, also after a reload.
+    `show(event)` sends an event (a dict) to the windows of its session, also after a reload.
     `ask(text)` shows a question of the current turn in all windows and waits for the answer.
-    `files(chat_id)` returns the paths of the chat's journal and of MEMORY.md; the page shows each
-    change of these two files. `scrub(event)` removes API keys.
+    `journal_of("web:page")` returns the path of a chat's journal; the page shows each new line.
+    `as_json(event)` writes an event without API keys.
     """
 
     name = "web"
     shows_deltas = True
     polls = 0  # rises while a window is open
 
-    def __init__(self, html: str, files: Callable, tell: Callable, port: int = 0, scrub=dict):
+    def __init__(
+        self, html: str, journal_of: Callable, tell: Callable, as_json: Callable, port: int = 0
+    ):
         super().__init__(["local"])
-        self.html, self.files, self.tell, self.scrub = html, files, tell, scrub
+        self.html, self.journal_of, self.tell, self.as_json = html, journal_of, tell, as_json
         self.turn_of = contextvars.ContextVar("turn_of", default="")  # the current turn's chat
-        self.chats: dict[str, PageChat] = defaultdict(PageChat)
-        self.questions = {}  # id → (event as JSON, future with the answer)
+        self.chats: dict[str, bool] = {}  # chat id → does it pause before each request and call?
+        self.events: deque[tuple] = deque(maxlen=4_000)  # (number, chat id, JSON)
+        self.count = itertools.count(1)  # numbers of the events
+        self.drafts = defaultdict(str)  # chat id → the part of an answer that was streamed so far
+        self.questions = {}  # id → future with the answer
         self.server = self._server(port)
         port = self.server.server_port
         self.host, self.cookie = f"127.0.0.1:{port}", f"nanobot_{port}={secrets.token_urlsafe(24)}"
@@ -1556,28 +1553,38 @@ class WebPage(Channel):
 
     async def send(self, message: OutboundMessage):
         if message.kind == "delta":
-            self.chats[message.chat_id].draft += message.content
+            self.drafts[message.chat_id] += message.content
         elif message.kind == "final":
-            self.show(message.chat_id, {"kind": "say", "content": message.content})
+            self.show({"kind": "say", "key": message.chat_id, "content": message.content})
 
-    def show(self, chat_id: str, event: dict):
-        chat = self.chats[chat_id]
-        if event["kind"] in ("answer", "say"):
-            chat.draft = ""
-        chat.count += 1
-        chat.events.append((chat.count, self._json(**event)))
+    def show(self, event: dict):
+        """Questions that the current task asks from now on belong to the session of this event."""
+        chat_id = page_chat(event["key"].removeprefix("web:"))
+        self.turn_of.set(chat_id)
+        self.chats.setdefault(chat_id, False)
+        if event["kind"] in ("journal", "say"):
+            self.drafts[chat_id] = ""
+        self._add(chat_id, **event)
+
+    def _add(self, chat_id: str, **event):
+        self.events.append((next(self.count), chat_id, self._json(**event)))
 
     def _json(self, **event) -> str:
         """JSON without API keys; but a question about a call shows the exact call."""
-        shown = event if event.get("what") in ("approve", "call") else self.scrub(event)
-        return json.dumps({"time": time.time(), **shown}, default=str)
+        as_json = json.dumps if event.get("what") in ("approve", "call") else self.as_json
+        return as_json({"time": time.time(), **event})
 
     async def ask(self, text: str, what: str = "approve", **details) -> str | None:
         """Returns None if no window is open for 3 s. A reload takes less than that; a browser that
-        has lost its connection is back after 1 s (`retry` in `do_GET`)."""
+        has lost its connection is back after 1 s (`retry` in `do_GET`). A step ("request", "call")
+        is only asked in a session for which "Step by step" is ticked."""
+        if what in ("request", "call") and not self.chats.get(self.turn_of.get()):
+            return ""
         number, answer = secrets.token_hex(8), asyncio.get_running_loop().create_future()
         details |= {"session": self.turn_of.get(), "what": what, "text": text}
-        self.questions[number] = (self._json(kind="ask", id=number, **details), answer)
+        self.questions[number] = answer
+        self._add(EVERYBODY, kind="ask", id=number, **details)
+        question = self.events[-1]
         polls = -1
         try:
             while not answer.done() and self.polls != polls:
@@ -1585,6 +1592,9 @@ class WebPage(Channel):
                 await asyncio.wait([answer], timeout=3.0)
         finally:
             self.questions.pop(number, None)
+            with contextlib.suppress(ValueError):  # later windows do not show it
+                self.events.remove(question)
+            self._add(EVERYBODY, kind="asked", id=number)
         return answer.result() if answer.done() else None
 
     async def take(self, path: str, body: dict) -> bool:
@@ -1596,47 +1606,38 @@ class WebPage(Channel):
             stored, _ = await asyncio.wait([self.bus.publish(said)], timeout=5.0)
             return bool(stored)
         elif path == "/step":
-            self.chats[page_chat(body["chat"])].is_stepping = bool(body["on"])
+            self.chats[page_chat(body["chat"])] = bool(body["on"])
         elif body["id"] in self.questions:
-            _, answer = self.questions.pop(body["id"])
-            answer.set_result(str(body["text"]))
+            self.questions.pop(body["id"]).set_result(str(body["text"]))
         else:
             raise ValueError("this question was answered already")
         return True
 
     def news(self, chat_id: str) -> Iterator[str]:
-        """Yield a chat's events and all chats' questions as JSON. Also yield "" every 0.1 s to
-        detect a closed window."""
-        chat, (journal, facts) = self.chats[chat_id], self.files(chat_id)
-        yield self._json(kind="hello", step=chat.is_stepping, chats=list(self.chats))
-        position, seen, draft, known, shown = 0, 0, "", text_behind(facts), {}
+        """Yield a chat's events, all chats' questions and the memory's events as JSON. Also yield
+        "" every 0.1 s to detect a closed window."""
+        journal = self.journal_of(f"{self.name}:{chat_id}")
+        is_stepping = self.chats.setdefault(chat_id, False)
+        yield self._json(kind="hello", step=is_stepping, chats=list(self.chats))
+        position, seen, draft = 0, 0, ""
         while True:
             time.sleep(0.1)
             self.polls += 1
-            questions = dict(self.questions)  # before `events`: a question follows its request
             lines = text_behind(journal, position).rpartition("\n")[0]
             if lines:
                 position += len(lines.encode("utf-8", "surrogateescape")) + 1
-                yield self._json(kind="journal", lines=lines.split("\n"))
-            for number, event in list(chat.events):
-                if number > seen:
+                yield self._json(kind="lines", lines=lines.split("\n"))
+            for number, owner, event in list(self.events):
+                if number > seen and owner in (EVERYBODY, chat_id):
                     seen = number
                     yield event
-            for question in questions.keys() - shown.keys():
-                yield questions[question][0]
-            for question in shown.keys() - questions.keys():  # they were answered
-                yield self._json(kind="asked", id=question)
-            shown = questions
-            if chat.draft != draft:
-                draft = chat.draft
+            if self.drafts[chat_id] != draft:
+                draft = self.drafts[chat_id]
                 yield self._json(kind="draft", text=draft)
-            before, known = known, text_behind(facts)
-            if before != known:
-                yield self._json(kind="memory", before=before, after=known)
             yield ""
 
 
-def text_behind(path: Path, position: int = 0) -> str:
+def text_behind(path: Path, position: int) -> str:
     try:
         with open(path, "rb") as file:
             file.seek(position)

@@ -51,9 +51,10 @@ class Session:
     """One conversation. A program must hold the session's lock to append to the journal. Only
     the marks `delivered` and `remembered`, which may be anywhere in the file, need no lock."""
 
-    def __init__(self, key: str, path: Path):
+    def __init__(self, key: str, path: Path, on_event: Callable | None = None):
         self.key = key
         self.path = path
+        self.on_event = on_event  # called with "journal" and each new line, without its text
         self.created_at = time.strftime(MOMENT)
         self.origin: dict = {}  # more keys for the first line: `folder` and `typed`
         self.messages = []  # messages that are not in the long-term memory
@@ -90,6 +91,9 @@ class Session:
         self.size += append_lines(self.path, lines)
         for line in lines:
             self.take(line)
+            if self.on_event:
+                named = {name: line[name] for name in EVENT_KEYS if name in line}
+                self.on_event("journal", who="session", line=named)
 
     def take(self, line: dict):
         """Update the state with one journal line. Messages after a damaged `upto` are kept."""
@@ -206,6 +210,10 @@ class Session:
                 if excess <= 0:
                     break
         return found
+
+
+# the keys of a line in the events of a run: the texts are in the requests and answers
+EVENT_KEYS = ("n", "role", "cut", "report", "mark", "why", "upto")
 
 
 def is_answer(message: dict) -> bool:
@@ -802,8 +810,14 @@ def locked(path: Path, busy: str = "") -> Iterator[None]:
 class SessionManager:
     """Finds, loads and locks sessions. The 64 most recently used sessions are cached."""
 
-    def __init__(self, workspace: Path, store: MemoryStore | None = None):
+    def __init__(
+        self,
+        workspace: Path,
+        store: MemoryStore | None = None,
+        events_of: Callable = lambda key: None,
+    ):
         self.folder = workspace / "sessions"
+        self.events_of = events_of  # the session's key → its `on_event`
         self.store = store or MemoryStore(workspace)
         self._cache = {}  # the least recently used session first
         self._held: set[str] = set()
@@ -864,7 +878,7 @@ class SessionManager:
 
     def load(self, key: str) -> Session:
         """Load a session. If a mark `saved` is lost or damaged, use the history entry instead."""
-        session = Session(key, self.path(key))
+        session = Session(key, self.path(key), self.events_of(key))
         size = file_size(session.path)
         lines = journal_lines(session.path)
         for line in lines:

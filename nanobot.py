@@ -49,7 +49,7 @@ from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from datetime import datetime
-from functools import partial, partialmethod, wraps
+from functools import cache, partial, partialmethod, wraps
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -63,7 +63,6 @@ from channels import (
     JobStore,
     MessageBus,
     OutboundMessage,
-    PageChat,
     PrintableFormatter,
     Telegram,
     Waiting,
@@ -73,7 +72,6 @@ from channels import (
     end_all,
     end_on_signals,
     machine_zone,
-    page_chat,
     prepare_streams,
     printable,
     zone_named,
@@ -96,6 +94,8 @@ from memory import (
     fitted,
     has,
     locked,
+    message_tokens,
+    readable,
     quoted,
     read_records,
     remember_terminals,
@@ -107,19 +107,16 @@ from providers import (
     Endpoint,
     HumanProvider,
     LLMProvider,
-    LLMRequest,
     LLMResponse,
     OfflineProvider,
     OpenAIProvider,
     ToolCallRequest,
     Usage,
-    Trace,
     choose_endpoint,
+    keyless_json,
     legal,
+    no_event,
     parse_arguments,
-    read_trace,
-    recorded_answer,
-    without_key_texts,
 )
 from tools import (
     FILE_TOOLS,
@@ -171,6 +168,7 @@ class AgentRunSpec:
     temperature: float | None = None  # None: the endpoint's default
     context_window: int = 65_536  # tokens
     hook: AgentHook = field(default_factory=lambda: AgentHook())
+    on_event: Callable = no_event  # gets each request, retry, answer, call and result of the run
     turn: Turn = field(default_factory=Turn)  # tools with a parameter `turn` get this object
     append: Callable = lambda *messages: None  # stores each new message at once
     arrivals: Callable = list  # journals and returns new user messages
@@ -267,21 +265,24 @@ class AgentRunner:
         """Send a request. If the model rejects the request as too long, send a shorter one."""
         if request.notes and not state.is_told:
             state.is_told = True
-            await state.spec.hook.on_retry("; ".join(request.notes))
+            await self._tell(state, "; ".join(request.notes))
         response = await self._chat(state, request)
         if response.is_overflow:
             state.room = request.tokens // 2  # token limit of all later requests
             shorter = self.govern(state)
             if shorter.tokens < request.tokens:
                 state.is_told = True
-                await state.spec.hook.on_retry(
-                    "the request is too long for the model: retrying with a shorter one "
-                    f"({'; '.join(shorter.notes)})"
-                )
-                too_long, response = response, await self._chat(state, shorter)
-                add_up(response.usage, too_long.usage)  # include tokens of the rejected request
+                notes = "; ".join(shorter.notes)
+                too_long = "the request is too long for the model: retrying with a shorter one"
+                await self._tell(state, f"{too_long} ({notes})")
+                rejected, response = response, await self._chat(state, shorter)
+                add_up(response.usage, rejected.usage)
         state.note = ""
         return response
+
+    async def _tell(self, state: RunState, why: str):
+        state.spec.on_event("retry", text=why)
+        await state.spec.hook.on_retry(why)
 
     async def _chat(self, state: RunState, request: Governed) -> LLMResponse:
         spec = state.spec
@@ -296,6 +297,7 @@ class AgentRunner:
             temperature=spec.temperature,
             on_delta=state.show if spec.hook.wants_streaming else None,
             on_retry=spec.hook.on_retry,
+            on_event=spec.on_event,
             read_only=[name for name in names if is_read_only(name, spec.tools)],
         )
         if response.usage.get("estimated"):  # one estimate everywhere, also in `nanobot prompt`
@@ -347,6 +349,8 @@ class AgentRunner:
 
     async def _call(self, state: RunState, call: ToolCallRequest) -> tuple:
         """Run a call and journal its result at once. Returns the tool message and the images."""
+        tell = state.spec.on_event
+        tell("call", id=call.id, name=call.name, arguments=call.arguments)
         began = time.monotonic()
         if problem := reason_not_to_run(call, state.spec.tools):
             result = ToolResult(problem, is_error=True, shown=f"refused: {problem}")
@@ -360,7 +364,16 @@ class AgentRunner:
         message = {"role": "tool", "tool_call_id": call.id, "name": call.name}
         message["content"] = result.text
         state.spec.append(message)
-        await state.spec.hook.after_tool(call, result, time.monotonic() - began)
+        seconds = time.monotonic() - began
+        tell(
+            "result",
+            id=call.id,
+            text=result.text,
+            is_error=result.is_error,
+            outcome=result.shown,
+            seconds=seconds,
+        )
+        await state.spec.hook.after_tool(call, result, seconds)
         return message, result.images
 
     async def _conclude(self, state: RunState, response: LLMResponse, outcome: str):
@@ -568,9 +581,12 @@ class AgentLoop:
         self.tools = make_tools(config) if tools is None else tools.copy()
         self.mcp = MCPServers(config.tools.mcp_servers, self.tools)
         self.files_seen = defaultdict(dict)  # session key → files read
+        self.listeners: list[Callable[[dict], Any]] = []  # each gets the events of all runs
+        # session key → the events of all its turns: one run, so that each message is told once
+        self.events_of = cache(partial(RunEvents, self.listeners, "turn"))
         read = partial(read_own, self.turn("cli:direct"))
         self.memory = MemoryStore(self.workspace, read)
-        self.sessions = SessionManager(self.workspace, self.memory)
+        self.sessions = SessionManager(self.workspace, self.memory, self.events_of)
         self.skills = SkillsLoader(self.workspace / "skills", DATA / "skills", read=read)
         self.context = ContextBuilder(config, self.memory, self.skills)
         self.runner = AgentRunner(self.provider)
@@ -581,7 +597,6 @@ class AgentLoop:
         self.cost = CostTrackingHook(config.prices, self.provider.model)
         self.hooks = [self.cost, *hooks]
         self.can_ask = lambda turn: turn.channel != "cron"  # can a user approve calls?
-        self.hooks_of: Callable = lambda turn: []  # extra hooks for a turn
         self.subagents = SubagentManager(self)
         self.commands = Commands(self)
         self.tools.register(tool(self.subagents.spawn))
@@ -670,12 +685,12 @@ class AgentLoop:
 
     def run_spec(self, history: list[dict], images: list[dict], events: EventHook) -> AgentRunSpec:
         """The input of the runner: request, tools, hooks, and the limits from the settings."""
-        hooks = [events, *self.hooks_for(events.turn), *self.hooks_of(events.turn)]
         return self.limited(
             self.context.request(events.turn, history, images),
             tools=self.tools,
             max_iterations=self.config.defaults.max_tool_iterations,
-            hook=CompositeHook(hooks),
+            hook=CompositeHook([events, *self.hooks_for(events.turn)]),
+            on_event=self.events_of(events.turn.session_key),
             turn=events.turn,
             keeps_half=events.shows_deltas,
         )
@@ -1796,7 +1811,8 @@ class JobRunner:
 def memory_work(loop: AgentLoop) -> tuple[Consolidator, Dream]:
     """Connect the memory to the model, the tools and the limits from the settings."""
     settings = loop.config.defaults
-    ask = partial(ask_for_memory, loop)
+    ask = partial(ask_for_memory, loop, RunEvents(loop.listeners, "memory"))
+    dreaming = RunEvents(loop.listeners, "dream")
     consolidator = Consolidator(
         loop.memory,
         loop.sessions,
@@ -1807,8 +1823,8 @@ def memory_work(loop: AgentLoop) -> tuple[Consolidator, Dream]:
     )
     dream = Dream(
         loop.memory,
-        ask,
-        partial(edit_memory, loop),
+        partial(ask_for_memory, loop, dreaming),
+        partial(edit_memory, loop, dreaming),
         template("dream_find"),
         template("dream_edit"),
         loop.skills,
@@ -1818,10 +1834,12 @@ def memory_work(loop: AgentLoop) -> tuple[Consolidator, Dream]:
     return consolidator, dream
 
 
-async def ask_for_memory(loop: AgentLoop, messages: list[dict], tools: list[dict]) -> LLMResponse:
+async def ask_for_memory(
+    loop: AgentLoop, run: RunEvents, messages: list[dict], tools: list[dict]
+) -> LLMResponse:
     most = loop.config.defaults.max_tokens
     for _ in range(2):
-        response = await loop.provider.chat(messages, tools, max_tokens=most)
+        response = await loop.provider.chat(messages, tools, max_tokens=most, on_event=run)
         add_up(loop.cost.total, response.usage)
         if response.unclear_at is None:
             break
@@ -1831,13 +1849,16 @@ async def ask_for_memory(loop: AgentLoop, messages: list[dict], tools: list[dict
     return response
 
 
-async def edit_memory(loop: AgentLoop, messages: list[dict], refuse: Callable) -> AgentRunResult:
+async def edit_memory(
+    loop: AgentLoop, run: RunEvents, messages: list[dict], refuse: Callable
+) -> AgentRunResult:
     """Phase 2 of Dream: the model edits MEMORY.md, USER.md, SOUL.md and the user's skills."""
     spec = loop.limited(
         messages,
         tools=FencedTools([read_file, edit_file, write_file], refuse),
         turn=replace(loop.turn("system:dream"), cwd=loop.workspace, restrict=True),
         hook=loop.cost,
+        on_event=run,
         max_iterations=loop.config.defaults.dream.max_iterations,
     )
     return await loop.runner.run(spec)
@@ -1899,6 +1920,7 @@ class SubagentManager:
             tools=ToolRegistry(tools),
             turn=replace(turn, seen={}),
             hook=CompositeHook(self.loop.hooks_for(turn)),
+            on_event=RunEvents(self.loop.listeners, "helper", turn.session_key),
             max_iterations=15,
         )
         result = await self.loop.runner.run(spec)
@@ -2375,7 +2397,7 @@ def make_tools(config: Config) -> ToolRegistry:
     return tools
 
 
-# ---- Watching a run: the page, --step and `nanobot trace` ----
+# ---- Watching a run: --step, the events, the page, `nanobot trace` and `nanobot replay` ----
 
 
 @dataclass
@@ -2388,7 +2410,7 @@ class StepHook(AgentHook):
     async def before_request(self, messages: list[dict], tools: list[dict]):
         last = str(messages[-1].get("content"))[-1_000:]
         text = f"{last}\n---- {len(messages)} messages. Enter sends them; type stop to cancel: "
-        await self._decide(text, "request")
+        await self._decide(text, "request", messages=messages, tools=tools)
 
     async def after_response(self, response: LLMResponse):
         for call in response.tool_calls:
@@ -2411,95 +2433,122 @@ class StepHook(AgentHook):
                 return answer
 
 
-class PageHook(AgentHook):
-    """Shows a chat's requests, answers and tool results on the page, and can pause at each step."""
+class RunEvents:
+    """Tells all listeners what happens in a run, as the events that providers.py describes. Each
+    message of a request is told once; later requests only name its number."""
 
-    def __init__(self, loop: AgentLoop, page: WebPage, turn: Turn):
-        self.loop, self.page = loop, page
-        self.chat_id = page_chat(turn.session_key.removeprefix("web:"))
-        self.steps = StepHook(page.ask)
-        self.began = 0.0
+    def __init__(self, listeners: list[Callable], who: str, key: str = "memory"):
+        self.listeners = listeners
+        # key: of the session
+        self.about = {"run": uuid.uuid4().hex[:8], "who": who, "key": key}
+        self.numbers: dict[str, int] = {}  # each message of the last request, as JSON → its number
+        self.count = itertools.count(1)
+        self.tools: list = []  # of the last request
 
-    def show(self, kind: str, **event):
-        self.page.show(self.chat_id, {"kind": kind, **event})
+    def __call__(self, kind: str, **fields):
+        if not self.listeners:
+            return
+        if kind == "request":
+            if fields["tools"] == self.tools:
+                del fields["tools"]
+            else:
+                self.tools = fields["tools"]
+            fields |= self._numbered(fields["messages"])
+        event = {"time": time.time(), **self.about, "kind": kind, **fields}
+        for listener in self.listeners:
+            listener(event)
 
-    async def before_request(self, messages: list[dict], tools: list[dict]):
-        """If a request extends the previous request, the page gets only the new messages."""
-        self.page.turn_of.set(self.chat_id)
-        chat, model = self.page.chats[self.chat_id], self.loop.provider.model
-        same = len(chat.sent) if messages[: len(chat.sent)] == chat.sent else 0
-        self.show("request", model=model, same=same, messages=messages[same:], tools=tools)
-        chat.sent = list(messages)
-        if chat.is_stepping:
-            await self.steps.before_request(messages, tools)
-        self.began = time.monotonic()
+    def _numbered(self, messages: list[dict]) -> dict:
+        texts = [lines_of_json([message]) for message in messages]
+        new = [text for text in dict.fromkeys(texts) if text not in self.numbers]
+        self.numbers |= zip(new, self.count, strict=False)
+        self.numbers = {text: self.numbers[text] for text in texts}
+        return {
+            "sent": [self.numbers[text] for text in texts],
+            "tokens": list(map(message_tokens, messages)),
+            "messages": list(map(json.loads, new)),
+        }
 
-    async def after_response(self, response: LLMResponse):
-        price, seconds = self.loop.cost.price, time.monotonic() - self.began
-        cost = str(price.of(dict(NO_USAGE) | response.usage)) if price else ""
-        self.show("answer", answer=asdict(response), seconds=seconds, cost=cost)
-        if self.page.chats[self.chat_id].is_stepping:
-            await self.steps.after_response(response)
 
-    async def on_retry(self, why: str):
-        self.show("retry", text=why)
+def record_events(loop: AgentLoop, files: Iterable[Path | int]) -> Callable[[dict], str]:
+    """Append each event to private files; 1 is stdout. Returns a function that writes an event as
+    JSON without keys. Raises OSError."""
+    as_json = keyless_json([asdict(loop.config), dict(os.environ)])
 
-    async def after_tool(self, call: ToolCallRequest, result: ToolResult, seconds: float):
-        outcome = {"text": result.text, "is_error": result.is_error, "seconds": seconds}
-        began = time.monotonic() - seconds
-        self.show("result", id=call.id, arguments=call.arguments, began=began, **outcome)
+    def write(event: dict, file):
+        file.write(f"{as_json(event)}\n".encode(errors="replace"))
+
+    for name in files:
+        file = open(name, "ab", 0, opener=partial(os.open, mode=0o600))  # noqa: SIM115
+        loop.listeners.append(partial(write, file=file))
+    return as_json
 
 
 def glass_html(**run) -> str:
-    """The HTML of the page. If a trace's `records` are given, the page needs no server."""
+    """The HTML of the page. With the `events` of a recorded run, the page needs no server."""
     html = (DATA / "templates" / "glass.html").read_text(encoding="utf-8")
     escaped = json.dumps(run).replace("<", "\\u003c").replace("%", "\\u0025")
     return html.replace("%RUN%", escaped)  # the data cannot contain </script> or %NONCE%
 
 
 def recorded(file: Path) -> list[dict]:
-    """The records of the trace `file`, or of the trace of this name in `templates/traces/`."""
-    shipped = {path.stem: path for path in (DATA / "templates" / "traces").glob("*.jsonl")}
+    """The events of a file, or of the run of this name in `templates/traces/`."""
+    shipped = DATA / "templates" / "traces" / f"{file.name}.jsonl"
+    events = []
     try:
-        return read_trace(file if file.exists() else shipped.get(file.name, file))
-    except (OSError, ValueError) as problem:
-        names = ", ".join(sorted(shipped))
-        advice = f"Record a trace with `nanobot agent --trace FILE`, or use one of: {names}"
-        raise ConfigError(f"{problem}. {advice}") from None
+        with open(file if file.exists() else shipped, encoding="utf-8") as lines:
+            for line in lines:
+                event = json.loads(line, parse_constant=str)  # NaN becomes "NaN"
+                described(event)  # raises an exception if a field is odd
+                events.append(event)
+    except Exception as fault:
+        raise ConfigError(
+            f"{file}, line {len(events) + 1} is no event of a run, as this version records it: "
+            f"{fault!r}. Record a run with `nanobot agent --trace FILE`, or use one of: mistake, "
+            "overflow, two-tools"
+        ) from None
+    return events
 
 
-async def play(records: list[dict], terminal: CLI) -> int:
-    """Show the recorded answers and calls. Returns the exit status that the run had."""
-    hook, status = EventHook(terminal.send, Turn(), wants_streaming=True), 0
-    for record in records:
-        answer = recorded_answer(record)
-        if record.get("outcome") in ("healed", "retried"):
-            continue
-        if answer.error:
-            terminal.note(f"nanobot: {answer.error}")
+def described(event: dict) -> str:
+    """An event for `nanobot trace`: `10:00:01 turn result: 1| hello`"""
+    moment = time.strftime("%H:%M:%S", time.localtime(event["time"]))
+    _, text = shown(event)
+    return f"{moment} {event['who']} {event['kind']}: {text} {event.get('arguments', '')}"
+
+
+def shown(event: dict) -> tuple[str, str]:
+    """The kind of an OutboundMessage, and its text. The terminal shows only some kinds."""
+    kind, text = event["kind"], str(event.get("text"))
+    if kind == "request":
+        text = f"{event['model']}, messages {event['sent']}, ~{sum(event['tokens']):,} tokens"
+        for message in event["messages"]:
+            if message["role"] == "user":
+                text += f"\n{readable(message)}"
+    elif kind == "answer":
+        kind = "progress" if event["answer"]["tool_calls"] else "final"
+        text = str(event["answer"]["content"] or "")
+    elif kind == "call":
+        kind, text = "tool_hint", tool_hint(ToolCallRequest("", event["name"], event["arguments"]))
+    elif kind == "journal":
+        text = json.dumps(dict(event["line"]))
+    return kind, text
+
+
+async def play(events: list[dict], terminal: CLI, pace: float) -> int:
+    """Show a recorded run as it looked at the terminal. Returns 1 if a turn failed, else 0.
+    `pace` multiplies the pauses, which have at most 3 seconds."""
+    before, status = sys.float_info.max, 0
+    for event in events:
+        await asyncio.sleep(min(event["time"] - before, 3) * pace)
+        before = event["time"]
+        kind, text = shown(event)
+        if kind == "journal" and event["line"].get("mark") == "ended":
+            terminal.note(f"nanobot: {event['line'].get('why')}")
             status = 1
-        elif answer.has_tool_calls:
-            await hook.before_iteration(AgentHookContext([], response=answer))
-            await hook.before_execute_tools(answer.tool_calls)
-        elif answer.content:
-            await hook.send("final", answer.content)
+        if text and event["who"] == "turn":
+            await terminal.send(OutboundMessage("cli", "", text, kind))
     return status
-
-
-def summary_of(records: list[dict]) -> Iterator[str]:
-    """Yields a run as text: the question, the new messages of each request, and the answers."""
-    known = records[0]["messages"][:-1]
-    for number, record in enumerate(records, 1):
-        answer = record["answer"] or {"error": "cancelled"}
-        news = [message for message in record["messages"] if message not in known]
-        shown = [message for message in news if message["role"] in ("user", "tool")]
-        yield from (f"{message['role']}: {message['content']}" for message in shown)
-        known = record["messages"]
-        seconds, outcome = record["seconds"], record["outcome"]
-        yield f"\nrequest {number} to {record['model']}: {outcome} after {seconds} s"
-        calls = [(call["name"], call["arguments"]) for call in answer.get("tool_calls", [])]
-        yield from (f"call: {name} {json.dumps(args, ensure_ascii=False)}" for name, args in calls)
-        yield answer.get("content") or answer.get("error") or ""
 
 
 # ---- The command line ----
@@ -2547,7 +2596,8 @@ class Talk:
         words = arguments.text + arguments.message
         self.message = " ".join(words) if words else None
         self.background = background
-        self.terminal = CLI(kinds=kinds_to_show(config.channels))
+        out = sys.stderr if 1 in arguments.record else sys.stdout
+        self.terminal = CLI(out, kinds=kinds_to_show(config.channels))
         self.has_keyboard = sys.stdin.isatty()
         self.is_conversation = self.has_keyboard and self.message is None
         self.is_watched = self.terminal.err.isatty()  # does a person see the reports?
@@ -2557,8 +2607,7 @@ class Talk:
         self.key = self.open_session(arguments, held)
         self.resume = command_with_flags(arguments, "-s", self.key, "-m", "/continue")
         self.trust = command_with_flags(arguments, "trust")
-        if arguments.trace:
-            self.loop.provider.trace = Trace(arguments.trace)
+        record_events(self.loop, arguments.record)
         if arguments.approve:
             self.loop.hooks.append(ApprovalHook(self.loop.tools, ask))
         if arguments.step and ask:
@@ -2938,20 +2987,20 @@ def web_command(arguments):
     loop.context.project = project.part()
     if project.is_unknown:
         print(printable(NOT_FOLLOWED.format(project, command_with_flags(arguments, "trust"))))
-    html = glass_html(model=loop.provider.model, window=config.defaults.context_window_tokens)
+    price = vars(loop.cost.price or Price())
+    window = config.defaults.context_window_tokens
+    html = glass_html(model=loop.provider.model, window=window, price=price)
     home = path_of("~")  # a browser in a sandbox (snap) cannot open hidden folders, like ~/.nanobot
     file = (home if os.access(home, os.W_OK) else loop.workspace) / "nanobot-page.html"
-
-    def files(chat_id: str) -> tuple[Path, Path]:
-        return loop.sessions.path(f"web:{chat_id}"), loop.memory.facts
 
     def tell(address: str):
         """Print a new address; the file has only the first one."""
         print(f"The page (each address works once): {address}", flush=True)
         file.unlink(missing_ok=True)
 
+    as_json = record_events(loop, arguments.record)
     try:
-        page = WebPage(html, files, tell, arguments.port, without_key_texts)
+        page = WebPage(html, loop.sessions.path, tell, as_json, arguments.port)
     except (OSError, OverflowError) as problem:
         raise ConfigError(f"Port {arguments.port}: {problem}. Change or omit --port.") from None
     connect_page(loop, page, arguments)
@@ -2968,34 +3017,30 @@ def web_command(arguments):
 
 def connect_page(loop: AgentLoop, page: WebPage, arguments):
     """Let the page show the sessions and each turn, and ask the questions of a turn."""
-    names = [key.partition(":")[2] for key in loop.sessions.list_keys() if key[:4] == "web:"]
-    page.chats |= {name: PageChat() for name in names}
-    loop.hooks_of = lambda turn: [PageHook(loop, page, turn)]
+    names = [key[4:] for key in loop.sessions.list_keys() if key[:4] == "web:"]
+    page.chats |= dict.fromkeys(names, False)
+    loop.listeners.append(page.show)
+    loop.hooks.append(StepHook(page.ask))
     loop.can_ask = lambda turn: turn.channel == "web"
     if isinstance(loop.provider, HumanProvider):
         loop.provider.ask = page.ask
     if arguments.approve:
         loop.hooks.append(ApprovalHook(loop.tools, page.ask))
-    into_file = Trace(arguments.trace) if arguments.trace else None
-
-    def trace(request: LLMRequest, response: LLMResponse | None, outcome: str):
-        if outcome in ("healed", "retried"):
-            page.show(page.turn_of.get() or "page", {"kind": "retry", "text": response.error})
-        if into_file:
-            into_file(request, response, outcome)
-
-    loop.provider.trace = trace
 
 
-def trace_command(arguments):
-    """Prints a summary of a recorded run, or writes the run as an HTML page."""
-    records = recorded(arguments.file)
-    if not arguments.html:
-        print(printable("\n".join(summary_of(records))))
-        return
-    html = glass_html(records=records).replace("%NONCE%", uuid.uuid4().hex)
-    arguments.html.write_text(html, encoding="utf-8")
-    complain(f"{arguments.html} contains the prompts and all tool results")
+def recording_command(arguments) -> int:
+    """Prints a recorded run, writes it as an HTML page, or shows it as it looked at the terminal.
+    No tool runs, and no model is asked."""
+    events = recorded(arguments.file)
+    if arguments.command == "replay":
+        return asyncio.run(play(events, CLI(), 0 if arguments.fast else 1))
+    if arguments.html:
+        html = glass_html(events=events).replace("%NONCE%", uuid.uuid4().hex)
+        arguments.html.write_text(html, encoding="utf-8")
+        complain(f"{arguments.html} contains the prompts and all tool results")
+    else:
+        print(printable("\n".join(map(described, events))))
+    return 0
 
 
 def lesson_command(arguments) -> int:
@@ -3009,11 +3054,6 @@ def lesson_command(arguments) -> int:
     return walk(AgentLoop(settings_of(arguments)), arguments.message, HERE, is_long=arguments.all)
 
 
-def replay_command(arguments) -> int:
-    """Shows a recorded run as it looked at the terminal. No tool runs, and no model is asked."""
-    return asyncio.run(play(recorded(arguments.file), CLI()))
-
-
 COMMAND_LINE = {  # command: (function, description in --help)
     "agent": (agent_command, "answer one message, or hold a conversation"),
     "prompt": (prompt_command, "print the next request, but do not send it"),
@@ -3024,8 +3064,8 @@ COMMAND_LINE = {  # command: (function, description in --help)
     "status": (status_command, "check the settings, the model and other parts"),
     "gateway": (gateway_command, "run the channels and the cron jobs"),
     "cron": (cron_command, "list the jobs, or `remove ID`"),
-    "replay": (replay_command, "show a recorded run as it looked"),
-    "trace": (trace_command, "show a recorded run"),
+    "replay": (recording_command, "show a recorded run as it looked"),
+    "trace": (recording_command, "show a recorded run"),
     "web": (web_command, "open a page that shows the agent at work"),
     "walk": (lesson_command, "show one turn, function by function"),
     "exercises": (lesson_command, "list the exercises, or grade some"),
@@ -3036,6 +3076,8 @@ SWITCH = {"action": "store_true"}
 NAMED = {"metavar": "NUMBER|KEY", "default": ""}
 CONTINUES = "continue the latest conversation in this folder"
 FILE = {"metavar": "FILE", "type": path_of}
+RECORD = {"dest": "record", "default": []}
+ON_STDOUT = "print all events on stdout, the answer on stderr"
 OPTIONS = (  # rows: commands ("" means all), spellings of the option, argparse settings
     ("", ["--config"], FILE | {"help": "default: ~/.nanobot/config.json"}),
     ("", ["--workspace"], {"metavar": "DIR", "help": "default: ~/.nanobot/workspace"}),
@@ -3051,7 +3093,8 @@ OPTIONS = (  # rows: commands ("" means all), spellings of the option, argparse 
     ("agent", ["--no-stream"], SWITCH | {"help": "do not stream answers"}),
     ("agent", ["--step"], SWITCH | {"help": "stop before each request and tool call"}),
     ("agent web", ["--approve"], SWITCH | {"help": "ask before a tool writes or executes"}),
-    ("agent web", ["--trace"], FILE | {"help": "record requests and answers"}),
+    ("agent web", ["--trace"], FILE | RECORD | {"action": "append", "help": "append all events"}),
+    ("agent", ["--json"], RECORD | {"action": "append_const", "const": 1, "help": ON_STDOUT}),
     ("prompt", ["text"], {"nargs": "?", "default": "Hello!"}),
     ("sessions", ["action"], {"nargs": "?", "choices": ["show"]}),
     ("sessions", ["show"], NAMED | {"nargs": "?"}),
@@ -3060,6 +3103,7 @@ OPTIONS = (  # rows: commands ("" means all), spellings of the option, argparse 
     ("cron", ["action"], {"nargs": "?", "choices": ["list", "remove"], "default": "list"}),
     ("cron", ["job_id"], {"nargs": "?", "default": "", "metavar": "ID", "help": "job to remove"}),
     ("replay trace", ["file"], FILE),
+    ("replay", ["--fast"], SWITCH | {"help": "without pauses"}),
     ("trace", ["--html"], FILE | {"help": "write the run as an HTML page"}),
     ("web", ["--port"], {"type": int, "default": 0, "help": "default: any free port"}),
     ("web", ["--no-open"], SWITCH | {"help": "do not open the browser"}),

@@ -9,7 +9,7 @@ A conversation is a list of Chat Completions messages. The model receives exactl
 
 `provider.chat(messages, tools)` returns an `LLMResponse`. If the endpoint fails, the response has
 an `error` text with the cause and the remedy. The part "Second reading" handles different endpoints
-(tables PROVIDERS and HEALING), streams, traces and the offline model. You can use this file alone:
+(tables PROVIDERS and HEALING), streams, recordings, the offline model. You can use this file alone:
 
     import asyncio
     from providers import ROWS, Endpoint, OpenAIProvider, ScriptedProvider
@@ -28,7 +28,6 @@ import difflib
 import gc
 import json
 import logging
-import os
 import re
 import shlex
 import time
@@ -36,7 +35,7 @@ import warnings
 import zlib
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -47,6 +46,10 @@ to_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode  # raises
 JSON = json.JSONDecoder(strict=False)  # accepts line breaks inside a string
 words = re.compile(r"\s*\S+|\s+\Z").findall  # "Hi you" → ["Hi", " you"]
 OnDelta = Callable[[str], Awaitable[None]]  # called with each piece of a streamed answer
+
+
+def no_event(kind: str, **fields):
+    """Receives the events of a request if nobody wants them."""
 
 
 # ---- A request to the model, and the answer ----
@@ -119,17 +122,18 @@ class LLMRequest:
     on_delta: OnDelta | None = None
     on_retry: OnDelta | None = None
     read_only: Collection[str] = ()  # names of the tools that change nothing
-    sent: dict = field(default_factory=dict)  # the body of the current HTTP attempt
-    began: float = field(default_factory=time.monotonic)  # when that attempt began
+    on_event: Callable = no_event
 
     async def show(self, *pieces: str):
         for piece in pieces:
             if piece and self.on_delta:
                 await self.on_delta(piece)
 
-    async def tell(self, line: str):
-        """Tell the user why the answer takes longer, for example because of a retry."""
+    async def tell(self, line: str, **fields):
+        """Tell the user why the answer takes longer, for example because of a retry. The event also
+        has `fields`: the endpoint's `error`, and the parameters that were `changed`."""
         log.info("%s", line)
+        self.on_event("retry", text=line, **fields)
         if self.on_retry:
             await self.on_retry(line)
 
@@ -139,7 +143,7 @@ class LLMProvider:
 
     model = ""
     is_local = False  # True: a server on the user's own machine
-    trace: Callable | None = None  # called per attempt
+    learnt: dict = {}  # model name → remedies that the model needs, like those of HEALING
 
     async def chat(
         self,
@@ -149,26 +153,29 @@ class LLMProvider:
         model: str | None = None,
         on_delta: OnDelta | None = None,
         on_retry: OnDelta | None = None,
+        on_event: Callable = no_event,
         read_only: Collection[str] = (),
         **options,
     ) -> LLMResponse:
-        """Ask the model. `on_delta` receives pieces of the answer; `on_retry` receives notices.
+        """Ask the model. `on_delta` receives pieces of the answer; `on_retry` receives notices;
+        `on_event` receives "request", "retry" and "answer", each with its fields.
 
         `read_only` names the tools whose calls may run although a model wrote them as text after
         other text. Options: max_tokens, temperature, tool_choice. If the endpoint fails, the
         response has `finish_reason="error"`. CancelledError and errors of callbacks are not caught.
         """
         wanted = {name: value for name, value in options.items() if value is not None}
-        lawful = legal(messages)
+        lawful, tools = legal(messages), tools or []
         name = model or self.model
-        request = LLMRequest(lawful, tools or [], name, wanted, on_delta, on_retry, read_only)
-        response, outcome = None, "cancelled"
+        request = LLMRequest(lawful, tools, name, wanted, on_delta, on_retry, read_only, on_event)
+        healed = [remedy.notice for remedy in self.learnt.get(name, [])]
+        on_event("request", model=name, options=wanted, messages=lawful, tools=tools, healed=healed)
+        began = time.monotonic()
+        response = failed("It was stopped.")
         try:
             response = await self.answer(request)
-            outcome = "failed" if response.error else "answered"
         finally:
-            if self.trace:
-                self.trace(request, response, outcome)
+            on_event("answer", seconds=round(time.monotonic() - began, 3), answer=response)
         return response
 
     async def answer(self, request: LLMRequest) -> LLMResponse:
@@ -285,21 +292,20 @@ class OpenAIProvider(LLMProvider):
                 if failure.kind == "overflow":
                     answer.is_overflow, answer.usage = True, estimate_usage(request, answer)
                 return answer
-            if self.trace:
-                self.trace(request, answer, "healed" if remedy else "retried")
             if remedy:
                 tried.append(remedy)
-                body = remedy.change(body)
-                await request.tell(f"{self.endpoint.spec.name}, {request.model}: {remedy.notice}")
+                old, body = body, remedy.change(body)
+                notice = f"{self.endpoint.spec.name}, {request.model}: {remedy.notice}"
+                await request.tell(notice, error=failure.cause, changed=difference(old, body))
                 continue
             tries += 1
             if seconds:
-                await request.tell(f"{failure.cause}; asking again in {seconds:.0f} s")
+                wait = f"{failure.cause}; asking again in {seconds:.0f} s"
+                await request.tell(wait, error=failure.cause)
             await asyncio.sleep(seconds * self.pace)
 
     async def _ask(self, request: LLMRequest, body: dict) -> LLMResponse:
         """Make one HTTP attempt. Raises Failure. An exception in `on_delta` is not caught."""
-        request.sent, request.began = body, time.monotonic()
         is_weak = self.is_local or "tools" not in body  # calls may arrive as text
         wish = self.endpoint.text_tool_calls
         reads_text = wish == "on" or (wish == "auto" and is_weak)
@@ -980,6 +986,12 @@ def refused_parameters(body: dict, complaint: str) -> list[str]:
     return sorted(refused)
 
 
+def difference(old: dict, new: dict) -> dict:
+    """The parameters that a remedy has changed: {"stop": None}. The long ones are left out."""
+    names = [name for name in old | new if old.get(name) != new.get(name)]
+    return {name: new.get(name) for name in names if not isinstance(new.get(name), list)}
+
+
 def setting(**values) -> Change:
     """A change that sets the parameters in `values`; the value None removes a parameter."""
 
@@ -1649,77 +1661,50 @@ def text_call(name: str, written, tools: dict[str, dict]) -> ToolCallRequest:
     return ToolCallRequest(new_id(), name, arguments)
 
 
-# ---- Traces and replays ----
-# A trace records requests and answers. A replay repeats the recorded turn without a model.
+# ---- Recorded events: without keys, and read again ----
+# An event is a dict of the run's data, and its `kind` says which. Some kinds of one turn:
+#
+# {"time": 1795430000.1, "run": "5f0c2a9e", "who": "turn", "key": "cli:direct", "kind": "request",
+#  "model": "m", "options": {…}, "sent": [1, 2], "tokens": [812, 41], "messages": [{…}, {…}]}
+# {…, "kind": "retry", "text": "local, m: …", "error": "HTTP 400: …", "changed": {"stop": null}}
+# {…, "kind": "answer", "seconds": 0.8, "answer": {"tool_calls": [{"id": "c1", …}], …}}
+# {…, "kind": "call", "id": "c1", "name": "exec", "arguments": {"command": "ls"}}
+# {…, "kind": "result", "id": "c1", "text": "a.txt", "is_error": false, "outcome": "done"}
+# {…, "kind": "journal", "who": "session", "line": {"n": 3, "role": "tool"}}
 
-# "Bearer abcdefgh…", "api_key = …", "sk-…"
+# `"password": "…"` and `API_KEY=…`, but not the number of {"token": 12345678}
+IS = r"""(?!": [^"])["'\\]{0,4}\s{0,3}[=:]\s{0,3}["'\\]{0,4}"""
+VALUE = r"[\w+/~=.-]{8,999}(?![\w+/~=.(\[-])"  # not `token = request.headers.get("token")`
 KEYS = (
-    r"(?i)(bearer |authorization\W{1,9}|api[_-]?key\W{1,9})[\w.~+/-]{8,}|"
-    r"\b(sk-|gsk_|xai-|AIza)[\w-]{16,}"
+    rf"((?i:passw(?:or)?d){IS}|(?i:api[_-]?key|access[_-]?key|secret|token){IS}(?=\S{{0,99}}\d))"
+    rf"{VALUE}|"
+    r"((?i:\b(?:bearer|basic) ))[\w.~+/=-]{16,}|"  # Authorization: Basic QWRhOnNlY3JldA==
+    r"""(://[^\s/@:"\\]{0,99}:)[^\s/@"\\]{1,99}(?=@)|"""  # https://ada:secret@example.org
+    # a form begins a word, or follows the line break of a JSON string: "\nsk-proj-abc…"
+    r"(?:(?<![\w-])|(?<=\\[nrt]))(?:(?:sk-|gsk_|xai-|AIza|glpat-|xox[a-z]-|xapp-)[\w-]{16,}|"
+    r"(?:hf_|npm_|gh[a-z]_|github_pat_\w{22}_|[prs]k_live_|[prs]k_test_)[A-Za-z0-9]{16,}|"
+    r"(?:SG|ya29)\.[\w.-]{16,}|(?:AKIA|ASIA)[0-9A-Z]{16}|"
+    r"(?:bot)?\d{8,10}:[\w-]{35}|"  # Telegram's 123456789:AAF…
+    r"eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]{8,})|"  # a JWT
+    r'-----BEGIN [A-Z ]{0,40}PRIVATE KEY-----(?:[^"\\-]|\\[^"]|-(?!----))*'
 )
+# "telegram": {"token": "123456789:AAF…"}
+NAMED_SECRET = r'(?i)"[^"]*(?:key|token|secret|password)[^"]*": "((?:[^"\\]|\\.){7,})"'
 
 
-def without_key_texts(value, name: str = ""):
-    """Make a deep copy in which `[key]` replaces API keys, recognized by form or field name."""
-    if isinstance(value, dict):
-        return {key: without_key_texts(inside, key) for key, inside in value.items()}
-    if isinstance(value, list):
-        return [without_key_texts(item, name) for item in value]
-    if not isinstance(value, str):
-        return value
-    return re.sub(KEYS, r"\1[key]", f"{name}={value}")[len(name) + 1 :]
+def keyless_json(named: list[dict]) -> Callable[[dict], str]:
+    """Returns a function that writes an event as JSON, with `[key]` instead of each key: what has
+    the form of a key, and each value in `named` whose name says key, token, secret or password."""
+    secrets = re.findall(NAMED_SECRET, json.dumps(named, ensure_ascii=False))
+    secrets.sort(key=len, reverse=True)
+    keys = re.compile("|".join([KEYS, *map(re.escape, secrets)]))
+    write = json.JSONEncoder(ensure_ascii=False, default=vars).encode  # vars: of an LLMResponse
+    return lambda event: keys.sub(r"\1\2\3[key]", write(event))
 
 
-class Trace:
-    """Appends each HTTP attempt to a file as one line of JSON, without API keys.
-
-    `sent` contains the HTTP parameters that the provider added or changed. `outcome` is `answered`,
-    `failed` or `cancelled`. If another attempt follows, `outcome` is `healed` or `retried`.
-    """
-
-    def __init__(self, path: Path):
-        self.path = path
-        self._append("")  # raises OSError now if the file cannot be written
-
-    def _append(self, text: str):
-        private = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        with open(private, "a", encoding="utf-8", errors="replace") as file:
-            file.write(text)
-
-    def __call__(self, request: LLMRequest, answer: LLMResponse | None, outcome: str):
-        known = {**request.options, "tools": request.tools, "messages": request.messages}
-        sent = {name: value for name, value in request.sent.items() if known.get(name) != value}
-        record = {
-            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            "outcome": outcome,
-            "model": request.model,
-            "options": request.options,
-            "tools": request.tools,
-            "messages": request.messages,
-            "sent": sent,
-            "answer": asdict(answer) if answer else None,
-            "seconds": round(time.monotonic() - request.began, 3),
-        }
-        self._append(to_json(without_key_texts(record)) + "\n")
-
-
-def read_trace(path: Path) -> list[dict]:
-    """The records of a trace. Raises OSError, or ValueError with the number of a wrong line."""
-    records = []
-    text = path.read_text(encoding="utf-8", errors="replace")
-    for number, line in enumerate(text.removesuffix("\n").split("\n"), 1):
-        try:
-            record = json.loads(line)
-            recorded_answer(record)
-            legal(record["messages"])
-            records.append(record)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            raise ValueError(f"{path}, line {number}: this is not a trace record") from None
-    return records
-
-
-def recorded_answer(record: dict) -> LLMResponse:
-    answer = LLMResponse(**(record["answer"] or asdict(failed("It was cancelled."))))
+def recorded_answer(event: dict) -> LLMResponse:
+    """For tests: ScriptedProvider(recorded_answer(event) for event in events if …)"""
+    answer = LLMResponse(**event["answer"])
     answer.tool_calls = [ToolCallRequest(**call) for call in answer.tool_calls]
     return answer
 

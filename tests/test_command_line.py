@@ -23,7 +23,7 @@ import pytest
 import nanobot as program
 from channels import JobStore
 from conftest import fork
-from fake_llm import Failure, FakeLLM, Hang, Reply, call
+from fake_llm import Failure, FakeLLM, Hang, Reply, call, error
 from fake_telegram import FakeTelegram
 from memory import MemoryStore, SessionManager, locked
 from test_providers import check_grammar
@@ -365,7 +365,7 @@ def test_status_tells_of_settings_that_others_can_read_and_how_to_mend_it(own_ho
         (["--provider", "human", "-m", "x"], 1, ["terminal"]),
         (["--offline", "-m", "x", "--trace", "no/t.jsonl"], 1, ["no/t.jsonl", "No such file"]),
         (["replay", "gone.jsonl"], 1, ["No such file", "nanobot agent --trace FILE"]),
-        (["replay", __file__], 1, ["line 1", "not a trace record", "nanobot agent --trace FILE"]),
+        (["replay", __file__], 1, ["line 1", "no event of a run", "nanobot agent --trace FILE"]),
         (["cron", "remove", "r9"], 1, ["r9"]),
     ],
 )
@@ -1015,14 +1015,14 @@ def test_a_command_in_a_loop_leaves_the_list_alone_and_names_what_it_attaches(tm
         assert texts_sent(server.bodies[-1]) == ["count\n\na\nb\nc"]
 
 
-# ---- A trace, and the same turn again ----
+# ---- The events of a run, and the run as it looked ----
 
 
-def trace_of(path: Path) -> list[dict]:
+def events_of(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def test_a_trace_is_replayed_without_network_and_without_running_anything(own_home, tmp_path):
+def test_a_run_is_played_as_it_looked_and_nothing_is_executed(own_home, tmp_path):
     (tmp_path / "a.txt").write_text("hello\n", encoding="utf-8")
     ran = Reply("Let me see.", [call("exec", command="echo ran >> ran.txt")], "tool_calls")
     script = [
@@ -1030,29 +1030,40 @@ def test_a_trace_is_replayed_without_network_and_without_running_anything(own_ho
         [call("read_file", path="a.txt"), call("read_file", path="gone.txt")],
         "It says Γειά.",
     ]
+    record = ("--trace", "t.jsonl", "--json")
     with FakeLLM(script) as server:
-        first = nanobot("-m", "do it", "--trace", "t.jsonl", server=server, cwd=tmp_path)
-    assert first[:2] == (0, "It says Γειά.\n") and "chmod" not in first[2]
-    trace = tmp_path / "t.jsonl"
-    assert trace.stat().st_mode & 0o777 == 0o600
-    records = trace_of(trace)
-    assert [len(record["answer"]["tool_calls"]) for record in records] == [1, 2, 0]
+        first = nanobot("-m", "do it", *record, server=server, cwd=tmp_path)
+    record = tmp_path / "t.jsonl"
+    assert record.stat().st_mode & 0o777 == 0o600 and record.read_text("utf-8") == first[1]
+    events = events_of(record)
+    answers = [event["answer"] for event in events if event["kind"] == "answer"]
+    assert [len(answer["tool_calls"]) for answer in answers] == [1, 2, 0]
+    requests = [event for event in events if event["kind"] == "request"]
+    assert [each["sent"] for each in requests] == [[1, 2], [1, 2, 3, 4], [1, 2, 3, 4, 5, 6, 7]]
+    assert [len(each["messages"]) for each in requests] == [2, 2, 3]
+    assert ["tools" in each for each in requests] == [True, False, False]
+    assert all(len(each["tokens"]) == len(each["sent"]) for each in requests)
+    results = [(e["is_error"], e["outcome"]) for e in events if e["kind"] == "result"]
+    assert sorted(is_error for is_error, _ in results) == [False, False, True]
     (tmp_path / "a.txt").unlink()
     (tmp_path / "ran.txt").unlink()
-    status, out, err = nanobot("replay", "t.jsonl", cwd=tmp_path)
+    status, out, err = nanobot("replay", "--fast", "t.jsonl", cwd=tmp_path)
     assert (status, out) == (0, "It says Γειά.\n"), err
-    assert err == "".join(line for line in first[2].splitlines(True) if "· context " not in line)
+    live = [line for line in first[2].splitlines(True) if "· context " not in line]
+    assert err == "".join(live).replace("It says Γειά.\n", ""), "with --json, the answer is there"
     assert not (tmp_path / "ran.txt").exists()
-    records[0]["answer"]["tool_calls"][0]["arguments"]["command"] = "echo sang\x1b[2J"
-    trace.write_text("".join(f"{json.dumps(record)}\n" for record in records))
-    status, out, err = nanobot("replay", "t.jsonl", cwd=tmp_path)
-    assert (status, "\x1b" in err, "echo sang" in err) == (0, False, True)
+    call_event = next(event for event in events if event["kind"] == "call")
+    call_event["arguments"]["command"] = "echo sang\x1b[2J"
+    record.write_text("".join(f"{json.dumps(event)}\n" for event in events))
+    for command in ("replay --fast", "trace"):
+        status, out, err = nanobot(*command.split(), "t.jsonl", cwd=tmp_path)
+        assert (status, "\x1b" in out + err, "echo sang" in out + err) == (0, False, True)
 
 
-def test_turns_add_up_in_one_trace_and_are_replayed_one_after_the_other(own_home, tmp_path):
+def test_turns_add_up_in_one_recording_and_are_played_one_after_the_other(own_home, tmp_path):
     """A history, a call that was denied, an endpoint that failed and a turn that was stopped are in it."""
     script = [
-        "before the trace",
+        "before the recording",
         call("exec", command="touch made"),
         "I may not.",
         BOOM,
@@ -1073,19 +1084,102 @@ def test_turns_add_up_in_one_trace_and_are_replayed_one_after_the_other(own_home
         process.communicate(timeout=LONG)
         status, out, err = nanobot("-m", "four", *trace, server=server, cwd=tmp_path)
     assert out == "All done.\n", err
-    records = trace_of(tmp_path / "t.jsonl")
-    assert [(record["answer"] or {}).get("finish_reason") for record in records] == [
-        "tool_calls",
-        "stop",
-        "error",
-        None,
-        "tool_calls",
-        "stop",
-    ]
-    status, out, err = nanobot("replay", "t.jsonl", cwd=tmp_path)
+    events = events_of(tmp_path / "t.jsonl")
+    denied = next(event for event in events if event["kind"] == "result")
+    assert denied["is_error"] and denied["outcome"].startswith("refused: ")
+    status, out, err = nanobot("replay", "--fast", "t.jsonl", cwd=tmp_path)
     assert (status, out) == (1, "I may not.\nAll done.\n"), err
-    assert "HTTP 400: boom" in err and "cancelled" in err
+    assert "HTTP 400: boom" in err and "it was stopped" in err
     assert not (tmp_path / "made").exists()
+
+
+def record_everything(own_home: Path, folder: Path) -> Path:
+    """A recording of a helper, a consolidation, shortened and healed requests, and --step."""
+    (folder / "big.txt").write_text("word " * 3_000, encoding="utf-8")
+    (folder / "a.txt").write_text("this is a", encoding="utf-8")
+    no_temperature = error(400, "Unsupported parameter: 'temperature' is not supported.")
+
+    def script(body: dict):
+        last = body["messages"][-1]
+        names = [tool["function"]["name"] for tool in body.get("tools", [])]
+        if "temperature" in body:
+            return no_temperature
+        if names == ["save_memory"]:
+            return call("save_memory", history_entry="They worked.", memory_update="- worked")
+        if last["role"] == "user" and "help me" in last["content"]:
+            return call("spawn", task="look at it", wait=True)
+        if "spawn" not in names:
+            return "The helper has looked."
+        if last["role"] == "user" and "big" in last["content"]:
+            return [call("read_file", path="big.txt"), call("exec", command="cat big.txt")]
+        if last["role"] == "user" and "step" in last["content"]:
+            return call("read_file", path="b.txt")
+        return "Done."
+
+    small = {"contextWindowTokens": 8_000, "maxTokens": 1_000, "memoryWindow": 2}
+    config = settings(own_home, agents={"defaults": small | {"temperature": 0.5}})
+    record = [*config, *DIRECT, "--trace", "t.jsonl"]
+    with FakeLLM(script) as server:
+        for text in ("help me", "read big", "read big again"):
+            done = nanobot("-m", text, *record, server=server, cwd=folder)
+            assert done[0] == 0, done
+        terminal = Terminal("--step", "-m", "a step", *record, server=server, cwd=folder)
+        terminal.expect("Enter sends them")
+        terminal.say("", "Enter runs it")
+        terminal.say('{"path": "a.txt"}', "Enter sends them")
+        terminal.say("", "Done.")
+        assert terminal.close("") == 0
+    return folder / "t.jsonl"
+
+
+@needs_terminal
+def test_all_that_happens_is_in_the_stream_and_is_printed_and_played(own_home, tmp_path):
+    events = events_of(record_everything(own_home, tmp_path))
+    kinds = {(event["who"], event["kind"]) for event in events}
+    assert {("helper", "answer"), ("memory", "request"), ("session", "journal")} <= kinds
+    told = "\n".join(event["text"] for event in events if event["kind"] == "retry")
+    assert "temperature is left out" in told and " cut" in told
+    assert any(event.get("healed") for event in events), "remembered in later requests"
+    marks = [event["line"]["mark"] for event in events if "mark" in event.get("line", {})]
+    assert "saved" in marks
+    assert [e["arguments"] for e in events if e["kind"] == "call"][-1] == {"path": "a.txt"}
+    status, out, _ = nanobot("trace", "t.jsonl", cwd=tmp_path)
+    shown = ("helper answer: The helper", "memory request: test-model", "turn retry:", "this is a")
+    assert status == 0 and [words for words in shown if words not in out] == []
+    status, out, err = nanobot("replay", "--fast", "t.jsonl", cwd=tmp_path)
+    assert (status, out) == (0, "Done.\n" * 4)
+    assert "temperature is left out" in err and 'read_file("a.txt")' in err and "b.txt" not in err
+
+
+GOOD = {"time": 1.0, "run": "r", "who": "turn", "key": "cli:a", "kind": "retry", "text": "x"}
+NO_EVENTS = {
+    "no JSON": "{oops",
+    "a list": "[]",
+    "a blank line": "",
+    "no kind": json.dumps({"time": 1}),
+    "a time of another type": json.dumps(GOOD | {"time": "now"}),
+    "no answer in an answer": json.dumps(GOOD | {"kind": "answer"}),
+    "odd messages": json.dumps(
+        GOOD | {"kind": "request", "model": "m", "sent": [1], "tokens": [1], "messages": [7]}
+    ),
+    "odd tokens": json.dumps(
+        GOOD | {"kind": "request", "model": "m", "sent": [1], "tokens": ["x"], "messages": []}
+    ),
+    "odd arguments": json.dumps(GOOD | {"kind": "call", "id": "c", "name": "x", "arguments": 7}),
+    "an odd answer": json.dumps(GOOD | {"kind": "answer", "answer": {"oops": 1}}),
+    "a text as a line of the journal": json.dumps(GOOD | {"kind": "journal", "line": "x"}),
+    "an old trace": json.dumps({"time": "2026", "outcome": "answered", "messages": []}),
+    "a tower of lists": "[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("name", NO_EVENTS)
+def test_a_line_that_is_no_event_is_named_by_its_number(name, own_home, tmp_path):
+    (tmp_path / "t").write_text(f"{json.dumps(GOOD)}\n{NO_EVENTS[name]}\n")
+    for command in ("trace", "replay"):
+        status, out, err = nanobot(command, "t", cwd=tmp_path)
+        assert (status, out) == (1, "") and "t, line 2 is no event" in err, err
+        assert "Traceback" not in err and len(err.splitlines()) == 1
 
 
 KEY = "sk-proj-abcdefghijklmnopqrstuvwxyz0123456789"
@@ -1115,15 +1209,15 @@ def test_no_key_is_in_a_trace_wherever_it_came_from(own_home, tmp_path, monkeypa
         assert nanobot("-m", "again", *where, cwd=tmp_path)[0] == 1
     text = (tmp_path / "t.jsonl").read_text(encoding="utf-8")
     assert KEY[3:] not in text and "[key]" in text
-    status, out, err = nanobot("replay", "t.jsonl", cwd=tmp_path)
+    status, out, err = nanobot("replay", "--fast", "t.jsonl", cwd=tmp_path)
     assert (status, out) == (1, "Your key is [key].\n"), err
 
 
 # ---- The other commands ----
 
 FLAGS = {
-    "agent": "TEXT -m --message --approve --no-stream --trace -s --session",
-    "replay": "FILE",
+    "agent": "TEXT -m --message --approve --no-stream --trace --json -s --session",
+    "replay": "FILE --fast",
     "prompt": "text -s --session",
     "sessions": "show KEY",
     "gateway": "",

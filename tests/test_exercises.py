@@ -328,7 +328,7 @@ def take_the_tour(home: Path) -> tuple[list[str], list[str], str]:
         "offline",
     )
     loop, tour, told = nanobot.AgentLoop(config), Tour(ROOT, is_long=True), []
-    loop.provider.trace = nanobot.Trace(home / "trace.jsonl")
+    nanobot.record_events(loop, [home / "trace.jsonl"])
 
     async def note(event):
         told.append(event.content)

@@ -44,7 +44,6 @@ from providers import (
     OpenAIProvider,
     ScriptedProvider,
     ToolCallRequest,
-    Trace,
     failed,
     legal,
 )
@@ -1430,7 +1429,7 @@ def test_after_a_storm_every_message_is_there_once_and_the_next_is_answered(tmp_
     storm, turns, trace = Storm(4), [], tmp_path / "trace.jsonl"
     with FakeLLM(storm) as server:
         loop = endpoint_loop(tmp_path, server, request_timeout=0.4, idle_timeout=0.4)
-        loop.provider.trace = Trace(trace)
+        nanobot.record_events(loop, [trace])
 
         async def many_turns():
             while storm.weather:
@@ -1449,7 +1448,9 @@ def test_after_a_storm_every_message_is_there_once_and_the_next_is_answered(tmp_
         ]
         sent = "\n".join(map(str, asked))
         assert all(sent.count(f"\n{text}\n") + sent.endswith(text) == 1 for text, _, _ in turns)
-    assert nanobot.main(["replay", str(trace)]) == 1, "some turns failed, as they did then"
+    assert nanobot.main(["replay", "--fast", str(trace)]) == 1, (
+        "some turns failed, as they did then"
+    )
     shown = capsys.readouterr().out
     ends = [
         result.final_content[-12:] for _, result, _ in turns if result.stop_reason == "completed"

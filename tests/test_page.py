@@ -18,7 +18,7 @@ import pytest
 from browser import CHROMIUM, Browser
 from fake_llm import FakeLLM, Failure, call, error
 from fake_telegram import FakeTelegram
-from test_command_line import Terminal, journal, needs_terminal, settings
+from test_command_line import Terminal, journal, needs_terminal, record_everything, settings
 
 ROOT = Path(__file__).parent.parent
 NANOBOT = [sys.executable, str(ROOT / "nanobot.py")]
@@ -253,12 +253,14 @@ def test_every_window_shows_the_questions_of_all_sessions_until_one_of_them_answ
     page.say("/new", number="2")  # what is said before goes into the memory
     asked = there.wait("ask")
     assert [tool["function"]["name"] for tool in asked["tools"]] == ["save_memory"]
-    assert "Hello." in asked["messages"][-1]["content"] and asked["session"] == ""
+    assert "Hello." in asked["messages"][-1]["content"] and asked["session"] == "memory"
     saved = {"history_entry": "The user said hi.", "memory_update": "- says hi"}
     assert page.answer(asked, f"save_memory {json.dumps(saved)}") == 204
-    there.wait("memory")
+    answer = there.wait("answer", who="memory")["answer"]
+    assert answer["tool_calls"][0]["arguments"] == saved
     memory = own_home / ".nanobot" / "workspace" / "memory"
-    assert "says hi" in (memory / "MEMORY.md").read_text()
+    while "says hi" not in (memory / "MEMORY.md").read_text():
+        time.sleep(0.02)
 
     page.say("remind me to stretch", number="3")
     at = (datetime.now() + timedelta(seconds=3)).isoformat(timespec="seconds")
@@ -333,7 +335,7 @@ def test_a_question_is_answered_with_no_if_no_window_is_open(open_page, folder, 
         asked = window.wait("ask")
         window.close()
         window = Window(page)  # a reload: the question is still there
-        assert window.wait("ask")["id"] == asked["id"] and page.answer(asked, "y") == 204
+        assert window.wait("ask", id=asked["id"]) and page.answer(asked, "y") == 204
         assert "Told" in window.wait("say")["content"]
         assert list(folder.rglob("made"))
 
@@ -368,7 +370,7 @@ def test_a_window_gets_the_request_the_call_the_answer_and_the_journal(open_page
     events = page.events("say")
     first, second = [event for event in events if event["kind"] == "request"]
     assert [message["role"] for message in first["messages"]] == ["system", "user"]
-    assert second["same"] == 2  # each message is sent once
+    assert (first["sent"], second["sent"]) == ([1, 2], [1, 2, 3, 4])  # each message is sent once
     assert [message["role"] for message in second["messages"]] == ["assistant", "tool"]
     call = next(event for event in events if event["kind"] == "answer")["answer"]["tool_calls"][0]
     assert call["name"] == "read_file" and call["arguments"] == {"path": "a.txt"}
@@ -377,7 +379,7 @@ def test_a_window_gets_the_request_the_call_the_answer_and_the_journal(open_page
     )
     again = page.events("say")  # a reload: the same from the beginning, and the journal before it
     lines = [
-        json.loads(line) for event in again if event["kind"] == "journal" for line in event["lines"]
+        json.loads(line) for event in again if event["kind"] == "lines" for line in event["lines"]
     ]
     assert [line["role"] for line in lines if "n" in line] == [
         "user",
@@ -400,15 +402,11 @@ def test_the_window_of_a_chat_gets_what_the_endpoint_said_before_it_was_asked_ag
     with FakeLLM([slow_down, no_temperature, "ok"]) as server:
         page = open_page("--base-url", server.base_url, "--model", "m", "--trace", "run.jsonl")
         assert page.say("hello", chat="work")[0] == 204
-        told = [
-            event["text"] for event in page.events("say", chat="work") if event["kind"] == "retry"
-        ]
-    assert any("slow down" in text for text in told) and any(
-        "Unsupported parameter" in text for text in told
-    )
-    assert [
-        json.loads(line)["outcome"] for line in (folder / "run.jsonl").read_text().splitlines()
-    ] == ["retried", "healed", "answered"]
+        told = [event for event in page.events("say", chat="work") if event["kind"] == "retry"]
+    assert "slow down" in told[0]["error"] and "Unsupported parameter" in told[1]["error"]
+    assert told[1]["changed"] == {"temperature": None}
+    recorded = [json.loads(line) for line in (folder / "run.jsonl").read_text().splitlines()]
+    assert [event for event in recorded if event["kind"] == "retry"] == told
 
 
 def test_a_trace_is_shown_as_text_and_as_a_page_that_needs_no_server(folder):
@@ -420,7 +418,12 @@ def test_a_trace_is_shown_as_text_and_as_a_page_that_needs_no_server(folder):
     (folder / "a.txt").write_text("hello <script>document.title = 'owned'</script> %NONCE% %RUN%\n")
     nanobot("agent", "--offline", "--trace", "run.jsonl", "-m", "read a.txt")
     shown = nanobot("trace", "run.jsonl").stdout
-    for words in ("request 1 to offline", 'read_file {"path": "a.txt"}', "1| hello", "request 2"):
+    for words in (
+        "turn request: offline",
+        "{'path': 'a.txt'}",
+        "1| hello",
+        "turn answer: a.txt says",
+    ):
         assert words in shown
     done = nanobot("trace", "run.jsonl", "--html", "run.html")
     assert "prompts" in done.stderr and done.returncode == 0
@@ -428,7 +431,8 @@ def test_a_trace_is_shown_as_text_and_as_a_page_that_needs_no_server(folder):
     assert "<script>document.title" not in html and html.count("</script>") == 2
     assert not re.search(r"(src|href)=", html)
     run = json.loads(re.search('id="run" nonce="[0-9a-f]+">(.*)</script>', html)[1])
-    assert "</script> %NONCE% %RUN%" in run["records"][1]["messages"][-1]["content"]
+    messages = [event["messages"] for event in run["events"] if event["kind"] == "request"]
+    assert "</script> %NONCE% %RUN%" in messages[1][-1]["content"]
     missing = nanobot("trace", "nothing.jsonl")
     assert missing.returncode == 1 and "nanobot agent --trace" in missing.stderr
 
@@ -518,13 +522,13 @@ def test_calls_are_approved_changed_skipped_and_stopped_in_the_page(browser, ope
     tab.run("byId('step').click()")
     tab.click("Journal")
     tab.say("read a.txt")
-    tab.wait("byId('chat').textContent.includes('Request 5 is on the right.')")
+    tab.wait("byId('chat').textContent.includes('Request 5 is ready.')")
+    assert "read a.txt" in tab.run("document.querySelector('.question').textContent")
     seen = "(box => box.bottom > box.top && box.top >= 0 && box.bottom <= innerHeight)(last.element.getBoundingClientRect())"
-    tab.wait(seen)
-    tab.do("Page.reload")
-    tab.wait(f"typeof RECORDED !== 'undefined' && last && requests === 5 && {seen}")
     tab.click("Send it")
     tab.wait("Boolean(document.querySelector('.question textarea'))")
+    tab.do("Page.reload")
+    tab.wait(f"typeof RECORDED !== 'undefined' && last && requests === 5 && {seen}")
     tab.do("Page.reload")  # in mid-turn: the question is asked again
     tab.wait(
         "typeof RECORDED !== 'undefined' && Boolean(document.querySelector('.question textarea'))"
@@ -657,21 +661,88 @@ def test_a_recorded_run_opens_without_a_server(browser, folder):
         check=True,
     )
     shown = opened(browser, (folder / "run.html").as_uri()).run("document.body.innerText")
-    assert "✓" not in shown and "window" not in shown and "The program\nYou sent nothing" in shown
+    assert shown.count("✓") == 2 and "✗ failed" in shown and "window" not in shown
+    assert "The program\nYou sent nothing" in shown
     for words in ("(nothing: no text, no call)", "new (nothing)", "no tools"):
         assert words in shown
+
+
+@needs_terminal
+@pytest.mark.slow
+def test_helpers_memory_steps_shortened_and_healed_requests_are_shown(browser, own_home, folder):
+    record_everything(own_home, folder)
+    command = [*NANOBOT, "trace", "t.jsonl", "--html", "run.html"]
+    subprocess.run(command, cwd=folder, capture_output=True, check=True)
+    tab = opened(browser, (folder / "run.html").as_uri())
+    shown = tab.run("document.querySelector('main').textContent")
+    words = (
+        "Request of a helper",
+        "Request of the memory",
+        "The helper has looked.",
+        "↻ local, test-model: temperature is left out",
+        "remembered: temperature is left out",
+        'changed: {"temperature":null}',
+        "tool results cut",
+        "arguments that ran",
+        "this is a",
+    )
+    assert [each for each in words if each not in shown] == [] and "cannot be shown" not in shown
+    assert answers(tab) == 4
+
+
+STRANGE = "</script><img src=x onerror=\"document.title='owned'\">"
+
+
+@pytest.mark.slow
+def test_the_file_of_a_stranger_is_shown_as_text_with_a_card_for_each_run(browser, folder):
+    """A helper speaks while the turn waits; one event has odd fields that only a page reads."""
+
+    def event(kind, run="r1", who="turn", **fields):
+        return {"time": 1.0, "run": run, "who": who, "key": "cli:a", "kind": kind, **fields}
+
+    def request(text, run="r1", who="turn"):
+        said = [{"role": "system", "content": STRANGE}, {"role": "user", "content": text}]
+        sizes = {"sent": [1, 2], "tokens": [3, 4], "messages": said}
+        return event("request", run, who, model=STRANGE, healed=[STRANGE], **sizes)
+
+    answer = {"content": "", "error": None, "tool_calls": [], "finish_reason": "stop", "usage": {}}
+    calls = [{"id": "c1", "name": STRANGE, "arguments": {"x": STRANGE}}]
+    events = [
+        request("from Ada"),
+        event("retry", text=STRANGE, error=STRANGE, changed={"stop": None}),
+        event("answer", seconds=1, answer=answer | {"tool_calls": calls}),
+        event("call", id="c1", name=STRANGE, arguments={"x": "changed"}),
+        request("for the helper", "r2", "helper"),
+        event("answer", "r2", "helper", seconds=1, answer=answer | {"content": "helped"}),
+        event("result", id="c1", text=STRANGE, is_error=True, outcome="not run", seconds=0.5),
+        event("request", model="m", sent=[1, 2, 9], tokens=[1], messages=[], tools=7),
+        event("answer", seconds=1, answer=answer | {"tool_calls": [None]}),
+        event("answer", seconds=1, answer=answer | {"content": STRANGE}),
+        event("journal", who="session", line={"n": 1, "role": "assistant", "content": STRANGE}),
+        event("journal", who="session", line={"mark": "ended", "why": STRANGE}),
+    ]
+    (folder / "run.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in events))
+    command = [*NANOBOT, "trace", "run.jsonl", "--html", "run.html"]
+    subprocess.run(command, cwd=folder, capture_output=True, check=True)
+    tab = opened(browser, (folder / "run.html").as_uri())
+    assert tab.run("document.title") == "nanobot behind glass" and answers(tab) == 1
+    assert tab.run("document.querySelectorAll('img').length") == 0
+    cards = tab.run("[...document.querySelectorAll('article')].map((card) => card.innerText)")
+    assert "Request of a helper" in cards[1] and "helped" in cards[1] and "✗" not in cards[1]
+    assert (
+        "✗ not run" in cards[0] and "arguments that ran" in cards[0] and '"stop":null' in cards[0]
+    )
+    said = tab.run("byId('chat').innerText")
+    assert "from Ada" in said and "cannot be shown" in said and "The turn ended" in said
 
 
 @pytest.mark.parametrize(
     "name", [file.stem for file in sorted((ROOT / "templates" / "traces").glob("*.jsonl"))]
 )
 def test_a_run_that_is_shipped_is_shown_and_replayed_by_its_name(folder, name):
-    for command in ("trace", "replay"):
+    for command in (["trace"], ["replay", "--fast"]):
         done = subprocess.run(
-            [*NANOBOT, command, name], cwd=folder, capture_output=True, encoding="utf-8"
+            [*NANOBOT, *command, name], cwd=folder, capture_output=True, encoding="utf-8"
         )
-        assert (done.returncode, "differs from the recorded request" in done.stderr) == (
-            0,
-            False,
-        ) and done.stdout.strip(), done.stderr
+        assert done.returncode == 0 and done.stdout.strip(), done.stderr
     assert name in (ROOT / "NOTES.md").read_text(encoding="utf-8")

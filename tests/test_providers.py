@@ -6,6 +6,7 @@ real runner with the real tools.
 
 import ast
 import asyncio
+import contextlib
 import copy
 import itertools
 import json
@@ -34,10 +35,9 @@ from providers import (
     OpenAIProvider,
     ScriptedProvider,
     ToolCallRequest,
-    Trace,
     choose_endpoint,
     legal,
-    read_trace,
+    keyless_json,
     recorded_answer,
 )
 from tools import FILE_TOOLS, Exec, ToolRegistry, Turn, Web, WebFetch, WebSearch
@@ -2228,65 +2228,154 @@ def test_a_person_sees_what_a_model_sees_and_later_only_what_is_new():
     )
 
 
-# ---- A trace of each attempt ----
+# ---- The events of a request, without keys ----
 
 
-def test_a_trace_has_every_attempt_and_gives_the_answers_back(tmp_path):
+def test_the_events_tell_each_attempt_and_what_was_remembered(tmp_path):
     unsupported = Failure(400, by_id("openai-max-tokens-renamed")["body"])
+    events = []
     with FakeLLM([unsupported, error(503, "busy"), "Here.", error(401, "no"), Hang(9)]) as server:
         provider = made(server)
-        provider.trace = Trace(tmp_path / "t")
-        answers = [ask(provider, max_tokens=7)[0], ask(provider, max_tokens=7)[0]]
-        with pytest.raises(TimeoutError):
-            asyncio.run(asyncio.wait_for(provider.chat(HELLO, max_tokens=7), 0.2))
-    records = [json.loads(line) for line in (tmp_path / "t").read_text().splitlines()]
-    assert [each["outcome"] for each in records] == [
-        "healed",
-        "retried",
-        "answered",
-        "failed",
-        "cancelled",
-    ]
-    assert [each["sent"] for each in records] == [{}, *[{"max_completion_tokens": 7}] * 4]
-    assert all(
-        each["messages"] == HELLO and each["options"] == {"max_tokens": 7} for each in records
-    )
-    assert "Use 'max_completion_tokens'" in records[0]["answer"]["error"]
-    assert records[1]["answer"]["error"] == "HTTP 503: busy"
-    assert [each["answer"]["content"] for each in records[:4]] == [None, None, "Here.", None]
-    replayed = [recorded_answer(record) for record in read_trace(tmp_path / "t")]
-    assert replayed[2:4] == answers and "cancelled" in replayed[4].error
+
+        async def chats():
+            for seconds in (9, 9, 0.2):
+                chat = provider.chat(
+                    HELLO,
+                    max_tokens=7,
+                    on_event=lambda kind, **fields: events.append((kind, fields)),
+                )
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(chat, seconds)
+
+        asyncio.run(chats())
+    kinds = [kind for kind, _ in events]
+    assert " ".join(kinds) == "request retry retry answer request answer request answer"
+    healed, again = [fields for kind, fields in events if kind == "retry"]
+    assert healed["changed"] == {"max_tokens": None, "max_completion_tokens": 7}
+    assert "Use 'max_completion_tokens'" in healed["error"] and "busy" in again["error"]
+    first, second, _ = [fields for kind, fields in events if kind == "request"]
+    assert first["healed"] == [] and "max_tokens is renamed" in second["healed"][0]
+    assert first["messages"] == HELLO and first["options"] == {"max_tokens": 7}
+    answers = [fields["answer"] for kind, fields in events if kind == "answer"]
+    assert [answer.content for answer in answers] == ["Here.", None, None]
+    assert "HTTP 401" in answers[1].error and "stopped" in answers[2].error
 
 
-SECRET = "0123456789abcdef"
+def test_a_scripted_model_repeats_recorded_answers():
+    as_json, lines = keyless_json([]), []
+
+    def record(kind, **fields):
+        lines.append(as_json({"kind": kind, **fields}))
+
+    replies = ["Hi.", ToolCallRequest("c1", "now", {}), LLMResponse(error="no")]
+    first = ScriptedProvider(replies)
+    given = [asyncio.run(first.chat(HELLO, on_event=record)) for _ in replies]
+    events = [json.loads(line) for line in lines]
+    second = ScriptedProvider(recorded_answer(each) for each in events if each["kind"] == "answer")
+    assert [asyncio.run(second.chat(HELLO)) for _ in replies] == given
 
 
-def a_record(messages, answer, **more):
-    return {"messages": messages, "tools": [TOOL], "options": {}, "answer": answer, **more}
-
-
-NO_RECORDS = {
-    "no JSON": "{oops",
-    "a list": "[]",
-    "a number": "7",
-    "a blank line": "",
-    "nothing that was asked": json.dumps(
-        {"tools": [], "options": {}, "answer": {"tool_calls": []}}
-    ),
-    "messages of another form": json.dumps(
-        a_record([{"role": "assistant", "tool_calls": [7]}], {"content": "x", "tool_calls": []})
-    ),
-    "an answer with a strange field": json.dumps(a_record(HELLO, {"oops": 1, "tool_calls": []})),
-    "a tower of lists": "[" * 100_000,
+A1 = "aB3dE5gH7jK9mN1pQ3sT5vW7yZ9bC1dE3fG5"  # 36 letters and digits
+PEM = (
+    "-----BEGIN RSA PRIVATE KEY-----\nProc-Type: 4,ENCRYPTED\n\nMIIEow"
+    + A1
+    + "\n-----END RSA PRIVATE KEY-----"
+)
+KEY_TEXTS = {  # a text: what must not be left of it
+    f"sk-proj-{A1}": A1,
+    f"sk-ant-api03-{A1}": A1,
+    f"gsk_{A1}": A1,
+    f"xai-{A1}": A1,
+    f"AIza{A1}": A1,
+    f"hf_{A1}": A1,
+    f"ghp_{A1}": A1,
+    f"github_pat_{A1[:22]}_{A1}": A1,
+    f"glpat-{A1[:20]}": A1[:20],
+    f"npm_{A1}": A1,
+    "AKIAIOSFODNN7EXAMPLE": "IOSFODNN7EXAMPLE",
+    f"xoxb-123456789012-{A1}": A1,
+    f"sk_live_{A1}": A1,
+    f"123456789:AA{A1[:33]}": A1[:33],
+    f"https://api.telegram.org/bot123456789:AA{A1[:33]}/getMe": A1[:33],
+    f"SG.{A1[:22]}.{A1}": A1,
+    f"eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.{A1}": A1,
+    "Authorization: Basic YWRhOnNlY3JldHBhc3N3b3Jk": "YWRhOnNlY3Jl",
+    f"Authorization: Bearer {A1}": A1,
+    "password=correct-horse-battery": "correct-horse",
+    f'{{"api_key": "{A1}", "token": 12345678}}': A1,
+    f"aws_secret_access_key = {A1}": A1,
+    "https://ada:hunter2@example.org/x": "hunter2",
+    PEM: A1,
 }
 
 
-@pytest.mark.parametrize("name", NO_RECORDS)
-def test_a_line_that_is_no_record_is_named_by_its_number(name, tmp_path):
-    good = json.dumps(a_record(HELLO, {"content": "x", "tool_calls": []}))
-    (tmp_path / "t").write_text(f"{good}\n{NO_RECORDS[name]}\n")
-    with pytest.raises(ValueError, match=r"t, line 2: this is not a trace record$"):
-        read_trace(tmp_path / "t")
+@pytest.mark.parametrize("text", KEY_TEXTS)
+def test_no_common_form_of_a_key_is_in_an_event_wherever_it_stands(text):
+    as_json = keyless_json([])
+    nested = json.dumps({"command": f"echo '{text}'"})
+    event = {
+        "text": f'a\n{text}\n\t{text} "{text}" `{text}`',
+        "arguments": nested,
+        "number": 12345678,
+    }
+    line = as_json(event)
+    assert KEY_TEXTS[text] not in line and line.count("[key]") >= 5
+    assert json.loads(line)["number"] == 12345678
+
+
+def test_each_value_with_the_name_of_a_secret_is_left_out():
+    settings = {"telegram": {"token": 'we"ird\ntoken'}, "mcp": {"env": {"DB_PASSWORD": "hunter2"}}}
+    environ = {
+        "MY_SECRET": "xyzzy-plugh",
+        "TOKEN_LIMIT": "50",
+        "EDITOR": "nano-nano",
+        "AB_KEY": "ollama",
+    }
+    as_json = keyless_json([settings, environ])
+    texts = ['say we"ird\ntoken', "hunter2 xyzzy-plugh", "nano-nano 50 ollama"]
+    assert json.loads(as_json({"texts": texts})) == {
+        "texts": ["say [key]", "[key] [key]", texts[2]]
+    }
+
+
+ORDINARY = [
+    "a risk-management-system, task-oriented, sk-learn",
+    "token = request.headers.get('token')",
+    "max_tokens: 8192, tokens=[41, 380]",
+    "basic understanding of bearer instruments",
+    "http://localhost:8000/v1 and 12:34:56",
+]
+
+
+@pytest.mark.parametrize("text", ORDINARY)
+def test_an_ordinary_text_stays_as_it_is(text):
+    assert json.loads(keyless_json([])({"text": text})) == {"text": text}
+
+
+HARD = [
+    "eyJ0",
+    "eyJ-",
+    "sk-",
+    "-----BEGIN PRIVATE KEY-----",
+    "password=",
+    "token: ",
+    "://",
+    "a:",
+    "\\n",
+    "1",
+    "'",
+    "://a:",
+    "key=a",
+    "SG.",
+]
+
+
+@pytest.mark.parametrize("piece", HARD)
+def test_a_long_text_is_searched_for_keys_in_linear_time(piece):
+    as_json = keyless_json([{"KEY": "0123456789"}])
+    began = time.perf_counter()
+    as_json({"text": piece * (100_000 // len(piece))})
+    assert time.perf_counter() - began < 3
 
 
 # ---- The offline model ----

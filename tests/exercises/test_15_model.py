@@ -8,18 +8,16 @@ Hint: `nanobot prompt` shows the tools and their parameters. The grader puts a p
       You know that; a model does not, so one of your calls has to look.
 """
 
-import json
-
 from grading import check, exercise, result_of, settings
 
-from nanobot import AgentLoop, Trace
+from nanobot import AgentLoop
 from providers import HumanProvider
 
 LOOK = "providers.py:HumanProvider"
 
 
 def play(folder, answers):
-    """(result, the records of the trace, the files) of a turn in which somebody gives these answers."""
+    """(result, the answers of the model, the files) of a turn in which somebody gives these answers."""
     config = settings(folder)
     config.cwd = folder / "work"
     config.cwd.mkdir()
@@ -31,15 +29,10 @@ def play(folder, answers):
     async def ask(question, what, **details):
         return next(rest, "(no further answer)")
 
-    model = HumanProvider(ask)
-    model.trace = Trace(folder / "trace.jsonl")
-    loop = AgentLoop(config, model)
+    loop, told = AgentLoop(config, HumanProvider(ask)), []
+    loop.listeners.append(lambda event: told.append(event.get("answer")))
     result = result_of(loop, "Write the number of lines of poem.txt into count.txt.")
-    records = [
-        json.loads(line)
-        for line in (folder / "trace.jsonl").read_text(encoding="utf-8").splitlines()
-    ]
-    return result, records, config.cwd
+    return result, [answer for answer in told if answer], config.cwd
 
 
 def test_the_task(folder):
@@ -47,8 +40,8 @@ def test_the_task(folder):
     if not answers:
         raise NotImplementedError("write ANSWERS in ex_15_model.py")
     check(isinstance(answers, list), "a list of answers: [first, second, …]", answers, LOOK)
-    result, records, work = play(folder, answers)
-    names = [call["name"] for record in records for call in record["answer"]["tool_calls"]]
+    result, given, work = play(folder, answers)
+    names = [call.name for answer in given for call in answer.tool_calls]
     failed = [event for event in result.tool_events if event["is_error"]]
     check(not failed, "calls that work", failed[0]["result"] if failed else "", "nanobot prompt")
     looked = [name in ("read_file", "exec", "grep") for name in names]
@@ -82,4 +75,4 @@ def test_the_task(folder):
         result.final_content,
         LOOK,
     )
-    check(len(records) <= 6, "at most 6 requests", len(records), "nanobot.py:AgentRunner.run")
+    check(len(given) <= 6, "at most 6 requests", len(given), "nanobot.py:AgentRunner.run")
