@@ -457,6 +457,9 @@ class BackgroundLoop:
 # ---- The terminal ----
 
 
+COLOURS = {"+": 32, "-": 31}  # first character → ANSI code; else 2, dim
+
+
 class CLI(Channel):
     """Prints answers to `out`: piece by piece on a terminal, only whole answers into a pipe."""
 
@@ -495,13 +498,14 @@ class CLI(Channel):
         self._print(rest.removesuffix("\n") + "\n")
 
     def note(self, text: str):
-        """Print a line to stderr, dim on a terminal. First, end a streamed answer's line."""
+        """Print lines to stderr, on a terminal dim, or red and green if they are of a diff. First,
+        end a streamed answer's line."""
         if self._streamed:
             self._end_text(self._streamed)
-        line = printable(text)
+        lines = printable(text).split("\n")
         if self.err.isatty():
-            line = f"\x1b[2m{line}\x1b[0m"
-        self.waiting.print(f"{line}\n", self.err)
+            lines = [f"\x1b[{COLOURS.get(line[:1], 2)}m{line}\x1b[0m" for line in lines]
+        self.waiting.print("\n".join([*lines, ""]), self.err)
 
     def report(self, text: str):
         """Print a job's report at once, then the prompt again with the text typed so far."""

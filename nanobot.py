@@ -1288,7 +1288,8 @@ class ApprovalHook(AgentHook):
 
 @dataclass
 class EventHook(AgentHook):
-    """Sends the events of a turn to its channel: deltas, progress texts, tool hints, the answer."""
+    """Sends what happens in a turn to its channel: deltas, the text before calls, each call with
+    its outcome, retries, the answer."""
 
     emit: Emit | None
     turn: Turn
@@ -1309,8 +1310,10 @@ class EventHook(AgentHook):
     async def before_execute_tools(self, tool_calls: list[ToolCallRequest]):
         if text := self.context.response.content:
             await self.send("progress", text)
-        for call in tool_calls:
-            await self.send("tool_hint", tool_hint(call))
+
+    async def after_tool(self, call: ToolCallRequest, result: ToolResult, seconds: float):
+        line = f"{tool_hint(call)} · {result.shown}"
+        await self.send("tool_hint", line.replace(f"{self.turn.cwd}{os.sep}", ""))
 
 
 @dataclass
@@ -1333,11 +1336,16 @@ class WaitingHook(AgentHook):
 
 
 def tool_hint(call: ToolCallRequest) -> str:
-    """A call in one line: `read_file("a.txt")`, `cron("water the plants")`, `$ ls`."""
+    """A call in one line: `read_file("a.txt")`, `grep("TODO")`, `$ ls`."""
     if call.name == "exec":
-        return "$ " + " ".join(str(call.arguments.get("command", "")).split())[:100]
+        return "$ " + " ".join(str(call.arguments.get("command", "")).split())[:1_000]
     filled = {name: value for name, value in call.arguments.items() if value}
-    told = filled.get("path") or filled.get("message") or next(iter(filled.values()), None)
+    told = (
+        filled.get("pattern")
+        or filled.get("path")
+        or filled.get("message")
+        or next(iter(filled.values()), None)
+    )
     value = json.dumps(told, ensure_ascii=False, default=str) if told else ""
     return f"{call.name}({value if len(value) <= 80 else value[:79] + '…'})"
 
@@ -1603,6 +1611,8 @@ class Conversation:
         self.service.bus.send(answer)
 
     async def emit(self, event: OutboundMessage):
+        if event.kind == "tool_hint":  # without the lines of a diff
+            event.content = event.content.partition("\n")[0]
         if event.kind in ("final", "delta", *kinds_to_show(self.loop.config.channels)):
             self.service.bus.send(event)
 
@@ -2530,6 +2540,8 @@ def shown(event: dict) -> tuple[str, str]:
         text = str(event["answer"]["content"] or "")
     elif kind == "call":
         kind, text = "tool_hint", tool_hint(ToolCallRequest("", event["name"], event["arguments"]))
+    elif kind == "result":
+        text = event["outcome"]
     elif kind == "journal":
         text = json.dumps(dict(event["line"]))
     return kind, text
@@ -2538,7 +2550,7 @@ def shown(event: dict) -> tuple[str, str]:
 async def play(events: list[dict], terminal: CLI, pace: float) -> int:
     """Show a recorded run as it looked at the terminal. Returns 1 if a turn failed, else 0.
     `pace` multiplies the pauses, which have at most 3 seconds."""
-    before, status = sys.float_info.max, 0
+    before, status, calls = sys.float_info.max, 0, {}
     for event in events:
         await asyncio.sleep(min(event["time"] - before, 3) * pace)
         before = event["time"]
@@ -2546,6 +2558,10 @@ async def play(events: list[dict], terminal: CLI, pace: float) -> int:
         if kind == "journal" and event["line"].get("mark") == "ended":
             terminal.note(f"nanobot: {event['line'].get('why')}")
             status = 1
+        if kind == "tool_hint":  # shown when it has ended
+            calls[event["id"]], text = text, ""
+        elif kind == "result":
+            kind, text = "tool_hint", f"{calls.get(event['id'])} · {text}"
         if text and event["who"] == "turn":
             await terminal.send(OutboundMessage("cli", "", text, kind))
     return status

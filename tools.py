@@ -893,7 +893,7 @@ def rewrite(path: str, turn: Turn, change: Callable) -> ToolResult:
 
 
 def diff(before: str, after: str, name: str) -> tuple[str, str]:
-    """Returns the difference for people (the count of lines "+3 −1", then the lines), and for the
+    """Returns the difference for people (the count "+3 −1", then at most 12 lines), and for the
     model."""
     if len(before) + len(after) > 2_000_000:  # the comparison would take seconds
         return "changed", "Changed. The file is too large for a diff."
@@ -904,8 +904,8 @@ def diff(before: str, after: str, name: str) -> tuple[str, str]:
     )
     kinds = [line[:1] for line in lines[2:]]  # after the two lines with the name
     text = "\n".join(lines).encode("utf-8", errors="replace").decode()  # invalid bytes become `?`
-    text = shorten(text, 4_000) or "(the text is the same)"
-    return f"+{kinds.count('+')} −{kinds.count('-')}\n{text}", text
+    shown = [f"+{kinds.count('+')} −{kinds.count('-')}", *text.split("\n")[2:14]]
+    return "\n".join(shown), shorten(text, 4_000) or "(the text is the same)"
 
 
 def replace_passage(text: str, old: str, new: str, replace_all: bool = False) -> str:
