@@ -28,7 +28,6 @@ import asyncio
 import contextlib
 import difflib
 import hashlib
-import inspect
 import itertools
 import json
 import logging
@@ -489,7 +488,7 @@ class ContextBuilder:
         self.skills = skills
         self.zone = zone_named(config.defaults.timezone, machine_zone())
         self.now = lambda: config.now().astimezone(self.zone)
-        self.memory_tokens = config.defaults.budget // 4  # limit for MEMORY.md in the prompt
+        self.file_tokens = config.defaults.budget // 4  # limit for each file in the prompt
         self.project = ""  # the project's own instructions, if the user has allowed them
 
     def request(self, turn: Turn, history: list[dict], images: list[dict]) -> list[dict]:
@@ -512,13 +511,16 @@ class ContextBuilder:
         """Name → text of each part of the system prompt, in order. "Memory" contains facts from
         MEMORY.md. "Recent History" has the history entries that Dream has not yet processed, and
         the last five anyway. The model can find older ones in `memory/` with the tool grep."""
-        own = partial(own_text, turn)
+
+        def own(path: Path) -> str:
+            return fitted(own_text(turn, path), self.file_tokens)
+
         parts = {"identity": identity(turn, own(turn.workspace / "IDENTITY.md"))}
         names = ("AGENTS.md", "SOUL.md", "USER.md", "TOOLS.md")
         parts |= {name: titled(f"## {name}", own(turn.workspace / name)) for name in names}
         if turn.channel in ("cli", "web"):  # not in a job, and not in a chat
             parts["Project"] = self.project
-        parts["Memory"] = titled("# Memory", fitted(own(self.memory.facts), self.memory_tokens))
+        parts["Memory"] = titled("# Memory", own(self.memory.facts))
         parts |= skill_parts(self.skills.load())
         recent = "\n".join(self.memory.recent_history())
         parts["Recent History"] = titled("# Recent History", recent)
@@ -571,8 +573,8 @@ class AgentLoop:
         self.context = ContextBuilder(config, self.memory, self.skills)
         self.runner = AgentRunner(self.provider)
         self.temperature = config.defaults.temperature
-        if self.temperature == LOCAL_ONLY:
-            self.temperature = 0.1 if self.provider.is_local else None
+        if self.temperature is None and self.provider.is_local:
+            self.temperature = 0.1  # not elsewhere: gpt-5 refuses any temperature
         memory_model = MemoryModel(self)
         self.consolidator = memory_model.consolidator
         self.dream = memory_model.dream
@@ -588,6 +590,8 @@ class AgentLoop:
         self.turns = RunningTurns(self.sessions)
         self.background = Background()
         self.notes = {}  # session key → notice for the next turn
+        self.streaming = True
+        self.patience = 15.0  # seconds to wait for MCP servers that are starting
         self.is_ending = False  # True if the gateway is stopping; the next start resumes open turns
 
     async def process_direct(
@@ -601,7 +605,7 @@ class AgentLoop:
         """Answer one message, without a `session_key` in a new session; commands run in `folder`.
         Raises SessionBusy, and OSError if the journal cannot be written."""
         session_key = session_key or self.sessions.new_key()
-        events = EventHook(on_event, self.turn(session_key, folder), self.config.streaming)
+        events = EventHook(on_event, self.turn(session_key, folder), self.streaming)
         command, argument = slash_command(text)
         session = None
         if command in ("", *WAITING):
@@ -644,7 +648,7 @@ class AgentLoop:
         After Ctrl-C or /stop, the journal has the results of finished calls, the shown part of the
         answer (with `cut`) and the mark `ended`. Only /continue resumes a turn marked `ended`.
         """
-        await self.mcp.connect(self.config.patience)
+        await self.mcp.connect(self.patience)
         spec = self.run_spec(session.history(), images, events)
         spec.append = session.append
         spec.arrivals = arrivals
@@ -961,11 +965,8 @@ def is_read_only(name: str, tools: ToolRegistry) -> bool:
 # ---- Prompts are files, in templates/ and in the workspace ----
 # If SOUL.md is a link to ~/.ssh/id_rsa, only the fence keeps this key out of the prompt.
 
-PLACEHOLDERS = (  # template lines, also of older versions, that small models take for facts
+PLACEHOLDERS = (  # lines of the templates that small models take for facts
     "Who the user is goes here: name, time zone, language, work, likes.",
-    "Notes on this machine's tools go here: hosts, accounts, paths, quirks.",
-    "Instructions of the user for the agent go here: rules of a project, preferences for tools, "
-    "things never to do.",
     "# Long-term memory",
     "Lasting facts, one a line.",
 )
@@ -981,11 +982,11 @@ def prepare_workspace(workspace: Path) -> Path:
     """Create the workspace and its first files; existing files are never changed."""
     try:
         workspace.mkdir(parents=True, exist_ok=True, mode=0o700)
-        for name in ("AGENTS.md", "SOUL.md", "USER.md", "TOOLS.md", "MEMORY.md"):
-            folder = workspace / "memory" if name == "MEMORY.md" else workspace
-            folder.mkdir(exist_ok=True)
-            if not (folder / name).exists():
-                (folder / name).write_bytes((DATA / "templates" / name).read_bytes())
+        (workspace / "memory").mkdir(exist_ok=True)
+        for name in ("AGENTS.md", "SOUL.md", "USER.md", "TOOLS.md", "memory/MEMORY.md"):
+            file = workspace / name
+            if not file.exists():
+                file.write_bytes((DATA / "templates" / file.name).read_bytes())
     except OSError as problem:
         raise ConfigError(
             f"Cannot write the workspace {workspace}: {problem.strerror}. "
@@ -1003,21 +1004,19 @@ def identity(turn: Turn, who: str) -> str:
     return f"{who or usual}\n\n{rest}"
 
 
-def read_own(turn: Turn, path: Path, most: int = 100_000) -> bytes:
+def read_own(turn: Turn, path: Path) -> bytes:
     """Read a file for the prompt, if `turn` allows the file. Raises OSError or ValueError."""
     path.stat()  # raises FileNotFoundError
-    if path.name == "MEMORY.md":
-        most = 10_000_000  # it is shortened later
     try:
-        return read_bytes(turn.path(str(path)), most)
+        return read_bytes(turn.path(str(path)), 10_000_000)
     except ToolError as problem:
         raise ValueError(str(problem)) from None
 
 
-def own_text(turn: Turn, path: Path, most: int = 100_000) -> str:
+def own_text(turn: Turn, path: Path) -> str:
     """The text of a workspace file for the prompt, without the kit's placeholder lines."""
     try:
-        text = plain_text(read_own(turn, path, most))
+        text = plain_text(read_own(turn, path))
     except FileNotFoundError:
         return ""
     except (OSError, ValueError) as problem:
@@ -1047,16 +1046,16 @@ class Project:
     def _find(self, turn: Turn) -> tuple[Path, str]:
         """The path and the first 16,000 characters; a link out of the project is not followed."""
         here = turn.cwd.resolve()
-        inside = [here, *here.parents]
-        roots = [n for n, folder in enumerate(inside, 1) if os.path.exists(folder / ".git")]
-        inside = inside[: roots[0] if roots else 1]
-        fenced = replace(turn, workspace=inside[-1], cwd=inside[-1], restrict=True, readable=())
+        folders = [here, *here.parents]
+        roots = [folder for folder in folders if os.path.exists(folder / ".git")]
+        root = roots[0] if roots else here
+        fenced = replace(turn, workspace=root, cwd=root, restrict=True, readable=())
         for name in ("AGENTS.md", "CLAUDE.md"):
-            for folder in inside:
+            for folder in folders[: folders.index(root) + 1]:
                 path = folder / name
                 is_markdown = os.path.realpath(path).endswith(".md")  # not a link to .env
                 if is_markdown and folder != turn.workspace:
-                    text = own_text(fenced, path, 10_000_000)
+                    text = own_text(fenced, path)
                     if len(text) > 16_000:
                         text = text[:16_000] + "\n[the rest is left out]"
                     if text:
@@ -1075,7 +1074,9 @@ class Project:
 
     def part(self) -> str:
         """The part of the system prompt; "" if the user has not allowed this version."""
-        return titled(f"## Instructions of the project: {self.path}", self.text * bool(self.answer))
+        if not self.answer:
+            return ""
+        return titled(f"## Instructions of the project: {self.path}", self.text)
 
     def __str__(self) -> str:
         """~/kit/AGENTS.md (412 words)"""
@@ -1088,17 +1089,19 @@ def titled(title: str, text: str) -> str:
 
 def skill_parts(skills: list[Skill]) -> dict[str, str]:
     """The full text of each skill with `always: true`, and one line for each other skill."""
-    sound = [skill for skill in skills if not skill.problem]
-    always = [skill for skill in sound if skill.always and not skill.missing]
+    active = []
     listed = []
-    for skill in sound:
-        if skill not in always:
+    for skill in skills:
+        if skill.problem:
+            continue
+        if skill.always and not skill.missing:
+            active.append(f"## {skill.name}\n\n{skill.text}")
+        else:
             needs = f" [unavailable: needs {', '.join(skill.missing)}]" if skill.missing else ""
             listed.append(f"- {skill.name}: {skill.description} ({skill.path}){needs}")
-    active = "\n\n".join(titled(f"## {skill.name}", skill.text) for skill in always)
     return {
-        "Active Skills": titled("# Active Skills", active),
-        "Skills": listed and template("skills", skills="\n".join(listed)),
+        "Active Skills": titled("# Active Skills", "\n\n".join(active)),
+        "Skills": template("skills", skills="\n".join(listed)) if listed else "",
     }
 
 
@@ -1155,11 +1158,6 @@ class AgentHook:
 
     async def finalize_content(self, content: str) -> str:
         return content
-
-    def __init_subclass__(cls):  # a hook may define `on_stream_end` without `resuming`
-        own = vars(cls).get("on_stream_end")
-        if inspect.isfunction(own) and len(inspect.signature(own).parameters) == 1:
-            cls.on_stream_end = lambda self, resuming: own(self)
 
 
 class CompositeHook(AgentHook):
@@ -1555,7 +1553,7 @@ class Conversation:
             session.end_open_turn("interrupted")
             images = self._enter(session, turn, lines)
         shows_deltas = self.service.bus.shows_deltas(turn.channel)
-        events = EventHook(self.emit, turn, self.loop.config.streaming, shows_deltas)
+        events = EventHook(self.emit, turn, self.loop.streaming, shows_deltas)
         arrivals = partial(self._arrivals, session, turn)
         return await self.loop.answer(session, events, images, arrivals)
 
@@ -2047,7 +2045,7 @@ class Commands:
         """Build the next request, including `message`. Nothing is sent, and nothing is saved."""
         later = [{"n": sys.maxsize} | message] if message else []
         history = self.loop.sessions.get(turn.session_key).history(*later)
-        spec = self.loop.run_spec(history, [], EventHook(None, turn, self.loop.config.streaming))
+        spec = self.loop.run_spec(history, [], EventHook(None, turn, self.loop.streaming))
         return self.loop.runner.govern(RunState(spec, AgentHookContext(spec.messages)))
 
 
@@ -2060,8 +2058,6 @@ class ConfigError(Exception):
 
 
 USUAL_SETTINGS = "~/.nanobot/config.json"
-# a temperature that stands for 0.1 at local servers, and for none elsewhere: gpt-5 refuses it
-LOCAL_ONLY = -1.0
 
 
 @dataclass
@@ -2078,7 +2074,7 @@ class AgentDefaults:
     provider: str = "auto"
     max_tokens: int = 8_192
     context_window_tokens: int = 65_536
-    temperature: float | None = LOCAL_ONLY
+    temperature: float | None = None  # if None, 0.1 at local servers, else the endpoint's default
     max_tool_iterations: int = 40
     max_tool_result_chars: int = 16_000
     timezone: str = ""  # if empty, the time zone of the machine
@@ -2211,11 +2207,7 @@ class Config:
         # set by the program, not by the file:
         self.path: Path = path_of(USUAL_SETTINGS)
         self.base_url: str = ""  # from a flag or the environment; overrides config.json
-        self.cwd: Path = (
-            working_folder()
-        )  # the base of relative paths and the working folder of `exec`
-        self.streaming: bool = True
-        self.patience: float = 15.0  # seconds to wait for MCP servers that are starting
+        self.cwd: Path = working_folder()  # relative paths start here; exec runs here
         self.now: Callable = datetime.now
         self.sleep: Callable = asyncio.sleep
 
@@ -2225,7 +2217,7 @@ class Config:
 
     @property
     def workspace(self) -> Path:
-        return path_of(self.defaults.workspace.strip() or AgentDefaults.workspace)
+        return path_of(self.defaults.workspace or AgentDefaults.workspace)
 
     def check(self):
         """Raises ConfigError if a value cannot work; warns of settings that have no effect."""
@@ -2264,8 +2256,6 @@ def load_config(path: Path | None = None, environ: Mapping[str, str] = os.enviro
     config = Config()
     if path or file.exists():
         config = read_setting(Config, read_json(file, environ))
-    elif others := sorted(file.parent.glob("config.*ml")):  # .yaml, .yml, .toml
-        raise ConfigError(f"{others[0]} is not read: the settings must be JSON, in {file}.")
     config.path = file
     for row in ROWS.values():
         if key := environ.get(row.env_key):
@@ -2281,49 +2271,50 @@ def load_config(path: Path | None = None, environ: Mapping[str, str] = os.enviro
 
 def read_json(file: Path, environ: Mapping[str, str]):
     """Read a settings file. Each `${VAR}` is replaced by the environment variable VAR."""
+
+    def value_of(variable: re.Match) -> str:
+        return json.dumps(environ[variable[1]])[1:-1]  # a quote in the value becomes \\"
+
     try:
         text = file.read_text(encoding="utf-8-sig")
-        text = re.sub(r"\$\{(\w+)\}", lambda name: json.dumps(environ[name[1]])[1:-1], text)
-        return json.loads(text)
+        return json.loads(re.sub(r"\$\{(\w+)\}", value_of, text))
     except KeyError as name:
         fault = f"{file} needs the environment variable {name.args[0]}, which is not set."
     except OSError as problem:
         fix = f"`nanobot onboard --config {file}` creates it."
         fault = f"Cannot read {file}: {problem.strerror}. {fix}"
     except ValueError as problem:
-        fault = f"{file} is not JSON: {problem}. Settings must be JSON. Correct the file."
+        fault = f"{file} is not JSON: {problem}. Correct the file."
     raise ConfigError(fault)
 
 
 def read_setting(hint, value, place: str = ""):
-    """Convert a value of the file to the type `hint`. A ConfigError contains the setting's path."""
+    """Convert a value of the file to the type `hint`. A ConfigError contains the setting's path.
+
+    (Config, {"agents": {"defaults": {"maxTokens": 2048}}}) → Config(agents=AgentSettings(…))
+    """
     schema = as_schema(dict if is_dataclass(hint) else hint)
     schema["minimum"] = 1 if hint is int else 0  # `dream.intervalH: 0` means off
     if problems := validate(value, schema, place or "the file"):
         raise ConfigError("; ".join(problems))
-    if is_dataclass(hint):
-        return read_section(hint, value, place)
     if get_origin(hint) is dict:
         _, inner = get_args(hint)
         return {key: read_setting(inner, item, f"{place}.{key}") for key, item in value.items()}
-    return cast(value, schema)  # an integer setting: 100.0 → 100
-
-
-def read_section(section: type, values: dict, place: str):
-    """Convert a JSON object to its dataclass; keys may be in camelCase or in snake_case."""
-    hints = get_type_hints(section)
+    if not is_dataclass(hint):
+        return cast(value, schema)  # an integer setting: 100.0 → 100
+    hints = get_type_hints(hint)
     names = {camel_case(name): name for name in hints}
     settings = {}
-    for key, value in values.items():
+    for key, item in value.items():  # keys may be in camelCase or in snake_case
         path = f"{place}.{key}".lstrip(".")
         problem = f"{path}: unknown key. Known keys: {', '.join(sorted(names))}"
         if name := names.get(camel_case(key)):
-            settings[name] = read_setting(hints[name], value, path)
-        elif section is MCPSettings:  # entries copied from other programs may have more keys
+            settings[name] = read_setting(hints[name], item, path)
+        elif hint is MCPSettings:  # entries copied from other programs may have more keys
             log.warning("ignored: %s", problem)
         else:
             raise ConfigError(problem)
-    return section(**settings)
+    return hint(**settings)
 
 
 def camel_case(name: str) -> str:
@@ -2554,7 +2545,6 @@ class Talk:
         held: contextlib.ExitStack,
     ):
         config = settings_of(arguments)
-        config.streaming = not arguments.no_stream
         words = arguments.text + arguments.message
         self.message = " ".join(words) if words else None
         self.background = background
@@ -2564,6 +2554,7 @@ class Talk:
         self.is_watched = self.terminal.err.isatty()  # does a person see the reports?
         ask = background.ask if self.has_keyboard else None
         self.loop = AgentLoop(config, make_provider(config, HumanProvider(ask)))
+        self.loop.streaming = not arguments.no_stream
         self.folder = self.loop.workspace / ".nanobot"
         self.key = self.open_session(arguments, held)
         self.resume = command_with_flags(arguments, "-s", self.key, "-m", "/continue")
@@ -2640,7 +2631,7 @@ class Talk:
 
     def converse(self) -> int:
         threading.Thread(target=self.loop.provider.warm_up, daemon=True).start()
-        self.loop.config.patience = 5.0  # the tools of a slow MCP server come with a later turn
+        self.loop.patience = 5.0  # the tools of a slow MCP server come with a later turn
         history = self.folder / "prompt-history"
         if not history.exists():
             self.terminal.note(template("welcome", version=__version__))
@@ -3044,39 +3035,45 @@ COMMAND_LINE = {  # command: (function, description in --help)
 
 
 SWITCH = {"action": "store_true"}
-NAMED = {"metavar": "NUMBER|KEY", "default": ""}
-CONTINUES = "continue the latest conversation in this folder"
+NAME = {"metavar": "NAME"}
+TEXT = {"metavar": "TEXT"}
 FILE = {"metavar": "FILE", "type": path_of}
-OPTIONS = (  # rows: commands ("" means all), spellings of the option, argparse settings
-    ("", ["--config"], FILE | {"help": "default: ~/.nanobot/config.json"}),
-    ("", ["--workspace"], {"metavar": "DIR", "help": "default: ~/.nanobot/workspace"}),
-    ("", ["--model"], {"metavar": "NAME"}),
-    ("", ["--base-url"], {"metavar": "URL", "help": "URL of the endpoint; usually ends in /v1"}),
-    ("", ["--provider"], {"metavar": "NAME", "help": ", ".join([*ROWS, "offline", "human"])}),
-    ("", ["--offline"], {"dest": "provider", "action": "store_const", "const": "offline"}),
-    ("", ["--logs", "--verbose"], SWITCH | {"help": "write log messages to stderr"}),
-    ("agent", ["text"], {"nargs": "*", "metavar": "TEXT", "help": "answer this text, then exit"}),
-    ("agent", ["-m", "--message"], {"metavar": "TEXT", "action": "append", "default": []}),
-    ("agent prompt", ["-s", "--session"], NAMED | {"help": "a conversation's number or name"}),
-    ("agent", ["-c", "--continue"], SWITCH | {"dest": "resume", "help": CONTINUES}),
-    ("agent", ["--no-stream"], SWITCH | {"help": "do not stream answers"}),
-    ("agent", ["--step"], SWITCH | {"help": "stop before each request and tool call"}),
-    ("agent web", ["--approve"], SWITCH | {"help": "ask before a tool writes or executes"}),
-    ("agent web", ["--trace"], FILE | {"help": "record requests and answers"}),
-    ("prompt", ["text"], {"nargs": "?", "default": "Hello!"}),
-    ("sessions", ["action"], {"nargs": "?", "choices": ["show"]}),
-    ("sessions", ["show"], NAMED | {"nargs": "?"}),
-    ("sessions", ["--all"], SWITCH | {"help": "list all sessions, not only the last twenty"}),
-    ("trust", ["answer"], {"nargs": "?", "choices": ["yes", "no"], "default": "yes"}),
-    ("cron", ["action"], {"nargs": "?", "choices": ["list", "remove"], "default": "list"}),
-    ("cron", ["job_id"], {"nargs": "?", "default": "", "metavar": "ID", "help": "job to remove"}),
-    ("replay trace", ["file"], FILE),
-    ("trace", ["--html"], FILE | {"help": "write the run as an HTML page"}),
-    ("web", ["--port"], {"type": int, "default": 0, "help": "default: any free port"}),
-    ("web", ["--no-open"], SWITCH | {"help": "do not open the browser"}),
-    ("walk", ["-m", "--message"], {"metavar": "TEXT", "default": "read a.txt"}),
-    ("walk", ["--all"], SWITCH | {"help": "also show functions of second readings"}),
-    ("exercises", ["more"], {"nargs": "*", "metavar": "NUMBER"}),
+SESSION = {"metavar": "NUMBER|KEY", "default": ""}
+OPTIONS = (  # rows: commands ("" means all), spellings, help, more settings of argparse
+    ("", "--config", "default: ~/.nanobot/config.json", FILE),
+    ("", "--workspace", "default: ~/.nanobot/workspace", {"metavar": "DIR"}),
+    ("", "--model", "", NAME),
+    ("", "--base-url", "URL of the endpoint; usually ends in /v1", {"metavar": "URL"}),
+    ("", "--provider", ", ".join([*ROWS, "offline", "human"]), NAME),
+    ("", "--offline", "", {"dest": "provider", "action": "store_const", "const": "offline"}),
+    ("", "--logs --verbose", "write log messages to stderr", SWITCH),
+    ("agent", "text", "answer this text, then exit", TEXT | {"nargs": "*"}),
+    ("agent", "-m --message", "", TEXT | {"action": "append", "default": []}),
+    ("agent prompt", "-s --session", "a conversation's number or name", SESSION),
+    (
+        "agent",
+        "-c --continue",
+        "continue this folder's latest conversation",
+        SWITCH | {"dest": "resume"},
+    ),
+    ("agent", "--no-stream", "do not stream answers", SWITCH),
+    ("agent", "--step", "stop before each request and tool call", SWITCH),
+    ("agent web", "--approve", "ask before a tool writes or executes", SWITCH),
+    ("agent web", "--trace", "record requests and answers", FILE),
+    ("prompt", "text", "", {"nargs": "?", "default": "Hello!"}),
+    ("sessions", "action", "", {"nargs": "?", "choices": ["show"]}),
+    ("sessions", "show", "", SESSION | {"nargs": "?"}),
+    ("sessions", "--all", "list all sessions, not only the last twenty", SWITCH),
+    ("trust", "answer", "", {"nargs": "?", "choices": ["yes", "no"], "default": "yes"}),
+    ("cron", "action", "", {"nargs": "?", "choices": ["list", "remove"], "default": "list"}),
+    ("cron", "job_id", "job to remove", {"nargs": "?", "default": "", "metavar": "ID"}),
+    ("replay trace", "file", "", FILE),
+    ("trace", "--html", "write the run as an HTML page", FILE),
+    ("web", "--port", "default: any free port", {"type": int, "default": 0}),
+    ("web", "--no-open", "do not open the browser", SWITCH),
+    ("walk", "-m --message", "", TEXT | {"default": "read a.txt"}),
+    ("walk", "--all", "also show functions of second readings", SWITCH),
+    ("exercises", "more", "", {"nargs": "*", "metavar": "NUMBER"}),
 )
 
 
@@ -3086,9 +3083,9 @@ def parser() -> argparse.ArgumentParser:
     strict = partial(argparse.ArgumentParser, allow_abbrev=False)  # reject `--app` for `--approve`
     commands = main_parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=strict)
     added = {name: commands.add_parser(name, help=row[1]) for name, row in COMMAND_LINE.items()}
-    for names, flags, details in OPTIONS:
+    for names, spellings, about, more in OPTIONS:
         for name in names.split() or COMMAND_LINE:
-            added[name].add_argument(*flags, **details)
+            added[name].add_argument(*spellings.split(), help=about, **more)
     return main_parser
 
 

@@ -1035,7 +1035,7 @@ def test_a_turn_is_journalled_once_and_told_step_by_step(tmp_path):
     steps = [event for event in events if event[0] != "delta"]
     assert steps == [("progress", "Let me look."), hint, hint, hint, ("final", "an answer")]
     loop = make_loop(tmp_path, ["one two"])
-    loop.config.streaming = False
+    loop.streaming = False
     assert ask(loop, "hello")[1] == [("final", "one two")]
 
 
@@ -1432,7 +1432,7 @@ def test_after_a_storm_every_message_is_there_once_and_the_next_is_answered(tmp_
 
         async def many_turns():
             while storm.weather:
-                loop.config.streaming, text = len(turns) % 3 > 0, f"question {len(turns)}"
+                loop.streaming, text = len(turns) % 3 > 0, f"question {len(turns)}"
                 before = len(loop.sessions.get("cli:direct").messages)
                 turns.append((text, await loop.process_direct(text, "cli:direct"), before))
 
@@ -1512,7 +1512,7 @@ def test_every_request_begins_with_the_bytes_of_the_last_one(tmp_path, streaming
     script += [ask_for("nothing_like_it"), ask_for("look", n=-1), "  third "]
     with FakeLLM(script) as server:
         loop = endpoint_loop(tmp_path, server)
-        loop.config.streaming = streaming
+        loop.streaming = streaming
 
         async def talk():
             for text in ("one", "two \u202e \U0001f600", "three"):
@@ -1589,14 +1589,16 @@ def test_a_small_question_with_all_tools_stays_under_10_kb(tmp_path):
     assert not re.search(r"\n## USER\.md|---\n\n# Memory", request.messages[0]["content"])
 
 
-def test_a_file_of_the_prompt_that_was_changed_is_read_again_and_one_too_large_left_out(
-    tmp_path, caplog
+def test_a_file_of_the_prompt_that_was_changed_is_read_again_and_one_too_long_is_shortened(
+    tmp_path,
 ):
     loop = make_loop(tmp_path)
-    for text in ("I am kind.", "I am bold.", "x" * 100_001):
+    for text in ("I am kind.", "I am bold."):
         (loop.workspace / "SOUL.md").write_text(text, encoding="utf-8")
-        assert (f"\n## SOUL.md\n\n{text}\n" in prompt_of(loop)) is (len(text) < 100_000)
-    assert caplog.messages[0].startswith("SOUL.md is left out of the prompt: ")
+        assert f"\n## SOUL.md\n\n{text}\n" in prompt_of(loop)
+    (loop.workspace / "SOUL.md").write_text(f"first {'x' * 200_000} last", encoding="utf-8")
+    soul = loop.context.parts(loop.turn("cli:direct"))["SOUL.md"]
+    assert re.fullmatch(r"## SOUL.md\n\nfirst x+ \[…\] x+ last", soul) and len(soul) < 80_000
 
 
 def test_of_many_facts_and_notes_the_newest_are_in_the_prompt(tmp_path):
@@ -1658,7 +1660,7 @@ def write_config(home: Path, settings: dict | str) -> Path:
 NOT_SET = """{
   "agents": {"defaults": {
     "workspace": "~/.nanobot/workspace", "model": "", "provider": "auto", "max_tokens": 8192,
-    "context_window_tokens": 65536, "temperature": -1.0, "max_tool_iterations": 40,
+    "context_window_tokens": 65536, "temperature": null, "max_tool_iterations": 40,
     "max_tool_result_chars": 16000, "timezone": "", "memory_window": 100, "max_concurrent": 8,
     "dream": {"interval_h": 2, "max_batch_size": 20, "max_iterations": 10}}},
   "providers": {"vllm": {"api_key": "", "api_base": "", "extra_headers": {}, "extra_body": {},
@@ -2773,13 +2775,8 @@ def test_texts_of_the_kit_are_in_the_prompt_and_placeholders_are_not_until_they_
             == f"## {name}\n\n{(loop.workspace / name).read_text(encoding='utf-8').strip()}"
         )
     assert "nanobot" not in parts["SOUL.md"]
-    older = (
-        "Instructions of the user for the agent go here: rules of a project, preferences for tools, "
-        "things never to do.\n"
-    )
-    for name, placeholder in (("AGENTS.md", older), ("USER.md", None), ("memory/MEMORY.md", None)):
+    for name in ("USER.md", "memory/MEMORY.md"):
         path = loop.workspace / name
-        path.write_text(placeholder or path.read_text(encoding="utf-8"), encoding="utf-8")
         part = "Memory" if name.startswith("memory") else name
         assert part not in loop.context.parts(loop.turn("cli:direct"))
         with path.open("a", encoding="utf-8") as file:
@@ -2792,7 +2789,7 @@ def test_texts_of_the_kit_are_in_the_prompt_and_placeholders_are_not_until_they_
     [
         ("local", {}, 0.1),
         ("custom", {}, None),  # models such as gpt-5 refuse a temperature
-        ("local", {"temperature": None}, None),
+        ("local", {"temperature": None}, 0.1),
         ("custom", {"temperature": 0}, 0),
         ("local", {"temperature": 0.7}, 0.7),
     ],
