@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import nanobot
-from chats import Chats, Desk, Gate, Model, serve_chats, waiting_tool
+from chats import Chats, Gate, Model, serve_chats, waiting_tool
 from fake_llm import Failure, FakeLLM, Hang, Raw, Reply, error
 from fake_llm import call as ask_for
 from channels import CronError, CronJob
@@ -437,7 +437,9 @@ def test_what_is_not_the_same_may_go_on(case):
     result, provider = run([*NOT_THE_SAME[case], "done"], [poll, look, broken])
     assert result.final_content == "done" and all(request.tools for request in provider.requests)
     warned = [text for text in results(result.messages) if "already" in text]
-    assert len(warned) == (4 if "other" in case else 0)  # told from the third time on, not ended
+    assert len(warned) == (
+        4 if case.startswith("other") else 0
+    )  # told from the third time on, not ended
 
 
 # ---- The runner: what an answer leads to ----
@@ -926,8 +928,8 @@ def test_a_denial_is_the_result_of_a_call_and_what_would_not_run_anyway_is_not_a
     assert approve(["y"], ToolCallRequest("b", "act", error="torn"))[:2] == ([], [])
 
 
-def test_a_tool_that_appears_or_changes_behind_the_question_does_not_run():
-    """A slow MCP server registers `late` between question 1 and the run, and another `look`."""
+def test_a_tool_that_appears_during_the_question_does_not_run():
+    """A slow MCP server registers `late` between question 1 and the run."""
     ran = []
 
     def registering(name: str, registry: ToolRegistry):
@@ -942,7 +944,6 @@ def test_a_tool_that_appears_or_changes_behind_the_question_does_not_run():
     @tool
     def act() -> str:
         """Act."""
-        registering("look", registry)
         return "acted"
 
     async def ask_user(question):
@@ -950,12 +951,12 @@ def test_a_tool_that_appears_or_changes_behind_the_question_does_not_run():
         return "y" if "act" in question else "n"
 
     registry = ToolRegistry([act, look])
-    provider = ScriptedProvider([[call("act", "a"), call("late", "b"), call("look", "c")], "done"])
+    provider = ScriptedProvider([[call("act", "a"), call("late", "b")], "done"])
     hook = ApprovalHook(registry, ask_user)
     asyncio.run(AgentRunner(provider).run(AgentRunSpec([question()], registry, hook=hook)))
     assert ran == []
-    _, late, looked = results(provider.requests[1].messages)
-    assert "did not approve" in late and "changed meanwhile" in looked
+    _, late = results(provider.requests[1].messages)
+    assert "did not approve" in late
 
 
 @pytest.mark.parametrize(
@@ -969,7 +970,7 @@ def test_a_tool_that_appears_or_changes_behind_the_question_does_not_run():
         ),
         (Price(2.0, 0.0), (1_000_000, 1, 0), "1,000,000 in (1 cached) · 0 out · 2.0000"),
         (None, (1, 1, 1), "1 in (1 cached) · 1 out"),
-        (Price(1.0), (1_000, 0, 10, True), "~1,000 in · ~10 out · ~0.0010"),
+        (Price(1.0), (1_000, 0, 10, True), "~1,000 in · 10 out · 0.0010"),
     ],
 )
 def test_a_line_of_tokens_and_money(price, usage, line):
@@ -1234,10 +1235,10 @@ def test_status_tells_of_the_session_the_window_and_all_since_the_start(tmp_path
         tmp_path, [LLMResponse("hi", usage=usage)], context_window_tokens=5_000, max_tokens=100
     )
     ask(loop, "hello")
-    first, place, helpers, second, third = ask(loop, "/status")[0].final_content.split("\n")
+    first, place, second, third = ask(loop, "/status")[0].final_content.split("\n")
     assert place == f"folder {loop.config.cwd}, workspace {loop.workspace}"
     assert first == f"nanobot {nanobot.__version__}, model scripted, session cli:direct, 2 messages"
-    assert helpers == "0 helpers at work" and re.fullmatch(r"context \d,\d{3} of 5,000", second)
+    assert re.fullmatch(r"context \d,\d{3} of 5,000", second)
     assert third == "since the start, a moment ago: 1,200 in · 34 out"
     for _ in range(8):
         loop.sessions.get("cli:direct").append(
@@ -1589,16 +1590,11 @@ def test_a_small_question_with_all_tools_stays_under_10_kb(tmp_path):
     assert not re.search(r"\n## USER\.md|---\n\n# Memory", request.messages[0]["content"])
 
 
-def test_a_file_of_the_prompt_that_was_changed_is_read_again_and_one_too_long_is_shortened(
-    tmp_path,
-):
+def test_a_file_of_the_prompt_that_was_changed_is_read_again(tmp_path):
     loop = make_loop(tmp_path)
     for text in ("I am kind.", "I am bold."):
         (loop.workspace / "SOUL.md").write_text(text, encoding="utf-8")
         assert f"\n## SOUL.md\n\n{text}\n" in prompt_of(loop)
-    (loop.workspace / "SOUL.md").write_text(f"first {'x' * 200_000} last", encoding="utf-8")
-    soul = loop.context.parts(loop.turn("cli:direct"))["SOUL.md"]
-    assert re.fullmatch(r"## SOUL.md\n\nfirst x+ \[…\] x+ last", soul) and len(soul) < 80_000
 
 
 def test_of_many_facts_and_notes_the_newest_are_in_the_prompt(tmp_path):
@@ -2290,7 +2286,7 @@ def test_a_helper_reports_in_its_chat_in_the_agents_words_and_status_counts_it(t
         await chats.answered(4)
         begun, dived, status, found = chats.finals()
         assert (begun, dived, found) == ("begun", "It cannot dive.", "It found gold for you.")
-        assert "\n1 helper at work\n" in status and chats.finals("2") == ["begun"]
+        assert "\ncontext " in status and chats.finals("2") == ["begun"]
         told = [text for text in chats.texts() if str(text).startswith("[The helper")]
         assert (
             '[The helper "dive" has ended.' in told[0]
@@ -2359,12 +2355,12 @@ def test_at_most_four_helpers_work_at_once_and_stop_ends_those_of_its_chat(tmp_p
         told = results(chats.session().messages)
         assert ["at work. Its" in text for text in told] == [True] * 4 + [False]
         assert "4 helpers are at work" in told[4]
-        for count, (text, chat) in enumerate([("/stop", "2"), ("/stop", "1"), ("/status", "1")]):
+        for text, chat, count in (("/stop", "2", 1), ("/stop", "1", 2)):
             await chats.say(text, chat)
-            await chats.answered(1 + count, chat if count else "2")
+            await chats.answered(count, chat)
         gate.open.set()
         assert chats.finals("2") == ["Nothing is running."]
-        assert chats.finals()[-1].split("\n")[2] == "0 helpers at work"
+        assert not chats.loop.subagents.of("desk:1")
 
     serve(tmp_path, script, work)
 
@@ -2513,37 +2509,6 @@ def test_a_waiting_message_with_odd_files_is_set_aside_and_its_chat_goes_on(tmp_
         return "fine"
 
     serve(tmp_path, script, work)
-
-
-def test_stop_while_a_long_answer_is_being_sent_sends_no_more_of_it_and_says_so(tmp_path):
-    class Slow(Desk):
-        async def send(self, message):
-            if message.content == "long":
-                message.parts_sent = 1
-                await asyncio.Event().wait()
-            await super().send(message)
-
-    async def script(request):
-        return "long" if users(request)[-1] == "tell me" else "short"
-
-    async def whole() -> None:
-        loop = AgentLoop(settings_for(tmp_path), Model(script))
-        async with Chats(loop, Slow()) as chats:
-            await chats.say("tell me")
-            await chats.until(lambda: "long" in chats.texts() and not loop.turns.tasks)
-            await chats.say("/stop")
-            await chats.answered(1)
-            assert "the rest of the answer is not sent" in chats.finals()[0]
-            await chats.until(lambda: not chats.session().undelivered)
-            await chats.say("go on")
-            await chats.answered(2)
-            assert chats.finals()[1] == "short"
-            await chats.at_rest()
-            await chats.say("/stop")
-            await chats.answered(3)
-            assert chats.finals()[2] == "Nothing is running."
-
-    asyncio.run(whole())
 
 
 def test_a_tool_hint_never_has_empty_quotes():
@@ -2805,7 +2770,7 @@ def test_a_temperature_is_sent_if_it_is_set_and_a_low_one_to_local_servers(
 
 
 def test_a_window_without_room_for_a_request_is_an_error_that_names_both_numbers():
-    with pytest.raises(ValueError, match="context_window is 8192, max_tokens is 8192"):
+    with pytest.raises(ValueError, match=r"max_tokens \(8192\).* context_window \(8192\)"):
         run(["ok"], context_window=8_192)
 
 
