@@ -28,7 +28,6 @@ import asyncio
 import contextlib
 import difflib
 import hashlib
-import inspect
 import itertools
 import json
 import logging
@@ -51,7 +50,7 @@ from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from datetime import datetime
 from functools import cache, partial, partialmethod, wraps
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Literal, get_args, get_origin, get_type_hints
 
 from channels import (
     CLI,
@@ -245,9 +244,9 @@ class AgentRunner:
         tools = estimate(lines_of_json(state.tools)) if state.tools else 0
         budget = spec.context_window - spec.max_tokens - 1_024
         if budget <= 0:
-            sizes = f"context_window is {spec.context_window}, max_tokens is {spec.max_tokens}"
             raise ValueError(
-                f"No room for a request: {sizes}, and 1,024 are spare: lower max_tokens."
+                f"No room for a request: max_tokens ({spec.max_tokens}) and 1,024 spare tokens "
+                f"must be less than context_window ({spec.context_window})."
             )
         budget = min(budget, state.room)
         users = [message for message in spec.messages if message["role"] == "user"]
@@ -315,7 +314,7 @@ class AgentRunner:
         response.content = state.draft.joined(response.content).rstrip() or None
         state.add(response.to_message())
         state.draft = Draft()
-        await state.spec.hook.on_stream_end(resuming=True)
+        await state.spec.hook.on_stream_end(True)
         await state.spec.hook.before_execute_tools(response.tool_calls)
         state.failure = ""
         for batch in batches(response.tool_calls, state.spec.tools):
@@ -339,20 +338,21 @@ class AgentRunner:
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
         finally:  # keep the results of finished calls, also after a cancellation
-            whole = [task for task in tasks if not task.cancelled() and not task.exception()]
-            state.context.messages += [task.result()[0] for task in whole]
-        if seen := [task.result() for task in whole if task.result()[1]]:
-            # images go into a user message, because a tool message may not contain them
-            names = "\n".join(message["content"] for message, _ in seen)
-            images = itertools.chain.from_iterable(images for _, images in seen)
-            state.add({"role": "user", "content": [{"type": "text", "text": names}, *images]})
+            ended = [task for task in tasks if not task.cancelled() and not task.exception()]
+            whole = [task.result() for task in ended]
+            state.context.messages += [message for message, _ in whole]
+        names = [message["content"] for message, images in whole if images]
+        if names:  # images go into a user message, because a tool message may not contain them
+            images = [image for _, images in whole for image in images]
+            text = {"type": "text", "text": "\n".join(names)}
+            state.add({"role": "user", "content": [text, *images]})
 
     async def _call(self, state: RunState, call: ToolCallRequest) -> tuple:
         """Run a call and journal its result at once. Returns the tool message and the images."""
         tell = state.spec.on_event
         tell("call", id=call.id, name=call.name, arguments=call.arguments)
         began = time.monotonic()
-        if problem := reason_not_to_run(call, state.spec.tools):
+        if problem := reason_not_to_run(call):
             result = ToolResult(problem, is_error=True, shown=f"refused: {problem}")
         else:
             result = await state.spec.tools.execute(call.name, call.arguments, state.spec.turn)
@@ -378,31 +378,32 @@ class AgentRunner:
 
     async def _conclude(self, state: RunState, response: LLMResponse, outcome: str):
         """Handle an answer that has no calls to run. End the run, or prepare the next request."""
-        if state.draft.unclear:
+        draft, hook = state.draft, state.spec.hook
+        if draft.unclear:
             await state.show_unclear()
-        is_held_back = response.unclear_at is not None and state.spec.hook.wants_streaming
+        is_held_back = response.unclear_at is not None and hook.wants_streaming
         if outcome != "unclear" and is_held_back:  # it is a part of the answer after all
             await state.show(response.content[response.unclear_at :])
         match outcome:
             case "unclear":  # hold back what looks like a call, and ask the model
-                state.draft.parts.append(response.content[: response.unclear_at])
-                state.draft.unclear = response.content[response.unclear_at :] + "\n\n"
-                state.draft.streamed = ""
-                state.draft.has_asked = True
+                draft.parts.append(response.content[: response.unclear_at])
+                draft.unclear = response.content[response.unclear_at :] + "\n\n"
+                draft.streamed = ""
+                draft.has_asked = True
                 state.note = template("only_the_call")
             case "cut":
-                state.draft.cuts += 1
-                state.draft.streamed = ""
-                state.draft.parts.append(response.content or "")
+                draft.cuts += 1
+                draft.streamed = ""
+                draft.parts.append(response.content or "")
                 if response.has_tool_calls:  # a blank line separates the next part
-                    state.draft.parts.append("\n\n")
-                    if state.spec.hook.wants_streaming:
-                        await state.spec.hook.on_stream("\n\n")
+                    draft.parts.append("\n\n")
+                    if hook.wants_streaming:
+                        await hook.on_stream("\n\n")
                 kind = "cut_answer" if (response.content or "").strip() else "cut_thinking"
                 state.note = template("cut_calls" if response.has_tool_calls else kind)
             case "blank":
-                state.draft.blanks += 1
-                if state.draft.blanks == 2:
+                draft.blanks += 1
+                if draft.blanks == 2:
                     state.has_tools = False
                     state.note = template("blank_answer")
             case "answered":
@@ -422,7 +423,7 @@ class AgentRunner:
                 state.result.stop_reason = "error"
                 state.result.error = response.error or "the endpoint ended its answer with an error"
                 state.result.final_content = self._keep_half_answer(state, state.result.error)
-        await state.spec.hook.on_stream_end(resuming=not state.result.stop_reason)
+        await hook.on_stream_end(not state.result.stop_reason)
 
     async def _finish(self, state: RunState, reason: str, text: str | None, cut: str = ""):
         """End the run with `text`. If `text` is incomplete, `cut` is the reason."""
@@ -531,8 +532,8 @@ class ContextBuilder:
         the last five anyway. The model can find older ones in `memory/` with the tool grep."""
         own = partial(own_text, turn)
         parts = {"identity": identity(turn, own(turn.workspace / "IDENTITY.md"))}
-        names = ("AGENTS.md", "SOUL.md", "USER.md", "TOOLS.md")
-        parts |= {name: titled(f"## {name}", own(turn.workspace / name)) for name in names}
+        for name in ("AGENTS.md", "SOUL.md", "USER.md", "TOOLS.md"):
+            parts[name] = titled(f"## {name}", own(turn.workspace / name))
         if turn.channel in ("cli", "web"):  # not in a job, and not in a chat
             parts["Project"] = self.project
         parts["Memory"] = titled("# Memory", fitted(own(self.memory.facts), self.memory_tokens))
@@ -581,7 +582,7 @@ class AgentLoop:
         self.tools = make_tools(config) if tools is None else tools.copy()
         self.mcp = MCPServers(config.tools.mcp_servers, self.tools)
         self.files_seen = defaultdict(dict)  # session key → files read
-        self.listeners: list[Callable[[dict], Any]] = []  # each gets the events of all runs
+        self.listeners: list[Callable] = []  # each gets the events of all runs
         # session key → the events of all its turns: one run, so that each message is told once
         self.events_of = cache(partial(RunEvents, self.listeners, "turn"))
         read = partial(read_own, self.turn("cli:direct"))
@@ -591,8 +592,8 @@ class AgentLoop:
         self.context = ContextBuilder(config, self.memory, self.skills)
         self.runner = AgentRunner(self.provider)
         self.temperature = config.defaults.temperature
-        if self.temperature == LOCAL_ONLY:
-            self.temperature = 0.1 if self.provider.is_local else None
+        if self.temperature is None and self.provider.is_local:
+            self.temperature = 0.1  # not elsewhere: gpt-5 refuses any temperature
         self.consolidator, self.dream = memory_work(self)
         self.cost = CostTrackingHook(config.prices, self.provider.model)
         self.hooks = [self.cost, *hooks]
@@ -605,6 +606,8 @@ class AgentLoop:
         self.turns = RunningTurns(self.sessions)
         self.background = Background()
         self.notes = {}  # session key → notice for the next turn
+        self.streaming = True
+        self.patience = 15.0  # seconds to wait for MCP servers that are starting
         self.is_ending = False  # True if the gateway is stopping; the next start resumes open turns
 
     async def process_direct(
@@ -618,13 +621,22 @@ class AgentLoop:
         """Answer one message, without a `session_key` in a new session; commands run in `folder`.
         Raises SessionBusy, and OSError if the journal cannot be written."""
         session_key = session_key or self.sessions.new_key()
-        events = EventHook(on_event, self.turn(session_key, folder), self.config.streaming)
+        events = EventHook(on_event, self.turn(session_key, folder), self.streaming)
         command, argument = slash_command(text)
         session = None
         if command in ("", *WAITING):
             async with self.turns.hold(session_key) as session:
                 session.origin = session.origin or {"folder": str(events.turn.cwd)}
-                result = await self._take_turn(session, text, command, events, media)
+                result, images = None, []
+                if note := self.notes.pop(session_key, ""):
+                    await events.on_retry(note)
+                if command:
+                    result = await self.commands.begin(command, session)
+                else:
+                    session.end_open_turn("interrupted")
+                    message, images = self.context.user_message(text, events.turn, media)
+                    session.append(message)  # it survives a kill during the request
+                result = result or await self.answer(session, events, images)
         else:  # other commands run at once, even during a turn
             result = await self.commands.answer(command, argument, events.turn)
         if result.final_content:
@@ -632,22 +644,6 @@ class AgentLoop:
         if session and session.undelivered:
             session.mark("delivered", upto=session.last)
         return result
-
-    async def _take_turn(
-        self, session: Session, text: str, command: str, events: EventHook, media: Media
-    ) -> AgentRunResult:
-        if command:
-            result = await self.commands.begin(command, session)
-            if result:
-                return result
-        if note := self.notes.pop(session.key, ""):
-            await events.on_retry(note)
-        images = []
-        if not command:
-            session.end_open_turn("interrupted")
-            message, images = self.context.user_message(text, events.turn, media)
-            session.append(message)  # a message in the journal survives a kill during the request
-        return await self.answer(session, events, images)
 
     async def answer(
         self,
@@ -661,7 +657,7 @@ class AgentLoop:
         After Ctrl-C or /stop, the journal has the results of finished calls, the shown part of the
         answer (with `cut`) and the mark `ended`. Only /continue resumes a turn marked `ended`.
         """
-        await self.mcp.connect(self.config.patience)
+        await self.mcp.connect(self.patience)
         spec = self.run_spec(session.history(), images, events)
         spec.append = session.append
         spec.arrivals = arrivals
@@ -767,15 +763,19 @@ class AgentLoop:
     def turn(self, session_key: str, folder: Path | None = None) -> Turn:
         """The chat, the working folder and the accessible files for a turn of this session."""
         config = self.config
+        cwd = folder or config.cwd
         channel, _, chat_id = session_key.partition(":")
+        settings = config.path.resolve()
+        undo = settings.parent / "undo"
+        secret = (settings, path_of(USUAL_SETTINGS), undo)
         has_fence = config.tools.restrict_to_workspace or bool(config.tools.exec.sandbox)
-        undo = config.path.resolve().parent / "undo"
-        secret = (config.path.resolve(), path_of(USUAL_SETTINGS), undo)
-        here = (folder or config.cwd).resolve()
-        is_too_wide = any(path.is_relative_to(here) for path in (Path.home().resolve(), *secret))
+        if has_fence:
+            outside = (path_of("~"), *secret)
+            if any(path.is_relative_to(cwd.resolve()) for path in outside):
+                cwd = self.workspace  # this working folder would open HOME or the keys
         return Turn(
             self.workspace,
-            self.workspace if has_fence and is_too_wide else folder or config.cwd,
+            cwd,
             channel,
             chat_id,
             session_key,
@@ -815,7 +815,7 @@ class RunningTurns:
     sessions: SessionManager
     tasks: dict = field(default_factory=dict)  # session key → running turn
     chats: dict = field(default_factory=dict)  # a job's session key → chat for its report
-    locks: Any = field(default_factory=weakref.WeakValueDictionary)  # session key → lock in use
+    locks: dict = field(default_factory=weakref.WeakValueDictionary)  # session key → lock in use
 
     @contextlib.asynccontextmanager
     async def hold(self, session_key: str) -> AsyncIterator[Session]:
@@ -951,17 +951,15 @@ class Draft:
 
 def add_up(total: dict, usage: dict):
     for name in ("prompt_tokens", "completion_tokens", "cached_tokens"):
-        total[name] = (total.get(name) or 0) + (usage.get(name) or 0)
+        total[name] = total.get(name, 0) + usage.get(name, 0)
     total["total_tokens"] = total["prompt_tokens"] + total["completion_tokens"]
     total["estimated"] = bool(total.get("estimated") or usage.get("estimated"))
 
 
-def reason_not_to_run(call: ToolCallRequest, tools: ToolRegistry) -> str:
+def reason_not_to_run(call: ToolCallRequest) -> str:
     """Returns the reason (for the model) why a call must not run, or "" if the call may run."""
     if call.error and not call.denied:
         return f"{call.name} was not run: {call.error}. Send the complete call again."
-    if call.must_only_read and not is_read_only(call.name, tools):  # no user approved the call
-        return f"{call.name} was not run: the tool has changed meanwhile. Send the call again."
     return call.denied
 
 
@@ -977,15 +975,6 @@ def is_read_only(name: str, tools: ToolRegistry) -> bool:
 # ---- Prompts are files, in templates/ and in the workspace ----
 # If SOUL.md is a link to ~/.ssh/id_rsa, only the fence keeps this key out of the prompt.
 
-PLACEHOLDERS = (  # template lines, also of older versions, that small models take for facts
-    "Who the user is goes here: name, time zone, language, work, likes.",
-    "Notes on this machine's tools go here: hosts, accounts, paths, quirks.",
-    "Instructions of the user for the agent go here: rules of a project, preferences for tools, "
-    "things never to do.",
-    "# Long-term memory",
-    "Lasting facts, one a line.",
-)
-
 
 def template(name: str, **values) -> str:
     """Fill in the `$variables` of a file in `templates/`. Raises KeyError if a value is missing."""
@@ -997,11 +986,11 @@ def prepare_workspace(workspace: Path) -> Path:
     """Create the workspace and its first files; existing files are never changed."""
     try:
         workspace.mkdir(parents=True, exist_ok=True, mode=0o700)
-        for name in ("AGENTS.md", "SOUL.md", "USER.md", "TOOLS.md", "MEMORY.md"):
-            folder = workspace / "memory" if name == "MEMORY.md" else workspace
-            folder.mkdir(exist_ok=True)
-            if not (folder / name).exists():
-                (folder / name).write_bytes((DATA / "templates" / name).read_bytes())
+        (workspace / "memory").mkdir(exist_ok=True)
+        for name in ("AGENTS.md", "SOUL.md", "USER.md", "TOOLS.md", "memory/MEMORY.md"):
+            file = workspace / name
+            if not file.exists():
+                file.write_bytes((DATA / "templates" / file.name).read_bytes())
     except OSError as problem:
         raise ConfigError(
             f"Cannot write the workspace {workspace}: {problem.strerror}. "
@@ -1012,34 +1001,35 @@ def prepare_workspace(workspace: Path) -> Path:
 
 def identity(turn: Turn, who: str) -> str:
     """Fill in the template `identity`. `who`, if not empty, replaces paragraph 1."""
-    style = template("format_cli") if turn.channel == "cli" else template("format_chat")
-    platform = f"{sys.platform}, Python {sys.version_info.major}.{sys.version_info.minor}"
-    about = {"platform": platform, "cwd": turn.cwd, "workspace": turn.workspace}
-    usual, _, rest = template("identity", format=style, **about).partition("\n\n")
+    text = template(
+        "identity",
+        format=template("format_cli" if turn.channel == "cli" else "format_chat"),
+        platform=f"{sys.platform}, Python {sys.version_info.major}.{sys.version_info.minor}",
+        cwd=turn.cwd,
+        workspace=turn.workspace,
+    )
+    usual, _, rest = text.partition("\n\n")
     return f"{who or usual}\n\n{rest}"
 
 
-def read_own(turn: Turn, path: Path, most: int = 100_000) -> bytes:
+def read_own(turn: Turn, path: Path) -> bytes:
     """Read a file for the prompt, if `turn` allows the file. Raises OSError or ValueError."""
     path.stat()  # raises FileNotFoundError
-    if path.name == "MEMORY.md":
-        most = 10_000_000  # it is shortened later
     try:
-        return read_bytes(turn.path(str(path)), most)
+        return read_bytes(turn.path(str(path)), 10_000_000)
     except ToolError as problem:
         raise ValueError(str(problem)) from None
 
 
-def own_text(turn: Turn, path: Path, most: int = 100_000) -> str:
-    """The text of a workspace file for the prompt, without the kit's placeholder lines."""
+def own_text(turn: Turn, path: Path) -> str:
+    """The text of a file for the prompt; "" if there is no file, or if it cannot be read."""
     try:
-        text = plain_text(read_own(turn, path, most))
+        return plain_text(read_own(turn, path)).strip()
     except FileNotFoundError:
         return ""
     except (OSError, ValueError) as problem:
         log.warning("%s is left out of the prompt: %s", path.name, problem)
         return ""
-    return "\n".join(line for line in text.split("\n") if line not in PLACEHOLDERS).strip()
 
 
 NOT_FOLLOWED = "{} is not followed. To allow it: {}"
@@ -1055,24 +1045,22 @@ class Project:
         self.file = config.path.with_name(f"{config.path.name}.trust")
         self.path, self.text = self._find(turn)
         self.version = f"{self.path} {hashlib.sha256(self.text.encode()).hexdigest()}"
-        self.answer: bool | None = None  # None: the user was not asked about this version
-        for line in read_records(self.file, partial(has, version=str, follow=bool)):
-            if line["version"] == self.version:
-                self.answer = line["follow"]
+        lines = read_records(self.file, partial(has, version=str, follow=bool))
+        answers = {line["version"]: line["follow"] for line in lines}
+        self.answer = answers.get(self.version)  # None: the user was not asked about this version
 
     def _find(self, turn: Turn) -> tuple[Path, str]:
         """The path and the first 16,000 characters; a link out of the project is not followed."""
         here = turn.cwd.resolve()
-        inside = [here, *here.parents]
-        roots = [n for n, folder in enumerate(inside, 1) if os.path.exists(folder / ".git")]
-        inside = inside[: roots[0] if roots else 1]
-        fenced = replace(turn, workspace=inside[-1], cwd=inside[-1], restrict=True, readable=())
+        folders = [here, *here.parents]
+        root = next((folder for folder in folders if os.path.exists(folder / ".git")), here)
+        fenced = replace(turn, workspace=root, cwd=root, restrict=True, readable=())
         for name in ("AGENTS.md", "CLAUDE.md"):
-            for folder in inside:
+            for folder in folders[: folders.index(root) + 1]:
                 path = folder / name
                 is_markdown = os.path.realpath(path).endswith(".md")  # not a link to .env
                 if is_markdown and folder != turn.workspace:
-                    text = own_text(fenced, path, 10_000_000)
+                    text = own_text(fenced, path)
                     if len(text) > 16_000:
                         text = text[:16_000] + "\n[the rest is left out]"
                     if text:
@@ -1091,11 +1079,12 @@ class Project:
 
     def part(self) -> str:
         """The part of the system prompt; "" if the user has not allowed this version."""
-        return titled(f"## Instructions of the project: {self.path}", self.text * bool(self.answer))
+        if not self.answer:
+            return ""
+        return titled(f"## Instructions of the project: {self.path}", self.text)
 
     def __str__(self) -> str:
-        """~/kit/AGENTS.md (412 words)"""
-        return f"{short_path(self.path)} ({counted(len(self.text.split()), 'word')})"
+        return short_path(self.path)
 
 
 def titled(title: str, text: str) -> str:
@@ -1104,17 +1093,19 @@ def titled(title: str, text: str) -> str:
 
 def skill_parts(skills: list[Skill]) -> dict[str, str]:
     """The full text of each skill with `always: true`, and one line for each other skill."""
-    sound = [skill for skill in skills if not skill.problem]
-    always = [skill for skill in sound if skill.always and not skill.missing]
+    active = []
     listed = []
-    for skill in sound:
-        if skill not in always:
+    for skill in skills:
+        if skill.problem:
+            continue
+        if skill.always and not skill.missing:
+            active.append(f"## {skill.name}\n\n{skill.text}")
+        else:
             needs = f" [unavailable: needs {', '.join(skill.missing)}]" if skill.missing else ""
             listed.append(f"- {skill.name}: {skill.description} ({skill.path}){needs}")
-    active = "\n\n".join(titled(f"## {skill.name}", skill.text) for skill in always)
     return {
-        "Active Skills": titled("# Active Skills", active),
-        "Skills": listed and template("skills", skills="\n".join(listed)),
+        "Active Skills": titled("# Active Skills", "\n\n".join(active)),
+        "Skills": template("skills", skills="\n".join(listed)) if listed else "",
     }
 
 
@@ -1172,11 +1163,6 @@ class AgentHook:
     async def finalize_content(self, content: str) -> str:
         return content
 
-    def __init_subclass__(cls):  # a hook may define `on_stream_end` without `resuming`
-        own = vars(cls).get("on_stream_end")
-        if inspect.isfunction(own) and len(inspect.signature(own).parameters) == 1:
-            cls.on_stream_end = lambda self, resuming: own(self)
-
 
 class CompositeHook(AgentHook):
     """Calls several hooks in order. An error in one hook is logged; the other hooks still run. If
@@ -1186,9 +1172,9 @@ class CompositeHook(AgentHook):
         self.hooks = list(hooks)
         self.wants_streaming = any(hook.wants_streaming for hook in self.hooks)
 
-    async def _tell(self, hook: AgentHook, event: str, *details, **named):
+    async def _tell(self, hook: AgentHook, event: str, *details):
         try:
-            return await getattr(hook, event)(*details, **named)
+            return await getattr(hook, event)(*details)
         except Exception as problem:
             name = f"{type(hook).__name__}.{event}"
             log.warning("%s failed: %s", name, problem, exc_info=log.isEnabledFor(logging.INFO))
@@ -1202,9 +1188,9 @@ class CompositeHook(AgentHook):
                     call.denied = f"{call.name} was not run: {name} failed ({problem})."
             return None
 
-    async def _tell_all(self, event: str, *details, **named):
+    async def _tell_all(self, event: str, *details):
         for hook in self.hooks:
-            await self._tell(hook, event, *details, **named)
+            await self._tell(hook, event, *details)
 
     async def finalize_content(self, content: str) -> str:
         for hook in self.hooks:
@@ -1244,9 +1230,9 @@ class CostTrackingHook(AgentHook):
         """Tokens and cost, such as "1,234 in (200 cached) · 56 out · 0.0012" (~ if estimated)."""
         mark = "~" if usage["estimated"] else ""
         cached = f" ({usage['cached_tokens']:,} cached)" if usage["cached_tokens"] else ""
-        money = f" · {mark}{self.price.of(usage):.4f}" if self.price else ""
-        sent = f"{mark}{usage['prompt_tokens']:,} in{cached}"
-        return f"{sent} · {mark}{usage['completion_tokens']:,} out{money}"
+        money = f" · {self.price.of(usage):.4f}" if self.price else ""
+        tokens = f"{usage['prompt_tokens']:,} in{cached} · {usage['completion_tokens']:,} out"
+        return f"{mark}{tokens}{money}"
 
 
 NOBODY = (
@@ -1264,26 +1250,23 @@ class ApprovalHook(AgentHook):
     always: set[str] = field(default_factory=set)  # tools that need no further approval
 
     async def before_execute_tools(self, tool_calls: list[ToolCallRequest]):
-        asked = []
         for call in tool_calls:
-            call.must_only_read = is_read_only(call.name, self.tools)
-            if not (call.must_only_read or call.error or call.denied):
-                call.denied = "The user did not approve this call."
-                asked.append(call)
-        for call in asked:  # if `ask` raises an error, all calls without approval stay denied
-            if call.name in self.always or await self._is_approved(call):
-                call.denied = ""
+            is_free = is_read_only(call.name, self.tools) or call.name in self.always
+            if not (is_free or call.error or call.denied):
+                call.denied = await self._objection(call)  # if this fails, CompositeHook denies
 
-    async def _is_approved(self, call: ToolCallRequest) -> bool:
+    async def _objection(self, call: ToolCallRequest) -> str:
+        """Ask the user. Returns "" if the user approves, else the reason for the model."""
         question = approval_question(call.name, call.arguments)
         answer = await self.ask(question) if self.ask else None
         if answer is None:
-            call.denied = NOBODY
-            return False
+            return NOBODY
         answer = answer.strip().lower()
         if answer in ("a", "always"):
             self.always.add(call.name)
-        return answer in ("y", "yes", "a", "always")
+        if answer in ("y", "yes", "a", "always"):
+            return ""
+        return "The user did not approve this call."
 
 
 @dataclass
@@ -1339,13 +1322,8 @@ def tool_hint(call: ToolCallRequest) -> str:
     """A call in one line: `read_file("a.txt")`, `grep("TODO")`, `$ ls`."""
     if call.name == "exec":
         return "$ " + " ".join(str(call.arguments.get("command", "")).split())[:1_000]
-    filled = {name: value for name, value in call.arguments.items() if value}
-    told = (
-        filled.get("pattern")
-        or filled.get("path")
-        or filled.get("message")
-        or next(iter(filled.values()), None)
-    )
+    names = ("pattern", "path", "message", *call.arguments)
+    told = next(filter(None, map(call.arguments.get, names)), None)
     value = json.dumps(told, ensure_ascii=False, default=str) if told else ""
     return f"{call.name}({value if len(value) <= 80 else value[:79] + '…'})"
 
@@ -1367,19 +1345,24 @@ class BusService:
 
     async def receive(self, message: InboundMessage):
         """Queue a message in its chat. Commands run at once, except /new and /continue."""
-        is_report = message.channel == "system"  # the `chat_id` of a report is a session key
-        key = message.chat_id if is_report else message.session_key
-        conversation = self._conversation(key)
-        command = "" if is_report else slash_command(message.content)[0]
+        if message.channel == "system":  # a report: its `chat_id` is a session key
+            self.work.start(self._conversation(message.chat_id).take_in(message, "report"))
+            return
+        conversation = self._conversation(message.session_key)
+        command, _ = slash_command(message.content)
         if command in ("", *WAITING):
-            kind = "report" if is_report else "command" if command else "user"
-            self.work.start(conversation.take_in(message, kind))
+            self.work.start(conversation.take_in(message, "command" if command else "user"))
         else:
-            self.work.start(conversation.obey(message.content), key)
+            self.work.start(conversation.obey(message.content), message.session_key)
             message.confirm()
 
     def _conversation(self, key: str) -> Conversation:
         return self.conversations.setdefault(key, Conversation(self, key))
+
+    def _chats(self) -> list[str]:
+        """The session keys of the chats that the open channels can reach."""
+        keys = self.loop.sessions.list_keys()
+        return [key for key in keys if key.partition(":")[0] in self.bus.channels]
 
     async def _hear_helpers(self):
         while True:
@@ -1396,15 +1379,14 @@ class BusService:
     ) -> str:
         """Send a text or files to a chat (default: this chat). No other tool can send files."""
         key = f"{channel or turn.channel}:{chat_id or turn.chat_id}"
-        keys = self.loop.sessions.list_keys()
-        chats = [chat for chat in keys if chat.partition(":")[0] in self.bus.channels]
+        chats = self._chats()
         if key not in chats:
-            known = ", ".join(chats[:20]) or "none"
+            known = ", ".join(chats) or "none"
             raise ToolError(f"There is no conversation in the chat {key}. Known chats: {known}")
         files = [turn.path(path) for path in media]
-        missing = [str(path) for path in files if not path.is_file()]
-        if missing:
-            raise ToolError(f"There is no file {', '.join(missing)}.")
+        for file in files:
+            if not file.is_file():
+                raise ToolError(f"There is no file {file}.")
         conversation = self._conversation(key)
         if content and key == turn.session_key:
             await conversation.say("final", content)
@@ -1416,9 +1398,8 @@ class BusService:
 
     async def go_on_after_restart(self):
         """Send all undelivered answers, resume open turns, and answer all waiting messages."""
-        for key in self.loop.sessions.list_keys():
-            if key.partition(":")[0] in self.bus.channels:
-                self.work.start(self._conversation(key).go_on_after_restart())
+        for key in self._chats():
+            self.work.start(self._conversation(key).go_on_after_restart())
 
     async def end(self):
         """Cancel running turns. The next start of the gateway resumes the cancelled turns."""
@@ -1432,10 +1413,11 @@ class Conversation:
     def __init__(self, service: BusService, key: str):
         self.service = service
         self.loop = service.loop
+        self.bus = service.bus
         self.key = key
         self.chat = key.split(":", 1)  # channel and chat id
-        self.inbox = service.loop.sessions.inbox(key)
-        self.outbox = service.loop.sessions.outbox(key)  # what the tool `message` sends
+        self.inbox = self.loop.sessions.inbox(key)
+        self.outbox = self.loop.sessions.outbox(key)  # what the tool `message` sends
         self.order = asyncio.Lock()  # saves messages in the order of their arrival
         self.answering = asyncio.Lock()
         self.is_due = False  # True: resume the turn that the previous gateway left open
@@ -1463,7 +1445,7 @@ class Conversation:
                     if not told:
                         told = f"A message cannot be stored yet, and is retried: {problem}"
                         GATEWAY_LOG.warning("%s: %s", self.key, told)
-                        self.service.bus.send(OutboundMessage(*self.chat, told))
+                        self.bus.send(OutboundMessage(*self.chat, told))
                     await asyncio.sleep(1.0)
         message.confirm()
         GATEWAY_LOG.info("%s: received %d characters", self.key, len(message.content))
@@ -1479,7 +1461,7 @@ class Conversation:
     def _send_said(self, line: dict):
         said = OutboundMessage(*self.chat, line["content"], line["kind"], line["media"])
         said.on_delivered = partial(self.outbox.remove, {line["id"]})
-        self.service.bus.send(said)
+        self.bus.send(said)
 
     async def obey(self, command: str):
         """Answer a command, also during a turn. If the command fails, the chat gets the error."""
@@ -1487,7 +1469,7 @@ class Conversation:
             await self.loop.process_direct(command, self.key, self.emit)
         except Exception as problem:
             text = f"Sorry, {command.split()[0]} failed: {problem}"
-            self.service.bus.send(OutboundMessage(*self.chat, text))
+            self.bus.send(OutboundMessage(*self.chat, text))
             raise
 
     async def go_on_after_restart(self):
@@ -1508,7 +1490,7 @@ class Conversation:
 
     async def _answer_what_waits(self):
         """Answer until the inbox is empty. Skip a terminal's inbox: `Talk` shows its reports."""
-        if self.chat[0] not in self.service.bus.channels:
+        if self.chat[0] not in self.bus.channels:
             return
         async with self.answering:
             while self.is_due or self.inbox.path.exists():
@@ -1550,24 +1532,26 @@ class Conversation:
         turn = self.loop.turn(self.key)
         images = []
         self.reply_to, self.said = "", []
+        first = lines[0] if lines else {}
+        kind = first.get("kind")
         if self.is_due:
             self.is_due = False
             session.mark("resumed")
-        elif lines[0]["kind"] == "command":
-            command, _ = slash_command(lines[0]["content"])
-            result = await self.loop.commands.begin(command, session, id=lines[0]["id"])
+        elif kind == "command":
+            command, _ = slash_command(first["content"])
+            result = await self.loop.commands.begin(command, session, id=first["id"])
             if result:
                 return result
-        elif lines[0]["kind"] == "report" and lines[0].get("sender") != "subagent":
-            session.append(report_line(lines[0]))
+        elif kind == "report" and first.get("sender") != "subagent":
+            session.append(report_line(first))
             await session.synced()
-            self._send(session, lines[0]["content"], session.highest)
+            self._send(session, first["content"], session.highest)
             return None
         else:
             session.end_open_turn("interrupted")
             images = self._enter(session, turn, lines)
-        shows_deltas = self.service.bus.shows_deltas(turn.channel)
-        events = EventHook(self.emit, turn, self.loop.config.streaming, shows_deltas)
+        shows_deltas = self.bus.shows_deltas(turn.channel)
+        events = EventHook(self.emit, turn, self.loop.streaming, shows_deltas)
         arrivals = partial(self._arrivals, session, turn)
         return await self.loop.answer(session, events, images, arrivals)
 
@@ -1608,13 +1592,13 @@ class Conversation:
         """Send message `n` of the journal. After a restart, undelivered messages are sent again."""
         answer = OutboundMessage(*self.chat, text, reply_to=self.reply_to)
         answer.on_delivered = partial(session.mark, "delivered", upto=n)
-        self.service.bus.send(answer)
+        self.bus.send(answer)
 
     async def emit(self, event: OutboundMessage):
         if event.kind == "tool_hint":  # without the lines of a diff
             event.content = event.content.partition("\n")[0]
         if event.kind in ("final", "delta", *kinds_to_show(self.loop.config.channels)):
-            self.service.bus.send(event)
+            self.bus.send(event)
 
 
 def report_line(line: dict) -> dict:
@@ -1711,7 +1695,7 @@ class Gateway:
         ending = asyncio.create_task(self._end_in_order(work))
         await asyncio.wait([ending], timeout=8.0)
         sessions = {*self.loop.turns.tasks, *self.loop.subagents.running.values()}
-        if sessions or not all(task.done() for task in (*work, ending)):
+        if sessions or not ending.done():
             what = ", ".join(sorted(sessions)) or "a task of the gateway"
             log.warning("still running at the end: %s; the journal has the finished steps", what)
 
@@ -2009,19 +1993,21 @@ class Commands:
 
     def _undo(self, session: Session) -> str:
         """Undo the last turn that changed files. The user's next message tells the model."""
-        outcomes = take_back(self.loop.turn(session.key).store("undo"), session.key)
-        undone = ", ".join(name for name, is_undone in outcomes.items() if is_undone)
-        left = ", ".join(name for name, is_undone in outcomes.items() if not is_undone)
-        told = []
+        outcomes = take_back(self.loop.turn(session.key).undo, session.key)
+        undone = [name for name, is_undone in outcomes.items() if is_undone]
+        left = [name for name in outcomes if name not in undone]
+        told = ""
         if undone:
-            report = f"the user took back your changes to {undone}"
+            names = ", ".join(undone)
+            report = f"the user took back your changes to {names}"
             session.append({"role": "assistant", "report": "undo", "content": report})
             session.mark("delivered", upto=session.highest)
-            told.append(f"Took back the changes to {undone}.")
+            told += f"Took back the changes to {names}. "
         if left:
-            told.append(f"Left alone, because something else has changed them since: {left}.")
-        told = told or ["No turn of this conversation has changed files."]
-        return " ".join([*told, "What commands (exec) did cannot be undone."])
+            why = "because something else has changed them since"
+            told += f"Left alone, {why}: {', '.join(left)}. "
+        told = told or "No turn of this conversation has changed files. "
+        return told + "What commands (exec) did cannot be undone."
 
     async def answer(self, command: str, argument: str, turn: Turn) -> AgentRunResult:
         repository = MemoryRepository(self.loop.workspace)
@@ -2048,17 +2034,14 @@ class Commands:
 
     def _status(self, turn: Turn) -> str:
         request = self.preview(turn)
-        window = self.loop.config.defaults.context_window_tokens
         messages = counted(len(self.loop.sessions.get(turn.session_key).history()), "message")
-        helpers = counted(len(self.loop.subagents.of(turn.session_key)), "helper")
         cost = self.loop.cost.line(self.loop.cost.total)
         return "\n".join(
             [
                 f"nanobot {__version__}, model {self.loop.provider.model}, "
                 f"session {turn.session_key}, {messages}",
                 f"folder {turn.cwd}, workspace {self.loop.workspace}",
-                f"{helpers} at work",
-                f"context {request.tokens:,} of {window:,}",
+                self.loop.config.defaults.share(request.tokens),
                 *request.notes,
                 f"since the start, {ago(self.loop.started)}: {cost}",
             ]
@@ -2068,7 +2051,7 @@ class Commands:
         """Build the next request, including `message`. Nothing is sent, and nothing is saved."""
         later = [{"n": sys.maxsize} | message] if message else []
         history = self.loop.sessions.get(turn.session_key).history(*later)
-        spec = self.loop.run_spec(history, [], EventHook(None, turn, self.loop.config.streaming))
+        spec = self.loop.run_spec(history, [], EventHook(None, turn, self.loop.streaming))
         return self.loop.runner.govern(RunState(spec, AgentHookContext(spec.messages)))
 
 
@@ -2081,8 +2064,6 @@ class ConfigError(Exception):
 
 
 USUAL_SETTINGS = "~/.nanobot/config.json"
-# a temperature that stands for 0.1 at local servers, and for none elsewhere: gpt-5 refuses it
-LOCAL_ONLY = -1.0
 
 
 @dataclass
@@ -2099,7 +2080,7 @@ class AgentDefaults:
     provider: str = "auto"
     max_tokens: int = 8_192
     context_window_tokens: int = 65_536
-    temperature: float | None = LOCAL_ONLY
+    temperature: float | None = None  # if None, 0.1 at local servers, else the endpoint's default
     max_tool_iterations: int = 40
     max_tool_result_chars: int = 16_000
     timezone: str = ""  # if empty, the time zone of the machine
@@ -2111,6 +2092,10 @@ class AgentDefaults:
     def budget(self) -> int:
         """The maximum size of a request in tokens, including the tool definitions."""
         return self.context_window_tokens - self.max_tokens - 1_024
+
+    def share(self, tokens: int) -> str:
+        """How full the context window is: "context 1,234 of 65,536" """
+        return f"context {tokens:,} of {self.context_window_tokens:,}"
 
 
 @dataclass
@@ -2227,18 +2212,15 @@ class Config:
     gateway: GatewaySettings = field(default_factory=GatewaySettings)
     mcp_servers: dict[str, MCPSettings] = field(default_factory=dict)  # copied from other programs
 
+    # set by the program, not by the file:
+    base_url = ""  # from a flag or the environment
+    now = datetime.now
+    sleep = staticmethod(asyncio.sleep)
+
     def __post_init__(self):
         self.tools.mcp_servers = self.mcp_servers | self.tools.mcp_servers
-        # set by the program, not by the file:
-        self.path: Path = path_of(USUAL_SETTINGS)
-        self.base_url: str = ""  # from a flag or the environment; overrides config.json
-        self.cwd: Path = (
-            working_folder()
-        )  # the base of relative paths and the working folder of `exec`
-        self.streaming: bool = True
-        self.patience: float = 15.0  # seconds to wait for MCP servers that are starting
-        self.now: Callable = datetime.now
-        self.sleep: Callable = asyncio.sleep
+        self.path = path_of(USUAL_SETTINGS)
+        self.cwd = working_folder()  # relative paths start here; exec runs here
 
     @property
     def defaults(self) -> AgentDefaults:
@@ -2246,7 +2228,7 @@ class Config:
 
     @property
     def workspace(self) -> Path:
-        return path_of(self.defaults.workspace.strip() or AgentDefaults.workspace)
+        return path_of(self.defaults.workspace or AgentDefaults.workspace)
 
     def check(self):
         """Raises ConfigError if a value cannot work; warns of settings that have no effect."""
@@ -2285,8 +2267,6 @@ def load_config(path: Path | None = None, environ: Mapping[str, str] = os.enviro
     config = Config()
     if path or file.exists():
         config = read_setting(Config, read_json(file, environ))
-    elif others := sorted(file.parent.glob("config.*ml")):  # .yaml, .yml, .toml
-        raise ConfigError(f"{others[0]} is not read: the settings must be JSON, in {file}.")
     config.path = file
     for row in ROWS.values():
         if key := environ.get(row.env_key):
@@ -2302,49 +2282,50 @@ def load_config(path: Path | None = None, environ: Mapping[str, str] = os.enviro
 
 def read_json(file: Path, environ: Mapping[str, str]):
     """Read a settings file. Each `${VAR}` is replaced by the environment variable VAR."""
+
+    def value_of(variable: re.Match) -> str:
+        return json.dumps(environ[variable[1]])[1:-1]  # a quote in the value becomes \"
+
     try:
         text = file.read_text(encoding="utf-8-sig")
-        text = re.sub(r"\$\{(\w+)\}", lambda name: json.dumps(environ[name[1]])[1:-1], text)
-        return json.loads(text)
+        return json.loads(re.sub(r"\$\{(\w+)\}", value_of, text))
     except KeyError as name:
         fault = f"{file} needs the environment variable {name.args[0]}, which is not set."
     except OSError as problem:
         fix = f"`nanobot onboard --config {file}` creates it."
         fault = f"Cannot read {file}: {problem.strerror}. {fix}"
     except ValueError as problem:
-        fault = f"{file} is not JSON: {problem}. Settings must be JSON. Correct the file."
+        fault = f"{file} is not JSON: {problem}. Correct the file."
     raise ConfigError(fault)
 
 
 def read_setting(hint, value, place: str = ""):
-    """Convert a value of the file to the type `hint`. A ConfigError contains the setting's path."""
+    """Convert a value of the file to the type `hint`. A ConfigError contains the setting's path.
+
+    (Config, {"agents": {"defaults": {"maxTokens": 2048}}}) → Config(agents=AgentSettings(…))
+    """
     schema = as_schema(dict if is_dataclass(hint) else hint)
     schema["minimum"] = 1 if hint is int else 0  # `dream.intervalH: 0` means off
     if problems := validate(value, schema, place or "the file"):
         raise ConfigError("; ".join(problems))
-    if is_dataclass(hint):
-        return read_section(hint, value, place)
     if get_origin(hint) is dict:
         _, inner = get_args(hint)
         return {key: read_setting(inner, item, f"{place}.{key}") for key, item in value.items()}
-    return cast(value, schema)  # an integer setting: 100.0 → 100
-
-
-def read_section(section: type, values: dict, place: str):
-    """Convert a JSON object to its dataclass; keys may be in camelCase or in snake_case."""
-    hints = get_type_hints(section)
+    if not is_dataclass(hint):
+        return cast(value, schema)  # an integer setting: 100.0 → 100
+    hints = get_type_hints(hint)
     names = {camel_case(name): name for name in hints}
     settings = {}
-    for key, value in values.items():
+    for key, item in value.items():  # keys may be in camelCase or in snake_case
         path = f"{place}.{key}".lstrip(".")
         problem = f"{path}: unknown key. Known keys: {', '.join(sorted(names))}"
         if name := names.get(camel_case(key)):
-            settings[name] = read_setting(hints[name], value, path)
-        elif section is MCPSettings:  # entries copied from other programs may have more keys
+            settings[name] = read_setting(hints[name], item, path)
+        elif hint is MCPSettings:  # entries copied from other programs may have more keys
             log.warning("ignored: %s", problem)
         else:
             raise ConfigError(problem)
-    return section(**settings)
+    return hint(**settings)
 
 
 def camel_case(name: str) -> str:
@@ -2352,7 +2333,7 @@ def camel_case(name: str) -> str:
     return re.sub("_([a-z])", lambda match: match[1].upper(), name)
 
 
-def make_provider(config: Config, human: HumanProvider | None = None) -> LLMProvider:
+def make_provider(config: Config) -> LLMProvider:
     """The provider of the settings, or OfflineProvider if key, URL and model are missing."""
     defaults = config.defaults
     if unknown := config.providers.keys() - ROWS.keys():
@@ -2360,7 +2341,7 @@ def make_provider(config: Config, human: HumanProvider | None = None) -> LLMProv
     if defaults.provider == "offline":
         return OfflineProvider()
     if defaults.provider == "human":
-        return human or HumanProvider()
+        return HumanProvider()
     own = {name: Endpoint(ROWS[name], **vars(row)) for name, row in config.providers.items()}
     chosen = "" if defaults.provider == "auto" else defaults.provider
     try:
@@ -2379,8 +2360,8 @@ def make_provider(config: Config, human: HumanProvider | None = None) -> LLMProv
 
 def lacks_model(loop: AgentLoop) -> bool:
     """True if the offline model answers although nobody has asked for the offline model."""
-    is_wanted = loop.config.defaults.provider == "offline"
-    return isinstance(loop.provider, OfflineProvider) and not is_wanted
+    is_offline = isinstance(loop.provider, OfflineProvider)
+    return is_offline and loop.config.defaults.provider != "offline"
 
 
 def make_tools(config: Config) -> ToolRegistry:
@@ -2573,11 +2554,12 @@ async def play(events: list[dict], terminal: CLI, pace: float) -> int:
 
 def settings_of(arguments) -> Config:
     """Load the settings. Flags override environment variables; these override the settings file."""
-    flags = {"NANOBOT_WORKSPACE": arguments.workspace, "NANOBOT_MODEL": arguments.model}
-    given = {name: value for name, value in flags.items() if value}
-    config = load_config(arguments.config, os.environ | given)
+    config = load_config(arguments.config)
+    defaults = config.defaults
+    defaults.workspace = arguments.workspace or defaults.workspace
+    defaults.model = arguments.model or defaults.model
     if arguments.provider or arguments.base_url:
-        config.defaults.provider = arguments.provider or "auto"
+        defaults.provider = arguments.provider or "auto"
         config.base_url = arguments.base_url or ""
     return config
 
@@ -2592,72 +2574,70 @@ def command_with_flags(arguments, *words: str) -> str:
     return shlex.join(command)
 
 
-def kinds_to_show(settings: ChannelSettings) -> tuple[str, ...]:
-    """The events that a user sees in addition to the answer: ("retry", "progress", "tool_hint")."""
-    wanted = {"progress": settings.send_progress, "tool_hint": settings.send_tool_hints}
-    return ("retry", *(kind for kind, is_shown in wanted.items() if is_shown))
+def kinds_to_show(settings: ChannelSettings) -> list[str]:
+    """The events that a user sees in addition to the answer: ["retry", "progress", "tool_hint"]."""
+    kinds = ["retry"]
+    if settings.send_progress:
+        kinds.append("progress")
+    if settings.send_tool_hints:
+        kinds.append("tool_hint")
+    return kinds
 
 
 class Talk:
     """Runs `nanobot agent`: answers one message, or holds a conversation with the user."""
 
-    def __init__(
-        self,
-        arguments,
-        background: BackgroundLoop,
-        held: contextlib.ExitStack,
-    ):
+    def __init__(self, arguments, background: BackgroundLoop, held: contextlib.ExitStack):
         config = settings_of(arguments)
-        config.streaming = not arguments.no_stream
-        words = arguments.text + arguments.message
-        self.message = " ".join(words) if words else None
+        self.words = arguments.text + arguments.message
         self.background = background
         out = sys.stderr if 1 in arguments.record else sys.stdout
         self.terminal = CLI(out, kinds=kinds_to_show(config.channels))
         self.has_keyboard = sys.stdin.isatty()
-        self.is_conversation = self.has_keyboard and self.message is None
+        self.is_conversation = self.has_keyboard and not self.words
         self.is_watched = self.terminal.err.isatty()  # does a person see the reports?
         ask = background.ask if self.has_keyboard else None
-        self.loop = AgentLoop(config, make_provider(config, HumanProvider(ask)))
-        self.folder = self.loop.workspace / ".nanobot"
+        loop = AgentLoop(config)
+        self.loop = loop
+        if isinstance(loop.provider, HumanProvider):
+            loop.provider.ask = ask
+        self.folder = loop.workspace / ".nanobot"
         self.key = self.open_session(arguments, held)
         self.resume = command_with_flags(arguments, "-s", self.key, "-m", "/continue")
         self.trust = command_with_flags(arguments, "trust")
-        record_events(self.loop, arguments.record)
+        record_events(loop, arguments.record)
+        loop.streaming = not arguments.no_stream
         if arguments.approve:
-            self.loop.hooks.append(ApprovalHook(self.loop.tools, ask))
+            loop.hooks.append(ApprovalHook(loop.tools, ask))
         if arguments.step and ask:
-            self.loop.hooks.append(StepHook(ask))
+            loop.hooks.append(StepHook(ask))
         if (arguments.approve or arguments.step) and ask is None:
             self.terminal.note(template("no_keyboard"))
-        self.loop.hooks += [LoggingHook(), WaitingHook(self.terminal.waiting)]
+        loop.hooks += [LoggingHook(), WaitingHook(self.terminal.waiting)]
         background.waiting = self.terminal.waiting
-        background.close = self.loop.close
+        background.close = loop.close
 
     def open_session(self, arguments, held: contextlib.ExitStack) -> str:
-        """Choose the session, and return its key. A prompt holds its session until it ends. The
+        """Choose the session, and return its key. The program holds the session until it ends. The
         first line of a new journal has the folder and whether `-c` may continue the session."""
         sessions, folder = self.loop.sessions, self.loop.config.cwd
         key = named_session(sessions, arguments.session)
-        if not key and (self.is_conversation or arguments.resume):
-            key = sessions.latest(folder)
         if arguments.session.isdecimal():  # use moves a conversation to number 1
             self.terminal.note(f"Session {key}")
-        if not key and arguments.resume:
-            self.terminal.note("There is no conversation in this folder yet: a new one begins.")
+        if not key and (self.is_conversation or arguments.resume):
+            key = sessions.latest(folder)
+            if not key and arguments.resume:
+                self.terminal.note("There is no conversation in this folder yet: a new one begins.")
         key = key or sessions.new_key()
-        if self.is_conversation:
-            try:
-                held.enter_context(sessions.lock(key))
-            except SessionBusy:
-                if arguments.session or arguments.resume:
-                    raise
-                self.terminal.note(
-                    f"Another program uses this folder's latest conversation, {key}: "
-                    "a new one begins."
-                )
-                key = sessions.new_key()
-                held.enter_context(sessions.lock(key))
+        try:
+            held.enter_context(sessions.lock(key))
+        except SessionBusy:
+            if arguments.session or arguments.resume:
+                raise
+            busy = f"Another program uses this folder's latest conversation, {key}"
+            self.terminal.note(f"{busy}: a new one begins.")
+            key = sessions.new_key()
+            held.enter_context(sessions.lock(key))
         is_typed = self.is_conversation or self.is_watched or arguments.resume
         sessions.get(key).origin = {"folder": str(folder), "typed": is_typed}
         return key
@@ -2678,9 +2658,9 @@ class Talk:
 
     def answer_once(self) -> int:
         """Answer one message, which may include piped input. Returns the exit status."""
-        text = (self.message or "").strip()
+        text = " ".join(self.words).strip()
         if not self.has_keyboard:
-            piped = self.terminal.read_piped(self.message is not None, self.folder / "piped")
+            piped = self.terminal.read_piped(bool(self.words), self.folder / "piped")
             text = f"{text}\n\n{piped}".strip()
         if not text:
             complain("there is no message: pass one with -m TEXT or on standard input")
@@ -2694,7 +2674,7 @@ class Talk:
 
     def converse(self) -> int:
         threading.Thread(target=self.loop.provider.warm_up, daemon=True).start()
-        self.loop.config.patience = 5.0  # the tools of a slow MCP server come with a later turn
+        self.loop.patience = 5.0  # the tools of a slow MCP server come with a later turn
         history = self.folder / "prompt-history"
         if not history.exists():
             self.terminal.note(template("welcome", version=__version__))
@@ -2724,13 +2704,13 @@ class Talk:
         """Answer one message on the terminal. Returns the exit status."""
         self.follow_project()
         self.terminal.waiting.begin("the model")
-        work = self.loop.subagents.answer_with_helpers(text, self.key, self.terminal.send)
+        loop = self.loop
+        work = loop.subagents.answer_with_helpers(text, self.key, self.terminal.send)
         result = self.background.complete(work)
         if result.requests:
             requests = counted(result.requests, "request")
-            window = self.loop.config.defaults.context_window_tokens
-            context = f"context {result.context_tokens:,} of {window:,}"
-            self.terminal.note(f"{requests} · {self.loop.cost.line(result.usage)} · {context}")
+            context = loop.config.defaults.share(result.context_tokens)
+            self.terminal.note(f"{requests} · {loop.cost.line(result.usage)} · {context}")
         if result.stop_reason == "max_iterations":
             self.terminal.note(f"nanobot: {LIMIT_REACHED}")
         if result.stop_reason not in NOT_ANSWERED:
@@ -2756,11 +2736,12 @@ class Talk:
     async def dream_daily(self):
         """One dream a day, if a history entry of an earlier day is unread. A gateway, which dreams
         every two hours, leaves no such entry."""
-        hours = self.loop.config.defaults.dream.interval_h
         unread = self.loop.memory.unread()
         last = self.folder / "last-dream"
         today = time.strftime("%Y-%m-%d")
-        if hours and unread and max(unread[0]["timestamp"], self.loop.memory.text_of(last)) < today:
+        if not (unread and self.loop.config.defaults.dream.interval_h):
+            return
+        if unread[0]["timestamp"] < today and self.loop.memory.text_of(last) < today:
             last.write_text(today)
             told = await self.loop.dream.run()
             async with self.loop.turns.hold(self.key):  # not in the middle of an answer
@@ -2777,7 +2758,7 @@ class Talk:
         inbox = self.loop.sessions.inbox(self.key)
         if not self.is_watched or not inbox.path.exists():
             return True
-        try:
+        with contextlib.suppress(SessionBusy):  # the reports stay in the inbox until the next try
             async with self.loop.turns.hold(self.key) as session:
                 with locked(self.folder / "reports.lock", "Another terminal shows the reports."):
                     reports = inbox.read()
@@ -2787,8 +2768,6 @@ class Talk:
                             session.append(line)
                         self.terminal.report(quoted(line, sys.maxsize))
                     inbox.remove({report["id"] for report in reports})
-        except SessionBusy as busy:  # the reports stay in the inbox until the next try
-            log.info("%s", busy)
         return True
 
 
@@ -2814,7 +2793,7 @@ def undo_command(arguments):
     loop = AgentLoop(settings_of(arguments))
     turn = loop.turn("cli:undo")
     last = {}  # session → the folder of its last change, the newest session last
-    for change in kept_changes(turn.store("undo")):
+    for change in kept_changes(turn.undo):
         last.pop(change["session"], None)
         last[change["session"]] = change["folder"]
     keys = [key for key in last if key.startswith("cli:") and last[key] == str(turn.cwd)]
@@ -2832,8 +2811,10 @@ def onboard_command(arguments):
         file.touch(0o600)  # only the owner may read the API keys in this file
         file.write_text(template("config") + "\n", encoding="utf-8")
     workspace = prepare_workspace(settings_of(arguments).workspace)
-    print(f"Settings: {file}\nWorkspace: {workspace}")
-    print("Next: put a key into the settings, or export OPENAI_API_KEY; then try `nanobot status`.")
+    print(
+        f"Settings: {file}\nWorkspace: {workspace}\n"
+        "Next: put a key into the settings, or export OPENAI_API_KEY; then try `nanobot status`."
+    )
 
 
 def status_command(arguments) -> int:
@@ -2851,34 +2832,33 @@ def status_command(arguments) -> int:
 def status_rows(config: Config) -> Iterator:
     """Yields (part, state, problem). Problem: a text, "" (ok) or None (missing, but not needed)."""
     loop = AgentLoop(config)
-    usual = "the defaults; `nanobot onboard` creates a settings file"
-    problem = ""
-    if os.name == "posix" and config.path.exists() and config.path.stat().st_mode & 0o077:
-        problem = f"others can read the keys in it: chmod 600 {shlex.quote(str(config.path))}"
-    yield "settings", str(config.path) if config.path.exists() else usual, problem
+    file = config.path
+    if not file.exists():
+        yield "settings", "the defaults; `nanobot onboard` creates a settings file", ""
+    elif os.name == "posix" and file.stat().st_mode & 0o077:
+        fix = f"chmod 600 {shlex.quote(str(file))}"
+        yield "settings", str(file), f"others can read the keys in it: {fix}"
+    else:
+        yield "settings", str(file), ""
     yield "workspace", str(loop.workspace), ""
     yield "model", *asyncio.run(model_and_problem(loop.provider))
     sandbox = config.tools.exec.sandbox
     state = sandbox or "off: commands run with all your rights"
     yield "sandbox", state, sandbox and sandbox_problem()
     telegram = config.channels.telegram  # the token is never printed
-    allowed = ", ".join(map(str, telegram.allow_from))
-    problem = "" if allowed else "put user ids into channels.telegram.allowFrom"
     if telegram.token:
+        allowed = ", ".join(map(str, telegram.allow_from))
         strangers = loop.memory.text_of(loop.workspace / STRANGERS) or "none"
-        yield (
-            "telegram",
-            f"a token is set, allowed: {allowed or 'nobody'}, last strangers: {strangers}",
-            problem,
-        )
+        state = f"a token is set, allowed: {allowed or 'nobody'}, last strangers: {strangers}"
+        yield "telegram", state, "" if allowed else "put user ids into channels.telegram.allowFrom"
     else:
         yield "telegram", "off: put a token into channels.telegram.token", None
     for name, problem in asyncio.run(loop.mcp.check()).items():
         yield f"mcp {name}", "connected", problem
     for skill in loop.skills.load():
-        state = f"needs {', '.join(skill.missing)}" if skill.missing else "ready"
-        state = f"broken, not used: {skill.problem}" if skill.problem else state
-        yield f"skill {skill.name}", state, "" if state == "ready" else None
+        why = skill.problem or ", ".join(skill.missing)
+        if why:
+            yield f"skill {skill.name}", f"not used: {why}", None
 
 
 async def model_and_problem(provider: LLMProvider) -> tuple[str, str]:
@@ -2907,14 +2887,13 @@ def prompt_command(arguments):
     request = loop.commands.preview(turn, message)
     _, *history, last = legal(request.messages)
     parts = loop.context.parts(turn)
-    parts |= {"Tools": lines_of_json(loop.tools.get_definitions())}
-    parts |= {"History": lines_of_json(history), "User": last["content"]}
+    parts["Tools"] = lines_of_json(loop.tools.get_definitions())
+    parts["History"] = lines_of_json(history)
+    parts["User"] = last["content"]
     for name, text in parts.items():
         if text:
-            tokens = estimate(text)
-            print(f"==== {name} (~{tokens:,} tokens) ====\n{printable(text)}\n")
-    window = loop.config.defaults.context_window_tokens
-    print("\n".join([*request.notes, f"Total: context {request.tokens:,} of {window:,}"]))
+            print(f"==== {name} (~{estimate(text):,} tokens) ====\n{printable(text)}\n")
+    print("\n".join([*request.notes, f"Total: {config.defaults.share(request.tokens)}"]))
 
 
 def lines_of_json(records: list[dict]) -> str:
@@ -2998,7 +2977,7 @@ def web_command(arguments):
     config = settings_of(arguments)
     if gateway_runs(config.workspace):
         raise ConfigError(SERVED.format(config.workspace))
-    loop = AgentLoop(config, make_provider(config, HumanProvider()))
+    loop = AgentLoop(config)
     project = Project(config, loop.turn("web:page"))
     loop.context.project = project.part()
     if project.is_unknown:
@@ -3006,8 +2985,8 @@ def web_command(arguments):
     price = vars(loop.cost.price or Price())
     window = config.defaults.context_window_tokens
     html = glass_html(model=loop.provider.model, window=window, price=price)
-    home = path_of("~")  # a browser in a sandbox (snap) cannot open hidden folders, like ~/.nanobot
-    file = (home if os.access(home, os.W_OK) else loop.workspace) / "nanobot-page.html"
+    # a browser in a sandbox (snap) cannot open files in hidden folders, like ~/.nanobot
+    file = path_of("~/nanobot-page.html")
 
     def tell(address: str):
         """Print a new address; the file has only the first one."""
@@ -3089,55 +3068,62 @@ COMMAND_LINE = {  # command: (function, description in --help)
 
 
 SWITCH = {"action": "store_true"}
-NAMED = {"metavar": "NUMBER|KEY", "default": ""}
-CONTINUES = "continue the latest conversation in this folder"
+NAME = {"metavar": "NAME"}
+TEXT = {"metavar": "TEXT"}
 FILE = {"metavar": "FILE", "type": path_of}
 RECORD = {"dest": "record", "default": []}
 ON_STDOUT = "print all events on stdout, the answer on stderr"
-OPTIONS = (  # rows: commands ("" means all), spellings of the option, argparse settings
-    ("", ["--config"], FILE | {"help": "default: ~/.nanobot/config.json"}),
-    ("", ["--workspace"], {"metavar": "DIR", "help": "default: ~/.nanobot/workspace"}),
-    ("", ["--model"], {"metavar": "NAME"}),
-    ("", ["--base-url"], {"metavar": "URL", "help": "URL of the endpoint; usually ends in /v1"}),
-    ("", ["--provider"], {"metavar": "NAME", "help": ", ".join([*ROWS, "offline", "human"])}),
-    ("", ["--offline"], {"dest": "provider", "action": "store_const", "const": "offline"}),
-    ("", ["--logs", "--verbose"], SWITCH | {"help": "write log messages to stderr"}),
-    ("agent", ["text"], {"nargs": "*", "metavar": "TEXT", "help": "answer this text, then exit"}),
-    ("agent", ["-m", "--message"], {"metavar": "TEXT", "action": "append", "default": []}),
-    ("agent prompt", ["-s", "--session"], NAMED | {"help": "a conversation's number or name"}),
-    ("agent", ["-c", "--continue"], SWITCH | {"dest": "resume", "help": CONTINUES}),
-    ("agent", ["--no-stream"], SWITCH | {"help": "do not stream answers"}),
-    ("agent", ["--step"], SWITCH | {"help": "stop before each request and tool call"}),
-    ("agent web", ["--approve"], SWITCH | {"help": "ask before a tool writes or executes"}),
-    ("agent web", ["--trace"], FILE | RECORD | {"action": "append", "help": "append all events"}),
-    ("agent", ["--json"], RECORD | {"action": "append_const", "const": 1, "help": ON_STDOUT}),
-    ("prompt", ["text"], {"nargs": "?", "default": "Hello!"}),
-    ("sessions", ["action"], {"nargs": "?", "choices": ["show"]}),
-    ("sessions", ["show"], NAMED | {"nargs": "?"}),
-    ("sessions", ["--all"], SWITCH | {"help": "list all sessions, not only the last twenty"}),
-    ("trust", ["answer"], {"nargs": "?", "choices": ["yes", "no"], "default": "yes"}),
-    ("cron", ["action"], {"nargs": "?", "choices": ["list", "remove"], "default": "list"}),
-    ("cron", ["job_id"], {"nargs": "?", "default": "", "metavar": "ID", "help": "job to remove"}),
-    ("replay trace", ["file"], FILE),
-    ("replay", ["--fast"], SWITCH | {"help": "without pauses"}),
-    ("trace", ["--html"], FILE | {"help": "write the run as an HTML page"}),
-    ("web", ["--port"], {"type": int, "default": 0, "help": "default: any free port"}),
-    ("web", ["--no-open"], SWITCH | {"help": "do not open the browser"}),
-    ("walk", ["-m", "--message"], {"metavar": "TEXT", "default": "read a.txt"}),
-    ("walk", ["--all"], SWITCH | {"help": "also show functions of second readings"}),
-    ("exercises", ["more"], {"nargs": "*", "metavar": "NUMBER"}),
+SESSION = {"metavar": "NUMBER|KEY", "default": ""}
+OPTIONS = (  # rows: commands ("" means all), spellings, help, more settings of argparse
+    ("", "--config", "default: ~/.nanobot/config.json", FILE),
+    ("", "--workspace", "default: ~/.nanobot/workspace", {"metavar": "DIR"}),
+    ("", "--model", "", NAME),
+    ("", "--base-url", "URL of the endpoint; usually ends in /v1", {"metavar": "URL"}),
+    ("", "--provider", ", ".join([*ROWS, "offline", "human"]), NAME),
+    ("", "--offline", "", {"dest": "provider", "action": "store_const", "const": "offline"}),
+    ("", "--logs --verbose", "write log messages to stderr", SWITCH),
+    ("agent", "text", "answer this text, then exit", TEXT | {"nargs": "*"}),
+    ("agent", "-m --message", "", TEXT | {"action": "append", "default": []}),
+    ("agent prompt", "-s --session", "a conversation's number or name", SESSION),
+    (
+        "agent",
+        "-c --continue",
+        "continue this folder's latest conversation",
+        SWITCH | {"dest": "resume"},
+    ),
+    ("agent", "--no-stream", "do not stream answers", SWITCH),
+    ("agent", "--step", "stop before each request and tool call", SWITCH),
+    ("agent web", "--approve", "ask before a tool writes or executes", SWITCH),
+    ("agent web", "--trace", "append all events", FILE | RECORD | {"action": "append"}),
+    ("agent", "--json", ON_STDOUT, RECORD | {"action": "append_const", "const": 1}),
+    ("prompt", "text", "", {"nargs": "?", "default": "Hello!"}),
+    ("sessions", "action", "", {"nargs": "?", "choices": ["show"]}),
+    ("sessions", "show", "", SESSION | {"nargs": "?"}),
+    ("sessions", "--all", "list all sessions, not only the last twenty", SWITCH),
+    ("trust", "answer", "", {"nargs": "?", "choices": ["yes", "no"], "default": "yes"}),
+    ("cron", "action", "", {"nargs": "?", "choices": ["list", "remove"], "default": "list"}),
+    ("cron", "job_id", "job to remove", {"nargs": "?", "default": "", "metavar": "ID"}),
+    ("replay trace", "file", "", FILE),
+    ("replay", "--fast", "without pauses", SWITCH),
+    ("trace", "--html", "write the run as an HTML page", FILE),
+    ("web", "--port", "default: any free port", {"type": int, "default": 0}),
+    ("web", "--no-open", "do not open the browser", SWITCH),
+    ("walk", "-m --message", "", TEXT | {"default": "read a.txt"}),
+    ("walk", "--all", "also show functions of second readings", SWITCH),
+    ("exercises", "more", "", {"nargs": "*", "metavar": "NUMBER"}),
 )
 
 
 def parser() -> argparse.ArgumentParser:
     main_parser = argparse.ArgumentParser("nanobot", description="A personal AI agent.")
     main_parser.add_argument("--version", action="version", version=f"nanobot {__version__}")
-    strict = partial(argparse.ArgumentParser, allow_abbrev=False)  # reject `--app` for `--approve`
-    commands = main_parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=strict)
-    added = {name: commands.add_parser(name, help=row[1]) for name, row in COMMAND_LINE.items()}
-    for names, flags, details in OPTIONS:
+    commands = main_parser.add_subparsers(dest="command", metavar="COMMAND")
+    added = {}
+    for name, (_, about) in COMMAND_LINE.items():  # allow_abbrev: reject `--app` for `--approve`
+        added[name] = commands.add_parser(name, help=about, allow_abbrev=False)
+    for names, spellings, about, more in OPTIONS:
         for name in names.split() or COMMAND_LINE:
-            added[name].add_argument(*flags, **details)
+            added[name].add_argument(*spellings.split(), help=about, **more)
     return main_parser
 
 
@@ -3147,7 +3133,7 @@ def main(argv: list[str] | None = None) -> int:
     first = argv[0] if argv else ""
     known = [*COMMAND_LINE, "-h", "--help", "--version"]
     if first not in known:
-        is_alone = first.isalpha() and all(word.startswith("-") for word in argv[1:2])
+        is_alone = first.isalpha() and (len(argv) == 1 or argv[1].startswith("-"))
         meant = difflib.get_close_matches(first, known, n=1)
         if is_alone and meant:  # `sesions` for `sessions`, `help` for `--help`; not `read a.txt`
             fix = f"did you mean `nanobot {meant[0]}`? Pass a message of one word with -m"

@@ -65,7 +65,6 @@ class ToolCallRequest:
     error: str = ""
     denied: str = ""
     extra: dict = field(default_factory=dict)  # Gemini's `extra_content`, for later requests
-    must_only_read: bool = False  # True: nobody approved the call, so its tool must be read-only
 
     @property
     def input(self) -> dict:

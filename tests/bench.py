@@ -119,8 +119,9 @@ def loop_with(*tools, provider=None, **environ: str):
     from tools import ToolRegistry
 
     config = nanobot.load_config(environ={**environ, "NANOBOT_WORKSPACE": tempfile.mkdtemp()})
-    config.defaults.max_tool_iterations, config.streaming = 1_000, False
+    config.defaults.max_tool_iterations = 1_000
     loop = nanobot.AgentLoop(config, provider)
+    loop.streaming = False
     loop.tools = ToolRegistry(tools) if tools else loop.tools
     return loop
 

@@ -161,7 +161,7 @@ def test_the_answer_alone_goes_to_stdout_and_all_else_to_stderr(
     assert out.startswith(answer) and bool(out) == bool(answer) and server.bodies[0]["stream"]
     assert [note for note in notes if note not in err] == []
     assert re.search(
-        r"^\d requests? · ~?[\d,]+ in · ~?[\d,]+ out · context [\d,]+ of 65,536$", err, re.M
+        r"^\d requests? · ~?[\d,]+ in · [\d,]+ out · context [\d,]+ of 65,536$", err, re.M
     )
 
 
@@ -939,16 +939,16 @@ def test_the_projects_instructions_are_followed_if_the_user_allows_this_version(
     (tmp_path / "kit" / "CLAUDE.md").write_text("Use spaces.", encoding="utf-8")
     with FakeLLM(lambda body: "ok") as server:
         err = nanobot("-m", "hi", server=server, cwd=deep)[2]
-        assert "AGENTS.md (2 words) is not followed. To allow it: nanobot trust" in err
+        assert "AGENTS.md is not followed. To allow it: nanobot trust" in err
         terminal = Terminal(server=server, cwd=deep)
-        terminal.expect("instructions: ", "AGENTS.md (2 words). Follow them? [y/N] ")
+        terminal.expect("instructions: ", "AGENTS.md. Follow them? [y/N] ")
         terminal.say("y", "> ")
         terminal.say("hi", "ok", "> ")
         terminal.say("again", "ok", "> ")
         rules.write_text("Use tabs. Or so.", encoding="utf-8")
-        terminal.say("changed", "AGENTS.md (4 words). Follow them? [y/N] ")
+        terminal.say("changed", "AGENTS.md. Follow them? [y/N] ")
         wait_for_report(own_home, "Shall I?")  # this question is shown, then the other one again
-        terminal.expect("reminder: Shall I?]", "AGENTS.md (4 words). Follow them? [y/N] ")
+        terminal.expect("reminder: Shall I?]", "AGENTS.md. Follow them? [y/N] ")
         terminal.say("n", "ok", "> ")
         terminal.say("quiet", "ok", "> ")
         assert terminal.close() == 0
@@ -1274,7 +1274,7 @@ def status_rows(*flags: str, server: FakeLLM | None = None) -> dict[str, str]:
 
 def test_status_has_a_row_for_each_part_and_says_what_is_missing_or_broken(own_home, monkeypatch):
     rows = status_rows()
-    assert list(rows)[:6] == ["settings", "workspace", "model", "sandbox", "telegram", "skill cron"]
+    assert list(rows)[:5] == ["settings", "workspace", "model", "sandbox", "telegram"]
     assert [name for name in ("settings", "workspace", "model") if rows[name][:2] != "ok"] == []
     assert (
         "nanobot onboard" in rows["settings"] and str(workspace_of(own_home)) in rows["workspace"]
@@ -1291,9 +1291,8 @@ def test_status_has_a_row_for_each_part_and_says_what_is_missing_or_broken(own_h
     )
     assert rows["telegram"].startswith("BAD ") and "channels.telegram.allowFrom" in rows["telegram"]
     assert rows["model"].startswith("ok human")
-    assert rows["skill github"] == "-- needs program gh" and rows["skill odd"].startswith(
-        "-- broken"
-    )
+    assert rows["skill github"] == "-- not used: program gh" and "skill cron" not in rows
+    assert rows["skill odd"].startswith("-- not used: ")
 
 
 def test_a_flag_wins_over_a_variable_and_a_variable_over_the_file(own_home, monkeypatch):
@@ -1742,16 +1741,9 @@ def test_a_sentence_or_a_word_like_no_command_is_the_message(own_home, tmp_path)
         assert nanobot("hello", server=server)[:2] == (0, "hi there\n")
 
 
-@pytest.mark.parametrize("ending", ["yaml", "yml", "toml"])
-def test_settings_that_are_not_json_are_said_to_be_json(own_home, ending):
-    file = own_home / ".nanobot" / f"config.{ending}"
-    file.parent.mkdir()
+def test_settings_that_are_not_json_are_said_to_be_json(own_home):
+    file = own_home / "config.yaml"
     file.write_text("agents: {}")
-    status, _, err = nanobot("--offline", "-m", "x")
-    assert (
-        status == 1
-        and f"{file} is not read: the settings must be JSON, in {file.with_suffix('.json')}." in err
-    )
     status, _, err = nanobot("--offline", "-m", "x", "--config", str(file))
     assert status == 1 and f"{file} is not JSON: " in err
 

@@ -927,8 +927,8 @@ def test_a_denial_is_the_result_of_a_call_and_what_would_not_run_anyway_is_not_a
     assert approve(["y"], ToolCallRequest("b", "act", error="torn"))[:2] == ([], [])
 
 
-def test_a_tool_that_appears_or_changes_behind_the_question_does_not_run():
-    """A slow MCP server registers `late` between question 1 and the run, and another `look`."""
+def test_a_tool_that_appears_during_the_question_does_not_run():
+    """A slow MCP server registers `late` between question 1 and the run."""
     ran = []
 
     def registering(name: str, registry: ToolRegistry):
@@ -943,7 +943,6 @@ def test_a_tool_that_appears_or_changes_behind_the_question_does_not_run():
     @tool
     def act() -> str:
         """Act."""
-        registering("look", registry)
         return "acted"
 
     async def ask_user(question):
@@ -951,12 +950,12 @@ def test_a_tool_that_appears_or_changes_behind_the_question_does_not_run():
         return "y" if "act" in question else "n"
 
     registry = ToolRegistry([act, look])
-    provider = ScriptedProvider([[call("act", "a"), call("late", "b"), call("look", "c")], "done"])
+    provider = ScriptedProvider([[call("act", "a"), call("late", "b")], "done"])
     hook = ApprovalHook(registry, ask_user)
     asyncio.run(AgentRunner(provider).run(AgentRunSpec([question()], registry, hook=hook)))
     assert ran == []
-    _, late, looked = results(provider.requests[1].messages)
-    assert "did not approve" in late and "changed meanwhile" in looked
+    _, late = results(provider.requests[1].messages)
+    assert "did not approve" in late
 
 
 @pytest.mark.parametrize(
@@ -970,7 +969,7 @@ def test_a_tool_that_appears_or_changes_behind_the_question_does_not_run():
         ),
         (Price(2.0, 0.0), (1_000_000, 1, 0), "1,000,000 in (1 cached) · 0 out · 2.0000"),
         (None, (1, 1, 1), "1 in (1 cached) · 1 out"),
-        (Price(1.0), (1_000, 0, 10, True), "~1,000 in · ~10 out · ~0.0010"),
+        (Price(1.0), (1_000, 0, 10, True), "~1,000 in · 10 out · 0.0010"),
     ],
 )
 def test_a_line_of_tokens_and_money(price, usage, line):
@@ -1036,7 +1035,7 @@ def test_a_turn_is_journalled_once_and_told_step_by_step(tmp_path):
     steps = [event for event in events if event[0] != "delta"]
     assert steps == [("progress", "Let me look."), hint, hint, hint, ("final", "an answer")]
     loop = make_loop(tmp_path, ["one two"])
-    loop.config.streaming = False
+    loop.streaming = False
     assert ask(loop, "hello")[1] == [("final", "one two")]
 
 
@@ -1235,10 +1234,10 @@ def test_status_tells_of_the_session_the_window_and_all_since_the_start(tmp_path
         tmp_path, [LLMResponse("hi", usage=usage)], context_window_tokens=5_000, max_tokens=100
     )
     ask(loop, "hello")
-    first, place, helpers, second, third = ask(loop, "/status")[0].final_content.split("\n")
+    first, place, second, third = ask(loop, "/status")[0].final_content.split("\n")
     assert place == f"folder {loop.config.cwd}, workspace {loop.workspace}"
     assert first == f"nanobot {nanobot.__version__}, model scripted, session cli:direct, 2 messages"
-    assert helpers == "0 helpers at work" and re.fullmatch(r"context \d,\d{3} of 5,000", second)
+    assert re.fullmatch(r"context \d,\d{3} of 5,000", second)
     assert third == "since the start, a moment ago: 1,200 in · 34 out"
     for _ in range(8):
         loop.sessions.get("cli:direct").append(
@@ -1433,7 +1432,7 @@ def test_after_a_storm_every_message_is_there_once_and_the_next_is_answered(tmp_
 
         async def many_turns():
             while storm.weather:
-                loop.config.streaming, text = len(turns) % 3 > 0, f"question {len(turns)}"
+                loop.streaming, text = len(turns) % 3 > 0, f"question {len(turns)}"
                 before = len(loop.sessions.get("cli:direct").messages)
                 turns.append((text, await loop.process_direct(text, "cli:direct"), before))
 
@@ -1515,7 +1514,7 @@ def test_every_request_begins_with_the_bytes_of_the_last_one(tmp_path, streaming
     script += [ask_for("nothing_like_it"), ask_for("look", n=-1), "  third "]
     with FakeLLM(script) as server:
         loop = endpoint_loop(tmp_path, server)
-        loop.config.streaming = streaming
+        loop.streaming = streaming
 
         async def talk():
             for text in ("one", "two \u202e \U0001f600", "three"):
@@ -1592,14 +1591,11 @@ def test_a_small_question_with_all_tools_stays_under_10_kb(tmp_path):
     assert not re.search(r"\n## USER\.md|---\n\n# Memory", request.messages[0]["content"])
 
 
-def test_a_file_of_the_prompt_that_was_changed_is_read_again_and_one_too_large_left_out(
-    tmp_path, caplog
-):
+def test_a_file_of_the_prompt_that_was_changed_is_read_again(tmp_path):
     loop = make_loop(tmp_path)
-    for text in ("I am kind.", "I am bold.", "x" * 100_001):
+    for text in ("I am kind.", "I am bold."):
         (loop.workspace / "SOUL.md").write_text(text, encoding="utf-8")
-        assert (f"\n## SOUL.md\n\n{text}\n" in prompt_of(loop)) is (len(text) < 100_000)
-    assert caplog.messages[0].startswith("SOUL.md is left out of the prompt: ")
+        assert f"\n## SOUL.md\n\n{text}\n" in prompt_of(loop)
 
 
 def test_of_many_facts_and_notes_the_newest_are_in_the_prompt(tmp_path):
@@ -1661,7 +1657,7 @@ def write_config(home: Path, settings: dict | str) -> Path:
 NOT_SET = """{
   "agents": {"defaults": {
     "workspace": "~/.nanobot/workspace", "model": "", "provider": "auto", "max_tokens": 8192,
-    "context_window_tokens": 65536, "temperature": -1.0, "max_tool_iterations": 40,
+    "context_window_tokens": 65536, "temperature": null, "max_tool_iterations": 40,
     "max_tool_result_chars": 16000, "timezone": "", "memory_window": 100, "max_concurrent": 8,
     "dream": {"interval_h": 2, "max_batch_size": 20, "max_iterations": 10}}},
   "providers": {"vllm": {"api_key": "", "api_base": "", "extra_headers": {}, "extra_body": {},
@@ -2291,7 +2287,7 @@ def test_a_helper_reports_in_its_chat_in_the_agents_words_and_status_counts_it(t
         await chats.answered(4)
         begun, dived, status, found = chats.finals()
         assert (begun, dived, found) == ("begun", "It cannot dive.", "It found gold for you.")
-        assert "\n1 helper at work\n" in status and chats.finals("2") == ["begun"]
+        assert "\ncontext " in status and chats.finals("2") == ["begun"]
         told = [text for text in chats.texts() if str(text).startswith("[The helper")]
         assert (
             '[The helper "dive" has ended.' in told[0]
@@ -2360,12 +2356,12 @@ def test_at_most_four_helpers_work_at_once_and_stop_ends_those_of_its_chat(tmp_p
         told = results(chats.session().messages)
         assert ["at work. Its" in text for text in told] == [True] * 4 + [False]
         assert "4 helpers are at work" in told[4]
-        for count, (text, chat) in enumerate([("/stop", "2"), ("/stop", "1"), ("/status", "1")]):
+        for text, chat, count in (("/stop", "2", 1), ("/stop", "1", 2)):
             await chats.say(text, chat)
-            await chats.answered(1 + count, chat if count else "2")
+            await chats.answered(count, chat)
         gate.open.set()
         assert chats.finals("2") == ["Nothing is running."]
-        assert chats.finals()[-1].split("\n")[2] == "0 helpers at work"
+        assert not chats.loop.subagents.of("desk:1")
 
     serve(tmp_path, script, work)
 
@@ -2768,13 +2764,8 @@ def test_texts_of_the_kit_are_in_the_prompt_and_placeholders_are_not_until_they_
             == f"## {name}\n\n{(loop.workspace / name).read_text(encoding='utf-8').strip()}"
         )
     assert "nanobot" not in parts["SOUL.md"]
-    older = (
-        "Instructions of the user for the agent go here: rules of a project, preferences for tools, "
-        "things never to do.\n"
-    )
-    for name, placeholder in (("AGENTS.md", older), ("USER.md", None), ("memory/MEMORY.md", None)):
+    for name in ("USER.md", "memory/MEMORY.md"):
         path = loop.workspace / name
-        path.write_text(placeholder or path.read_text(encoding="utf-8"), encoding="utf-8")
         part = "Memory" if name.startswith("memory") else name
         assert part not in loop.context.parts(loop.turn("cli:direct"))
         with path.open("a", encoding="utf-8") as file:
@@ -2787,7 +2778,7 @@ def test_texts_of_the_kit_are_in_the_prompt_and_placeholders_are_not_until_they_
     [
         ("local", {}, 0.1),
         ("custom", {}, None),  # models such as gpt-5 refuse a temperature
-        ("local", {"temperature": None}, None),
+        ("local", {"temperature": None}, 0.1),
         ("custom", {"temperature": 0}, 0),
         ("local", {"temperature": 0.7}, 0.7),
     ],
@@ -2803,7 +2794,7 @@ def test_a_temperature_is_sent_if_it_is_set_and_a_low_one_to_local_servers(
 
 
 def test_a_window_without_room_for_a_request_is_an_error_that_names_both_numbers():
-    with pytest.raises(ValueError, match="context_window is 8192, max_tokens is 8192"):
+    with pytest.raises(ValueError, match=r"max_tokens \(8192\).* context_window \(8192\)"):
         run(["ok"], context_window=8_192)
 
 
