@@ -2606,6 +2606,7 @@ def test_it_is_the_file_that_exists_and_a_name_is_looked_up_for_reading(desk):
 def test_what_was_said_before_counts(desk):
     desk.ask("what is 15% of 240")
     assert desk.ask("now divide that by 6")[0] == "36 divide 6 = 6"
+    assert desk.ask("and times 3")[0] == "6 times 3 = 18"
     assert "but docs/b.md" in desk.ask("does b.md say anything about two?")[0]
     assert "write_file" not in desk.ask("did you change anything?")[0]
     desk.ask("write hello to new.txt")
