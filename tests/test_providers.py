@@ -2696,7 +2696,12 @@ def test_facts_are_kept_apart_and_forgotten_one_by_one(desk):
     assert "No match for 'name'" in desk.ask("what is my name?")[0]
     desk.ask("remember my locker code is 4417")
     assert "4417" in desk.ask("can you forget that again please")[0]
-    desk.ask("forget my locker code")
+    desk.ask("my language is Spanish")
+    desk.ask("my age is 12")
+    desk.ask("forget my age")
+    desk.ask("forget about me")
+    assert "language is Spanish" in desk.read("memory/MEMORY.md")
+    assert "-- my locker code is 4417" in desk.ask("forget my locker code")[0]
     assert "4417" not in desk.read("memory/MEMORY.md")
     assert "I know nothing of that." in desk.ask("forget my locker code")[0]
 
