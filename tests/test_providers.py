@@ -2534,6 +2534,11 @@ OFFERED = {  # nothing is run: what can be done with these words is offered, or 
     "overwrite a.txt with just x, but keep a copy first": "  overwrite a.txt with just x",
     "fill a.txt with x and make a copy": "  fill a.txt with x",
     "write x into a.txt first": "  read a.txt",
+    "write everything about dogs into b.txt": "  list the files here",
+    "put my shopping list into b.txt": "  list the files here",
+    "add the story to a.txt": "  read a.txt",
+    "replace a.txt with docs/b.md": "  read docs/b.md",
+    "fill a.txt with nothing": "  read a.txt",
     "delete a.txt. no wait dont": "  read a.txt",
     "change port to 90 in a.txt but not host": "I do nothing",
     "take two off the list": "I know no rule for that.",
@@ -2701,7 +2706,7 @@ def test_facts_are_kept_apart_and_forgotten_one_by_one(desk):
     desk.ask("forget my age")
     desk.ask("forget about me")
     assert "language is Spanish" in desk.read("memory/MEMORY.md")
-    assert "-- my locker code is 4417" in desk.ask("forget my locker code")[0]
+    assert "-- my locker code is 4417" in desk.ask("forget that my locker code")[0]
     assert "4417" not in desk.read("memory/MEMORY.md")
     assert "I know nothing of that." in desk.ask("forget my locker code")[0]
 
