@@ -1759,10 +1759,11 @@ class HumanProvider(LLMProvider):
 
 OFFLINE_RULES = "templates/offline/rules.md"  # nanobot_data/templates/… after pip install
 # the fields of a rule; any other field is an argument of its tool
-FIELDS = ("tool", "answer", "offer", "line", "without", "schedule", "calculate", "title", "words")
-BUILT_IN = "<result> <Time> <memory> <file> <count> <can> <calls> <last>"  # filled in here
+FIELDS = ("tool", "answer", "offer", "line", "without", "calculate", "reads", "title", "words")
+IMPLIED = {"command": "exec", "line": "edit_file"}  # a rule with this field needs no `tool:`
+BUILT_IN = "<result> <Time> <memory> <file> <count> <can> <calls> <last> <left>"  # filled in here
 WORD = r"<(\w+)>"
-TYPED_WORD = r"(?<![\w./'’-])[a-z]{2,20}(?![\w/'’-]|\.\w)"  # not the `txt` of a.txt
+TYPED_WORD = r"(?<![\w./'’-])[a-z]{3,20}(?![\w/'’-]|\.\w)"  # not the `txt` of a.txt
 # the signs of a sentence as parts of a regex; `...` stands for any words
 MARKS = {"[": "(?:", "]": ")?", "(": "(?:", ")": ")", "|": "|", "...": r"[^\w\s]*(?:\s+\S+)*?"}
 Steps = list[tuple[dict, dict]]  # the rule of each step, and what its <words> are
@@ -1778,7 +1779,10 @@ class Rules:
         self.kinds = defaultdict(lambda: "(?!)")  # {"url": "(?:https?://\\S+)"}
         self.sentences = []  # (the regex of a sentence, its rule)
         self.problems = []
-        self.otherwise = {"title": "no rules"}  # the rule for sentences that no other rule has
+        self.otherwise = {
+            "title": "no rules",
+            "offer": "",
+        }  # the rule for sentences that no other rule has
         self.last = {}  # the rule of the current line
         for number, line in enumerate(text.split("\n"), 1):
             try:
@@ -1787,7 +1791,8 @@ class Rules:
                 self.problems.append(f"{OFFLINE_RULES}, line {number}: {problem}")
                 log.warning(self.problems[-1])
                 self.last.clear()  # the rule is left out
-        self.vocabulary = set(re.findall("[a-z]{2,}", text))
+        said = re.findall("(?m)^(?:- |<sum>|<show>|<verb>|<unit>).*", text)
+        self.vocabulary = set(re.findall("[a-z]{3,}", str(said)))
 
     def _read(self, line: str):
         """Read one line. Raises ValueError or re.error with a text that describes the mistake."""
@@ -1814,6 +1819,8 @@ class Rules:
             raise ValueError("this is neither a sentence (- read <file>) nor a field (answer: Hi)")
 
     def _check_field(self, key: str, value: str):
+        if key in IMPLIED:
+            self.last.setdefault("tool", IMPLIED[key])
         if key not in FIELDS and "tool" not in self.last:
             raise ValueError(f"unknown key {key}: use tool, answer, offer, line or calculate")
         if key == "tool" and not re.fullmatch(self.kinds["tool"], value):
@@ -1842,34 +1849,43 @@ class Rules:
     def find(self, text: str, read_only: Collection[str]) -> Steps:
         """Find the rule of each step, and its <words>: `list docs and read a.txt` has two steps.
 
-        If a step has no rule, nothing runs: there is only one rule then, which has an `offer`, and
-        <can> is the steps that have a rule. Only rules that read run if text is piped in (after a
-        blank line), words are misspelt or something is not to be done (`don't change it, show it`).
+        If a step has no rule, the steps that read run, and a rule with an `offer` refuses the
+        others (<left>); but if one of them writes, nothing runs: the only rule has an `offer` then,
+        and <can> is the steps that have a rule. Only rules that read run if text is piped in (after
+        a blank line), words are misspelt or something is not to be done (`don't change it`).
         """
+
+        def only_read(steps: Steps) -> bool:
+            tools = {rule.get("tool", "") for rule, _ in steps if "reads" not in rule}
+            return tools <= {"", *read_only}
+
         head = text.partition("\n\n")[0]
         if len(head) > 1_000:
             head = ""  # no rule is for such a long text
-        can = []
-        for spoken in self._readings(head):
+        for spell in (re.Match.group, self._nearest):  # first as it is typed, then corrected
+            spoken = re.sub(TYPED_WORD, spell, head)
             pieces = re.split(f"({self.kinds['between']})", spoken, maxsplit=6)
             steps = self._steps(pieces)
-            only_reads = all(rule.get("tool", "") in ("", *read_only) for rule, _ in steps)
-            if steps and (only_reads or (spoken == text and "negation" not in str(steps))):
+            if steps and (only_read(steps) or spoken == text):
                 return steps
-            parts = (spoken, *pieces)
-            can = can or [part for part in parts if part != text and self._steps([part])]
-        rule, said = self.match(head) or (self.otherwise, {})
+        can, steps = [], []
+        for part in pieces[::2]:
+            rule, said = self.match(part)
+            steps.append((rule, {"left": part} | said))
+            if "offer" not in rule:
+                can.append(part)
+        if can and only_read(steps):
+            return steps
+        rule, said = self.match(head)
+        if rule is self.otherwise and "change" not in said:
+            rule, said = self.match(spoken)
         return [(rule if "offer" in rule else self.otherwise, {"can": "\n  ".join(can)} | said)]
 
-    def _readings(self, text: str) -> Iterable[str]:
-        """Yields the text, and then the text with the nearest word of the rules for each word."""
-
-        def nearest(word: re.Match) -> str:
-            close = difflib.get_close_matches(word[0], self.vocabulary, 1, 0.75)
-            return [*close, word[0]][0]
-
-        yield text
-        yield re.sub(TYPED_WORD, nearest, text)
+    def _nearest(self, word: re.Match) -> str:
+        """`opne` → `open`, `mny` → `many`: the word of the rules that is nearest, or the same"""
+        alike = [known for known in self.vocabulary if known[0] == word[0][0]]
+        swapped = [known for known in alike if sorted(known) == sorted(word[0])]
+        return [*swapped, *difflib.get_close_matches(word[0], alike, 1, 0.82), word[0]][0]
 
     def _steps(self, pieces: list[str]) -> Steps:
         """Join pieces, as few as possible, until each step has a rule; [] if that is impossible.
@@ -1878,13 +1894,13 @@ class Rules:
         """
         for end in range(1, len(pieces) + 1, 2):
             first = self.match("".join(pieces[:end]))
-            if first and "offer" not in first[0]:
+            if "offer" not in first[0]:
                 rest = self._steps(pieces[end + 1 :])
                 if rest or end == len(pieces):
                     return [first, *rest]
         return []
 
-    def match(self, text: str) -> tuple[dict, dict] | None:
+    def match(self, text: str) -> tuple[dict, dict]:
         """Return the first rule that has a matching sentence, and the values of its <words>."""
         spoken = re.sub(self.kinds["after"], "", text.strip())
         spoken = re.sub(self.kinds["before"], "", spoken)
@@ -1892,7 +1908,7 @@ class Rules:
             found = re.fullmatch(regex, f" {spoken}", re.IGNORECASE | re.DOTALL)
             if found and rule:
                 return rule, {name: said for name, said in found.groupdict().items() if said}
-        return None
+        return self.otherwise, {}
 
 
 def rules_beside_this_file() -> str:
@@ -1906,10 +1922,10 @@ def rules_beside_this_file() -> str:
 RUNTIME_END = "[/Runtime Context]"
 QUOTED = "(?s)^[\"'`“‘](.+)[\"'`”’]$"
 MEMORY_PATH = r"[:`] ?((?:/|~|\w:\\)[^\n:`]*MEMORY\.md)"  # - Facts: /home/a b/memory/MEMORY.md
-SECONDS_OF = {"sec": 1, "min": 60, "hour": 3_600, "hr": 3_600, "day": 86_400, "week": 604_800}
 # tool → pattern for a successful result; any other result is an error
 SUCCESS = {"read_file": r"\d+\| ", "edit_file": "--- ", "exec": r"(?s).*Exit code: 0$"}
 NOISE = r"(?m)^\S*MEMORY\.md:\d+: (?:- )?|^Exit code: 0\Z|\nExit code: \d+\Z"  # not shown
+MISSING = "No such file|There is no folder"  # in the error text of a tool
 WHICH_FILE = "Which file do you mean? Name it, like: read a.txt (or say: list the files here)"
 
 
@@ -1922,7 +1938,7 @@ class Plan:
     def __init__(self, request: LLMRequest, rules: Rules):
         self.request, self.rules = request, rules
         # <words>; `file` is "it", `last` is the last number
-        self.known = dict(file="", Time=time.ctime(), last="that", calls="")
+        self.known = dict(file="", Time=time.ctime(), last="(which number?)", calls="")
         self.results = []  # of the calls in this turn that have a result
         self.matches = {}  # title of a rule → the values of its <words>
         self.next_call = None  # the first call that has no result yet
@@ -1964,16 +1980,25 @@ class Plan:
         """`a.txt and b.txt` → both; `it` → the file named last; `my essay` → `essay.md`"""
         name = (said.get("name") or said.get("document", "")).lower().strip('"')
         if name and name not in self.known["file"].lower():
-            found = self._result("glob", {"pattern": "*"})
-            # `essay` is in My Essay.md, but `a.txt` is not in data.txt
-            start = r"(?im)^(?!No file)(?:.*(?:_|[^\w\n]))?"
-            same = re.findall(rf"{start}{re.escape(name)}[^/\n]*$", found)
-            same = same or difflib.get_close_matches(name, found.split("\n"), 1, 0.75)
-            return same if len(same) == 1 else [""]
+            return [self._look_up(name)]
         files = re.findall(self.rules.kinds["a_file"], said.get("files", ""), re.IGNORECASE)
         if not files:
             return [self.known["file"]]
         return [re.sub(QUOTED, r"\1", file).replace("\\", "/") for file in files]
+
+    def _look_up(self, name: str) -> str:
+        """`essay` → `My Essay.md`, if only one file has such a name or one of its words; or "" """
+        paths = self._result("glob", {"pattern": "*"}).split("\n")
+        stems = {Path(path).stem.lower(): path for path in paths}
+        for word in (name, *name.split()):
+            # `essay` is in My Essay.md, but `a.txt` is not in data.txt
+            part = rf"(?i)(?!No file)(?:.*(?:_|\W))?{re.escape(word)}[^/]*"
+            same = [path for path in paths if re.fullmatch(part, path)]
+            near = difflib.get_close_matches(Path(word).stem, stems, 1, 0.75)
+            same = same or [stems[stem] for stem in near]
+            if len(same) == 1:
+                return same[0]
+        return ""
 
     def _follow(self, rule: dict, said: dict, file: str) -> str:
         """Apply one rule to one file. Returns the rule's answer, or the error text of a tool."""
@@ -1985,24 +2010,22 @@ class Plan:
             return WHICH_FILE
         result = ""
         if "calculate" in rule:
-            result = self.known["last"] = calculate(fill(rule["calculate"], known))
-        elif "line" in rule:
+            known["result"] = result = calculate(fill(rule["calculate"], known))
+            self.known["last"] = result
+        if "line" in rule:
             result = self._change_lines(rule, known)
         elif "tool" in rule:
-            arguments = arguments_of(rule, known)
-            result = self._result(rule["tool"], arguments)
-            for word in re.findall(self.rules.kinds["key_word"], known.get("text", ""))[::-1]:
-                if result.startswith("No match for"):  # nothing has `ERROR lines`, but some `ERROR`
-                    result = self._result("grep", arguments | {"pattern": word})
-                    result += f"\n(I searched for {word}.)"
+            result = self._result(rule["tool"], arguments_of(rule, known))
+        other = self._look_up(file) if file and re.search(MISSING, result) else file
+        if other and other != file:
+            self.known["file"] = other
+            return f"There is no {file}, but {other}: say it with that name."
         shown = re.sub(NOISE, "", result).strip()
         if not re.match(SUCCESS.get(rule.get("tool"), ""), result):
             return shown
         self.known["file"] = known.get("target", file)
-        return fill(
-            rule.get("answer", "<result>").strip(),
-            known | {"result": shown or "Done.", "count": str(len(shown.split("\n")))},
-        )
+        known |= {"result": shown or "Done.", "count": str(shown.count("\n") + 1)}
+        return fill(rule.get("answer", "<result>").strip(), known)
 
     def _result(self, tool: str, arguments: dict) -> str:
         """Return a call's result. If the call has no result yet, set `next_call` and return ""."""
@@ -2014,7 +2037,7 @@ class Plan:
         return ""
 
     def _change_lines(self, rule: dict, known: dict) -> str:
-        """Append `line` to a file; if `without` is set, remove the lines that begin with it."""
+        """Append `line` to a file; if `without` is set, remove the lines that have it."""
         place, line = arguments_of(rule, known), fill(rule["line"], known)
         text = self._result("read_file", place)
         page = re.findall(r"(?m)^\d+\| (.*)$", text)
@@ -2022,18 +2045,21 @@ class Plan:
             return self._result("write_file", {**place, "content": line})
         if "go on with offset=" in text:
             return "That file is too long for me: I can only read one page."
-        old_fact = fill(rule.get("without", "\n"), known)  # no line begins with a line break
-        kept = [each for each in page if not each.startswith(old_fact)]
+        old_fact = fill(rule.get("without", "\n"), known)  # no line has a line break
+        kept = [each for each in page if old_fact not in each]
+        if kept == page and not line:
+            return "I know nothing of that. Ask: what do you know about me?"
         edit = {"old_text": "\n".join(page), "new_text": "\n".join([*kept, line]).rstrip("\n")}
         return self._result("edit_file", place | edit) if page else text
 
 
 def fill(template: str, known: dict, change: Callable = str) -> str:
     """`<file> says:` → `a.txt says:`; a line with a <word> that is not known is left out"""
-    lines = []
-    for line in template.split("\n"):
-        if all(known.get(word) for word in re.findall(WORD, line)):
-            lines.append(re.sub(WORD, lambda word: change(known[word[1]]), line))
+    lines = [
+        re.sub(WORD, lambda word: change(known[word[1]]), line)
+        for line in template.split("\n")
+        if all(known.get(word) for word in re.findall(WORD, line))
+    ]
     return "\n".join(lines)
 
 
@@ -2047,14 +2073,20 @@ def arguments_of(rule: dict, known: dict) -> dict:
         text = fill(template, known, shlex.quote if is_put_together else str)
         if text or not template:
             arguments[name] = text
-    when = fill(rule.get("schedule", ""), known)
-    return arguments | schedule(when.lower()) if when else arguments
+    return arguments
 
 
 SIGNS = {  # what is said → what it means to Python; the first one is for 1,000
     r",(?=\d{3})": "",
     ",": ".",
     "=": "",
+    r"\b(?:an?|one|every(?= [a-z])) ": "1 ",
+    "every": "",
+    r"\bsec(?:ond)?s?\b": "",
+    r"\bmin(?:ute)?s?\b": "*60",
+    r"\b(?:hour|hr)s?\b": "*3600",
+    r"\bdays?\b": "*86400",
+    r"\bweeks?\b": "*604800",
     r"(?:(?:square )?root of|sqrt) ?\(?([\d.]+)\)?": r"\1**0.5",
     r"(?<=[\d)]) ?\(": "*(",
     " squared": "**2",
@@ -2079,10 +2111,3 @@ def calculate(text: str) -> str:
         return f"{eval(text, {'__builtins__': {}}):.15g}"
     except Exception:  # 1/0, 9.**9.**9., 1.+(), or thousands of brackets
         return "not a number"
-
-
-def schedule(when: str) -> dict:
-    """`in 5 minutes` → {"in_seconds": 300}; `every 2 hours` → {"every_seconds": 7200}"""
-    number, unit = re.search(rf"(\d*) ?({'|'.join(SECONDS_OF)})", when).groups()
-    name = "every_seconds" if when.startswith("every") else "in_seconds"
-    return {name: int(number or 1) * SECONDS_OF[unit]}

@@ -2578,7 +2578,9 @@ SUMS = {
     "what is 3 times 12": "3 times 12 = 36",
     "12 x 7": "12 x 7 = 84",
     "3,5 + 2": "3,5 + 2 = 5.5",
-    "divide that by 6": "that divide 6 = not a number",
+    "divide that by 6": "(which number?) divide 6 = not a number",
+    "how many hours are 90 minutes": "90 minutes = 1.5 hours",
+    "how many seconds are in a day?": "a day = 86400 seconds",
     "2^10": "2^10 = 1024",
     "0.1 + 0.2": "0.1 + 0.2 = 0.3",
     "what's the square root of 144?": "square root of 144 = 12",
@@ -2602,11 +2604,10 @@ def test_the_offline_model_does_sums_by_itself(sentence):
 
 OFFERED = {  # nothing is run: what can be done with these words is offered, or asked for
     "delte a.txt": "  delete a.txt",
-    "read b.txt and frobnicate it": "  read b.txt",
     "fhqwhgads a.txt": "  how many lines are in a.txt",
     'is "the sea" somewhere near a.txt?': '  find "the sea" in a.txt',
     "whats the avarage grade in docs/b.md": "read docs/b.md",
-    "translate docs/bb.md to German": "  count the words in docs/b.md",
+    "translate docs/b.md to German": "  count the words in docs/b.md",
     "fhqwhgads gone.txt": "I know no rule for that.",
     "add butter to my shopping list": "To add something, I need the exact name of a file",
     "add butter to my a list": "I know no rule for that.",
@@ -2618,11 +2619,22 @@ OFFERED = {  # nothing is run: what can be done with these words is offered, or 
     "move on": "To move something",
     "remove all doubt": "I know no rule for that.",
     "is it good?": "I cannot judge",
-    "which bus do they take today": "  find bus",
-    "delete": "Which file?",
-    "read": "Which file?",
-    "rename": "Which file?",
-    "create a file": "What?",
+    "which bus do they take today": "I know no rule for that.",
+    "overwrite a.txt with just x, but keep a copy first": "  overwrite a.txt with just x",
+    "fill a.txt with x and make a copy": "  fill a.txt with x",
+    "write x into a.txt first": "  read a.txt",
+    "write everything about dogs into b.txt": "  list the files here",
+    "put my shopping list into b.txt": "  list the files here",
+    "add the story to a.txt": "  read a.txt",
+    "replace a.txt with docs/b.md": "  read docs/b.md",
+    "fill a.txt with nothing": "  read a.txt",
+    "delete a.txt. no wait dont": "  read a.txt",
+    "change port to 90 in a.txt but not host": "I do nothing",
+    "take two off the list": "I know no rule for that.",
+    "if 28 kids pay 4.50 each how much is that": "  28 * 4.50",
+    "what's the weather in Rome": "I have no tool for it",
+    "delete": "Which file,",
+    "create a file": "or what?",
     "read it": "Which file do you mean?",
     "run away": "I know no rule for that.",
     "delete everything": "I know no rule for that.",
@@ -2640,8 +2652,8 @@ OFFERED = {  # nothing is run: what can be done with these words is offered, or 
     "delete everything in docs": "I know no rule for that.",
     "delete a.txt but not b.txt": "I do nothing",
     "please don't delete a.txt": "I do nothing",
-    "don't delete a.txt, delete docs/b.md": "  delete docs/b.md",
-    "delete a.txt, don't really do it": "  delete a.txt",
+    "don't delete a.txt, delete docs/b.md": "I do nothing of that.",
+    "delete a.txt, don't really do it": "I do nothing of that.",
     "create a.txt with hello if it does not exist": "I do nothing",
     "if a.txt is empty, delete it": "I know no rule for that.",
     "undo that": "I do nothing",
@@ -2663,7 +2675,8 @@ def test_what_no_rule_has_is_offered_asked_for_or_refused_and_nothing_is_run(des
     for line in re.findall("(?m)^  (.*)$", text):
         assert "know no rule" not in (offline(line)[1] or ""), line
         typed = line.split()[-1] in sentence  # only what was typed may write, delete or run
-        assert offline(line)[0] in (None, *READ_ONLY) or line.startswith("count the words") or typed
+        harmless = line.startswith(("count the words", "copy a.txt to old-a.txt"))
+        assert offline(line)[0] in (None, *READ_ONLY) or harmless or typed
 
 
 def test_it_is_the_file_that_exists_and_a_name_is_looked_up_for_reading(desk):
@@ -2687,20 +2700,84 @@ def test_it_is_the_file_that_exists_and_a_name_is_looked_up_for_reading(desk):
 def test_what_was_said_before_counts(desk):
     desk.ask("what is 15% of 240")
     assert desk.ask("now divide that by 6")[0] == "36 divide 6 = 6"
-    assert desk.ask("does b.md say anything about two?")[1] == ["grep"]
+    assert desk.ask("and times 3")[0] == "6 times 3 = 18"
+    assert "but docs/b.md" in desk.ask("does b.md say anything about two?")[0]
     assert "write_file" not in desk.ask("did you change anything?")[0]
     desk.ask("write hello to new.txt")
     assert "- write_file {'path': 'new.txt'" in desk.ask("what did you change?")[0]
 
 
-def test_only_the_important_word_is_searched_for_if_nothing_has_the_text(desk):
-    assert "a.txt:2: two\n(I searched for two.)" in desk.ask("find the two lines in a.txt")[0]
-    assert "searched for two" in desk.ask("who is given as two in a.txt")[0]
+def test_words_around_the_text_are_not_searched_for(desk):
+    for sentence in (
+        "find the two lines in a.txt",
+        "who is given as two in a.txt",
+        "does a.txt have a function called two",
+        "which line has two in it",
+        "is there anything about two in my files?",
+    ):
+        assert "a.txt:2: two" in desk.ask(sentence)[0], sentence
+
+
+def test_parts_that_read_are_done_and_the_others_are_named(desk):
+    answer, tools = desk.ask("read a.txt and frobnicate it")
+    assert "1| one" in answer and 'Not done: "frobnicate it"' in answer
+    answer = desk.ask("count the words in a.txt and write the number into n.txt")[0]
+    assert "a.txt has 3 words." in answer and 'Not done: "write the number' in answer
+    assert not (desk.folder / "n.txt").exists()
+
+
+def test_a_name_is_found_by_one_of_its_words_and_with_typos(desk):
+    (desk.folder / "shopping.txt").write_text("milk\nmilk milk\n")
+    assert "1| milk" in desk.ask("wats in teh shoping list")[0]
+    assert desk.ask("how mny lins has it got")[0] == "shopping.txt: 2"
+    assert (
+        desk.ask("how many times does milk come up in it")[0] == "milk is 3 times in shopping.txt."
+    )
+    assert "1| milk" in desk.ask("opne the lsit")[0]
+    assert "but shopping.txt" in desk.ask("read shoping.txt")[0]
+    assert "but docs/b.md" in desk.ask("delete b.md")[0]
+    desk.ask("read shopping.txt")
+    assert (
+        "remove milk from shopping.txt" in desk.ask("take milk off the list, but keep the rest")[0]
+    )
+    assert desk.read("shopping.txt") == "milk\nmilk milk\n"
+
+
+SETTINGS = {  # the value of the key is changed, or nothing
+    "change version to 1.3.0 in s.json": '"version": "1.3.0",',
+    "set debug to true in s.json": '"debug": true',
+    "change name to x in s.json": "I do not find one line with a value of name",
+    "change nothing to x in s.json": "I do not find one line with a value of nothing",
+    'change "1.2.0" to 1.3.0 in s.json': '+  "version": "1.3.0",',
+}
+
+
+@pytest.mark.parametrize("sentence", SETTINGS)
+def test_in_a_settings_file_the_value_is_changed_and_never_the_key(desk, sentence):
+    lines = ["{", '  "version": "1.2.0",', '  "name": {', "  },", '  "debug": false', "}"]
+    (desk.folder / "s.json").write_text("\n".join(lines))
+    assert SETTINGS[sentence] in desk.ask(sentence)[0]
+    text = desk.read("s.json")
+    assert '"name": {' in text and json.loads(text).keys() == {"version", "name", "debug"}
+    assert not (desk.folder / "s.json.bak").exists()
+
+
+def test_the_rows_of_a_table_are_counted_without_its_header(desk):
+    (desk.folder / "s.csv").write_text("player,score\nAnna,1\nBen,2\n")
+    assert desk.ask("how many players are in s.csv")[0] == "s.csv has 2 rows under the header."
+    assert desk.ask("how many twos are in a.txt")[0] == "a.txt has 1 lines with two."
+
+
+def test_a_new_folder_gets_the_files_that_exist(desk):
+    assert "but docs/b.md" in desk.ask("make a folder called pets and move b.md into it")[0]
+    assert not (desk.folder / "pets").exists()
+    desk.ask("make a folder called pets and copy docs/b.md into it")
+    assert desk.read("pets/b.md") == desk.read("docs/b.md")
 
 
 def test_reading_is_done_although_something_is_not_to_be_done(desk):
     answer, tools = desk.ask("please don't change a.txt, just tell me how many lines it has")
-    assert answer.endswith("a.txt: 3") and tools == ["grep"]
+    assert answer.endswith("a.txt: 3") and set(tools) <= {"glob", "grep"}
 
 
 def test_facts_are_kept_apart_and_forgotten_one_by_one(desk):
@@ -2711,6 +2788,16 @@ def test_facts_are_kept_apart_and_forgotten_one_by_one(desk):
     desk.ask("forget my name")
     assert desk.read("memory/MEMORY.md") == "# Facts\n\n- old\n- The user: I study physics\n"
     assert "No match for 'name'" in desk.ask("what is my name?")[0]
+    desk.ask("remember my locker code is 4417")
+    assert "4417" in desk.ask("can you forget that again please")[0]
+    desk.ask("my language is Spanish")
+    desk.ask("my age is 12")
+    desk.ask("forget my age")
+    desk.ask("forget about me")
+    assert "language is Spanish" in desk.read("memory/MEMORY.md")
+    assert "-- my locker code is 4417" in desk.ask("forget that my locker code")[0]
+    assert "4417" not in desk.read("memory/MEMORY.md")
+    assert "I know nothing of that." in desk.ask("forget my locker code")[0]
 
 
 def test_piped_text_is_no_request():
@@ -2775,7 +2862,10 @@ def test_an_own_rule_is_a_copy_of_one():
 UNFINISHED = {  # a rule without a part that its tool needs: the tool says so, nothing breaks
     "## mine\n- jot <text>\ntool: edit_file\nline: <text>\n": ("jot milk", "read_file"),
     "## mine\n- mend <files>\ntool: edit_file\nold_text: a\n": ("mend a.txt", "edit_file"),
-    "## mine\n- wake me [<when>]\ntool: cron\naction: add\nschedule: <when>\n": ("wake me", "cron"),
+    "## mine\n- wake me [<span>]\ntool: cron\naction: add\nin_seconds: <span>\n": (
+        "wake me",
+        "cron",
+    ),
 }
 
 
