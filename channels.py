@@ -37,7 +37,7 @@ import time
 import urllib.parse
 import zoneinfo
 from collections import defaultdict, deque
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime, timedelta, tzinfo
@@ -217,16 +217,16 @@ JOINERS = "[\xad\u200c\u200d]"  # "می\u200cخواهم"; a joiner in a shell co
 BLANKS = r"\s{4,}"  # "true                                    ; rm -rf ~"
 
 
-def printable(text: str) -> str:
+def printable(text: str):
     """Show each unsafe character as text: ESC, which starts a color code, becomes `\\x1b`."""
     return encodable(escaped(UNSAFE, text))
 
 
-def escaped(letters: str, text: str) -> str:
+def escaped(letters: str, text: str):
     return re.sub(letters, lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
-def encodable(text: str) -> str:
+def encodable(text: str):
     return text.encode(errors="replace").decode()  # a lone surrogate → "?"
 
 
@@ -234,11 +234,11 @@ class PrintableFormatter(logging.Formatter):
     """Shows unsafe characters as text, because a warning may quote a tool's result. All lines after
     the first are indented, so that a quoted text cannot imitate a log line."""
 
-    def format(self, record: logging.LogRecord) -> str:
+    def format(self, record: logging.LogRecord):
         return printable(super().format(record)).replace("\n", "\n    ")
 
 
-def approval_question(name: str, arguments: dict) -> str:
+def approval_question(name: str, arguments: dict):
     """Shows the whole call as one line, so that an argument cannot imitate the question below.
 
     ("exec", {"command": "ls\\nRun it?"}) → `exec {"command": "ls\\\\nRun it?"}`, then `Run it? [y…`
@@ -288,7 +288,7 @@ def prepare_streams():
 # A `y` that was typed before the question appeared approves nothing.
 
 
-def read_answer(question: str) -> str:
+def read_answer(question: str):
     """Print a question, which may have several lines. Returns the user's answer."""
     before, line_end, prompt = printable(question).rpartition("\n")
     with contextlib.suppress(ImportError):  # there is no termios on Windows
@@ -300,7 +300,7 @@ def read_answer(question: str) -> str:
     return type_at(prompt)
 
 
-def type_at(prompt: str) -> str:
+def type_at(prompt: str):
     """Read a line from the keyboard. If stdout is not a terminal, print the prompt to stderr."""
     if sys.stdout.isatty():
         return input(prompt)
@@ -410,7 +410,7 @@ class BackgroundLoop:
             self.waiting.end()
         return self._turn.result()
 
-    def _next(self, questions: queue.SimpleQueue):
+    def _next(self, questions):
         """Return a question, or None if the turn has ended. Without a timeout, `get` would ignore
         Ctrl-C if the system sent the signal to another thread."""
         while True:
@@ -419,7 +419,7 @@ class BackgroundLoop:
             except queue.Empty:
                 self.waiting.draw()
 
-    async def ask(self, question: str, what: str = "", **details) -> str:
+    async def ask(self, question: str, what: str = "", **details):
         """Ask the person at the terminal for a line; `what` and `details` are for the page. Raises
         RuntimeError if no turn is running, or if the turn ends before the person answers."""
         answer = Future()
@@ -433,7 +433,7 @@ class BackgroundLoop:
         finally:
             answer.cancel()
 
-    def __enter__(self) -> "BackgroundLoop":
+    def __enter__(self):
         return self
 
     def __exit__(self, *_):
@@ -487,12 +487,12 @@ class CLI(Channel):
             case kind if kind in self.kinds:
                 self.note(message.content)
 
-    def _print(self, text: str):
+    def _print(self, text):
         """Print `text`: unchanged to a pipe or file, with visible escape codes on a terminal."""
         shown = printable(text) if self.live else encodable(text)
         self.waiting.print(shown, self.out)
 
-    def _end_text(self, text: str):
+    def _end_text(self, text):
         rest = not_yet_shown(text, self._streamed)
         self._streamed = ""
         self._print(rest.removesuffix("\n") + "\n")
@@ -518,7 +518,7 @@ class CLI(Channel):
         report = printable(text.removesuffix("\n"))
         self.waiting.print(f"\r\x1b[K{report}\n{prompt}", self.err)
 
-    def converse(self, ask: Callable, history: Path) -> int:
+    def converse(self, ask: Callable, history: Path):
         """Read and answer lines until the user exits. Ctrl-C stops a turn; Ctrl-D exits."""
         while True:
             text = ""
@@ -541,7 +541,7 @@ class CLI(Channel):
                 log.info("the turn failed", exc_info=True)
                 self.note(f"Sorry, that failed: {str(problem).rstrip('.')}.")
 
-    def read_line(self, prompt: str, history: Path) -> str:
+    def read_line(self, prompt: str, history: Path):
         """Read a line, with line editing and history. Raises EOFError on Ctrl-D."""
         # there is no readline on Windows; other systems have one without some of the functions
         missing = (ImportError, OSError, AttributeError)
@@ -561,7 +561,7 @@ class CLI(Channel):
                 readline.append_history_file(1, history)
         return line
 
-    def ask(self, question: str, read: Callable = read_answer) -> str:
+    def ask(self, question: str, read: Callable = read_answer):
         """Ask the user. A report that arrives meanwhile is shown above the question."""
         self._prompt = question
         try:
@@ -569,7 +569,7 @@ class CLI(Channel):
         finally:
             self._prompt = ""
 
-    def read_piped(self, beside_message: bool, folder: Path) -> str:
+    def read_piped(self, beside_message: bool, folder: Path):
         """Read standard input. With -m, wait at most 3 s, because a pipe may never send a byte, and
         leave a file alone that another program is reading."""
         if beside_message and is_partly_read(sys.stdin):
@@ -584,7 +584,7 @@ class CLI(Channel):
         return text
 
 
-def is_partly_read(stream: TextIO) -> bool:
+def is_partly_read(stream: TextIO):
     """True for the list of `while read name; do nanobot -m "…"; done < list`: a file from which
     another program reads line by line."""
     try:
@@ -593,7 +593,7 @@ def is_partly_read(stream: TextIO) -> bool:
         return False
 
 
-def not_yet_shown(text: str, streamed: str) -> str:
+def not_yet_shown(text: str, streamed: str):
     """("Hello.", "Hel") → "lo."; ("Bye.", "Hel") → "\\nBye.": a different text gets a new line."""
     shown = streamed.strip()  # providers remove blanks at both ends of the final text
     if shown and text.lstrip().startswith(shown):
@@ -607,7 +607,7 @@ def not_yet_shown(text: str, streamed: str) -> str:
 MOST_PIPED = 100_000  # the maximum number of characters of standard input in a message
 
 
-def text_of_pipe(stream: BinaryIO, folder: Path) -> str:
+def text_of_pipe(stream: BinaryIO, folder: Path):
     """Return the text, or save a long text in a file and return the start and the path."""
     beginning = stream.read(4 * MOST_PIPED + 1)  # a character has up to four bytes
     text = beginning.decode(errors="replace")
@@ -685,7 +685,7 @@ class BotAPI:
         headers = {"Content-Type": f"multipart/form-data; boundary={boundary}"}
         return await self._ask(method, body, headers, 300)
 
-    async def _ask(self, method: str, body, headers: dict, seconds: float):
+    async def _ask(self, method, body, headers, seconds):
         status, data = await self._exchange(f"bot{self.token}/{method}", body, headers, seconds)
         answer = {"error_code": status, "description": "not the Bot API"}  # if a proxy answers
         with contextlib.suppress(ValueError, TypeError):
@@ -699,7 +699,7 @@ class BotAPI:
             raise Refused(problem)
         raise TelegramError(problem, answer.get("parameters", {}).get("retry_after", 0))
 
-    async def download(self, path: str) -> bytes:
+    async def download(self, path: str):
         """Download a file by the `file_path` from getFile; the server sends at most 20 MB."""
         address = f"file/bot{self.token}/{urllib.parse.quote(path)}"
         status, data = await self._exchange(address, None, {}, seconds=60)
@@ -707,7 +707,7 @@ class BotAPI:
             raise TelegramError(f"HTTP {status}")
         return data
 
-    async def _exchange(self, address: str, body, headers: dict, seconds: float) -> tuple:
+    async def _exchange(self, address, body, headers, seconds):
         """Returns the status and the body of the response."""
         try:
             async with asyncio.timeout(seconds):  # a DNS lookup has no time limit of its own
@@ -718,11 +718,11 @@ class BotAPI:
             problem = self._scrub(f"{type(failure).__name__}: {failure}")
         raise TelegramError(problem)  # raised after `except`, so that no traceback shows the token
 
-    def _scrub(self, text: str) -> str:
+    def _scrub(self, text):
         return text.replace(self.token, "<token>")
 
 
-def fetch(url: str, body, headers: dict, seconds: float) -> tuple[int, bytes]:
+def fetch(url: str, body, headers: dict, seconds: float):
     import urllib.request
 
     request = urllib.request.Request(url, body, headers)
@@ -801,7 +801,7 @@ class Telegram(Channel):
         self.bot = await self.api.call("getMe")
         await self.api.call("deleteWebhook")
 
-    async def _poll(self, bus: MessageBus):
+    async def _poll(self, bus):
         """Publish the new messages. Set the offset to the first update that is not on disk yet.
         The server repeats all updates from the offset on; `_storing` has the known ones."""
         if not self.bot:
@@ -825,7 +825,7 @@ class Telegram(Channel):
             self._storing.pop(number, None)
             self._offset = number + 1
 
-    async def _get_updates(self, seconds: float) -> list[dict]:
+    async def _get_updates(self, seconds):
         """`allowed_updates` excludes edits and clicks; but the server still sends queued ones."""
         return await self.api.call(
             "getUpdates",
@@ -835,7 +835,7 @@ class Telegram(Channel):
             allowed_updates=["message"],
         )
 
-    def _is_new(self, update: dict) -> bool:
+    def _is_new(self, update):
         """Strangers do not even get a refusal, because a refusal shows that the bot runs."""
         sender = update.get("message", {}).get("from", {})
         if update["update_id"] in self._storing or sender.get("is_bot", True):
@@ -849,7 +849,7 @@ class Telegram(Channel):
             self.keep_strangers(", ".join(self._strangers[-5:]))
         return False
 
-    async def _take(self, messages: list[dict], bus: MessageBus):
+    async def _take(self, messages, bus):
         """Publish a message, or an album, which consists of several messages. Wait until it is on
         disk. A chat keeps its order, also while a file of an earlier message is downloaded."""
         try:
@@ -865,7 +865,7 @@ class Telegram(Channel):
         except Exception:  # otherwise Telegram would send this message again and again
             log.warning("Telegram: an unreadable message is skipped", exc_info=True)
 
-    async def _inbound(self, messages: list[dict]) -> InboundMessage | None:
+    async def _inbound(self, messages):
         """Combine messages into one. Returns None if the messages are empty or not for the bot."""
         chat, sender = messages[0]["chat"], messages[0]["from"]
         is_open = chat["type"] == "private" or self.group_policy == "open"
@@ -892,7 +892,7 @@ class Telegram(Channel):
             speaker="" if chat["type"] == "private" else name_of(sender),
         )
 
-    async def _save(self, file: dict) -> Path:
+    async def _save(self, file):
         """Save as `AgADBQ-report.pdf`, to keep an earlier file that is also named `report.pdf`."""
         for attempt in range(1, 31):  # five minutes, because the message comes only once
             try:
@@ -908,11 +908,11 @@ class Telegram(Channel):
         await in_thread(path.write_bytes, data)
         return path
 
-    def _stop_typing(self, chat_id: str):
+    def _stop_typing(self, chat_id):
         if task := self._typing.pop(chat_id, None):
             task.cancel()
 
-    async def _type(self, chat_id: str):
+    async def _type(self, chat_id):
         with contextlib.suppress(TelegramError, Refused):  # "typing" is not important
             for _ in range(self.most_typing):
                 await self.api.call("sendChatAction", chat_id=chat_id, action="typing")
@@ -936,14 +936,14 @@ class Telegram(Channel):
                 await self._send_file(part, message, target)
             message.parts_sent += 1
 
-    async def _send_text(self, text: str, target: dict):
+    async def _send_text(self, text, target):
         """If Telegram refuses the HTML text, send plain text."""
         try:
             await self.api.call("sendMessage", text=text, parse_mode="HTML", **target)
         except Refused:  # 400 can't parse entities
             await self.api.call("sendMessage", text=plain_text(text), **target)
 
-    async def _send_file(self, path: Path, message: OutboundMessage, target: dict):
+    async def _send_file(self, path, message, target):
         """If a file cannot be sent, send the reason, so that nobody waits for the file."""
         # The chat shows "sending a file". In an outage this request fails, not an upload, so that
         # the file is retried, as a text is, until Telegram can be reached again.
@@ -962,25 +962,25 @@ class Telegram(Channel):
         await self._send_text(as_html(f"[{path.name} cannot be sent: {problem}]"), target)
 
 
-def album_of(update: dict) -> str | int:
+def album_of(update: dict):
     """The id that all messages of an album have in common, or else the update's own id."""
     return update["message"].get("media_group_id", update["update_id"])
 
 
-def name_of(sender: dict) -> str:
+def name_of(sender: dict):
     """{"first_name": "Ada\\n", "last_name": "Lovelace"} → "Ada Lovelace", at most 40 characters"""
     names = f"{sender.get('first_name', '')} {sender.get('last_name', '')}"
     return " ".join(names.split())[:40]
 
 
-def file_name(file: dict, place: str) -> str:
+def file_name(file: dict, place: str):
     """ "../a b.pdf" → "AgADBQ-.._a_b.pdf": the file's unique id and the end of its name, because
     file systems allow at most 255 bytes."""
     name = file.get("file_name", Path(place).name)
     return re.sub(r"[^\w.-]+", "_", f"{file['file_unique_id']}-{name[-60:]}")
 
 
-def words_in(message: dict) -> str:
+def words_in(message: dict):
     """The text, or what stands for it: {"location": {…}} → `[location: {"latitude": 52.5, …}]`"""
     words = message.get("text") or message.get("caption")
     if words:
@@ -991,7 +991,7 @@ def words_in(message: dict) -> str:
     return message.get("sticker", {}).get("emoji", "")
 
 
-def with_quote(message: dict) -> str:
+def with_quote(message: dict):
     """The text after the text that it replies to. A command stays as it is."""
     text, quote = words_in(message), message.get("quote", {})  # a part that the user has chosen
     quoted = quote.get("text") or words_in(message.get("reply_to_message", {}))
@@ -1000,7 +1000,7 @@ def with_quote(message: dict) -> str:
     return f"[in reply to: {quoted[:1_000]}]\n{text}"
 
 
-def file_in(message: dict) -> dict:
+def file_in(message: dict):
     """{"photo": [{small}, {"file_id": "A", …}]} → {"file_id": "A", …}; no file → {}"""
     if message.get("photo"):
         return message["photo"][-1]  # the last picture is the largest
@@ -1008,7 +1008,7 @@ def file_in(message: dict) -> dict:
     return next((message[key] for key in keys if message.get(key)), {})
 
 
-def is_call(message: dict, bot: dict) -> bool:
+def is_call(message: dict, bot: dict):
     """True if a message mentions the bot ("@my_bot, what…", "/stop@my_bot") or replies to it."""
     author = message.get("reply_to_message", {}).get("from", {})
     name = rf"@{re.escape(bot['username'])}(?!\w)"
@@ -1041,14 +1041,14 @@ ATOM = rf"(?s:{TAG}|&#?\w+;|[^<&])"  # <b>   &lt;   a
 WHOLE_WORDS = r"(?s).*\n|.* (?![^<>]*>)"
 
 
-def as_html(markdown: str) -> str:
+def as_html(markdown: str):
     """ "# Plan\\n**a** < `b`" → "<b>Plan</b>\\n<b>a</b> &lt; <code>b</code>"
 
     Placeholders replace code and links, because a `_` in code does not mean italic.
     """
     aside = []
 
-    def put_aside(match: re.Match) -> str:
+    def put_aside(match: re.Match):
         if match["words"]:  # [`run.py`](…) → run.py
             words = re.sub(r"`|\*\*", "", match["words"])
             aside.append(f'<a href="{match["address"]}">{words}</a>')
@@ -1067,11 +1067,11 @@ def as_html(markdown: str) -> str:
     return re.sub(ASIDE, lambda match: aside[int(match[1])], text)
 
 
-def plain_text(html_text: str) -> str:
+def plain_text(html_text: str):
     return html.unescape(re.sub(TAG, "", html_text))
 
 
-def split_html(text: str, limit: int = 4_096) -> list[str]:
+def split_html(text: str, limit: int = 4_096):
     """Parts of at most `limit` UTF-16 units (Telegram counts "🙂" as 2), not counting the closing
     tags that are added to a part. A part ends after a newline or, if there is none, after a space:
 
@@ -1094,7 +1094,7 @@ def split_html(text: str, limit: int = 4_096) -> list[str]:
     return parts
 
 
-def beginning(text: str, limit: int) -> str:
+def beginning(text: str, limit: int):
     """At most `limit` UTF-16 units from the start of `text`, but more than tags that open."""
     head = text.encode("utf-16-le")[: 2 * limit].decode("utf-16-le", "ignore")
     if head == text:
@@ -1119,7 +1119,7 @@ CRON_FIELDS = {  # the lowest number, the highest, and names for the numbers fro
 PART = r"(?:\*|([0-9]{1,2})-([0-9]{1,2}))(?:/([1-9][0-9]?))?|([0-9]{1,2})"
 
 
-def cron_numbers(field: str, text: str) -> set[int]:
+def cron_numbers(field: str, text: str):
     """("minute", "1-3,20") → {1, 2, 3, 20}; ("day of week", "sat-sun") → {6, 7}"""
     lowest, highest, names = CRON_FIELDS[field]
     text = text.replace("-sun", "-7")  # at the end of a range, Sunday is 7
@@ -1143,7 +1143,7 @@ def cron_numbers(field: str, text: str) -> set[int]:
 
 
 @functools.lru_cache(maxsize=1_000)  # the clock asks once a second, and the answer stays the same
-def next_run(expr: str, after: float, zone: tzinfo) -> float:
+def next_run(expr: str, after: float, zone: tzinfo):
     """The first time later than `after` that matches a cron expression, as in Vixie cron. Times are
     seconds since 1970, and `after` is a whole minute. Raises ValueError if the expression is
     invalid or no date matches, like 31 February. In Berlin in 2026:
@@ -1198,7 +1198,7 @@ class CronJob:
     error: str = ""  # the error of the last run
     enabled: bool = True
 
-    def due(self, after: float, zone: tzinfo) -> float | None:
+    def due(self, after: float, zone: tzinfo):
         """The first time later than `after`, or None. Raises ValueError for a bad schedule."""
         own_zone = zone_named(self.tz, zone)
         if self.cron_expr:
@@ -1211,13 +1211,13 @@ class CronJob:
             raise ValueError("the schedule is missing or negative")
         return after + self.every_seconds - (after - self.first) % self.every_seconds
 
-    def schedule(self) -> str:
+    def schedule(self):
         """0 9 * * * Europe/Berlin   2026-11-21T17:00:00+01:00   every 3600 s"""
         cron = f"{self.cron_expr} {self.tz}".strip()
         return self.at or cron or f"every {self.every_seconds} s"
 
 
-def zone_named(name: str, default: tzinfo) -> tzinfo:
+def zone_named(name: str, default: tzinfo):
     try:
         return zoneinfo.ZoneInfo(name) if name else default
     except (KeyError, ValueError, OSError):  # "Mars/Olympus", "../x", "Europe"
@@ -1233,7 +1233,7 @@ class JobStore:
     path: Path
     lock: Callable  # `with lock(path):` waits for other threads and programs
 
-    def read(self) -> list:
+    def read(self):
         """Raises OSError if the file is damaged, so that a damaged file never looks empty."""
         if not self.path.exists():
             return []
@@ -1289,7 +1289,7 @@ class CronService:
     is_wanted: Callable = lambda job: True
     running: dict = field(default_factory=dict)  # job id → the task of its run
 
-    def jobs(self) -> list[CronJob]:
+    def jobs(self):
         """The valid jobs of the file. A person may have written the file: values get defaults."""
         jobs = []
         for row in self.store.read():
@@ -1328,7 +1328,7 @@ class CronService:
         except OSError as problem:
             warn_once(f"cron: the jobs wait: {problem}")
 
-    def _start_if_due(self, job: CronJob, now: float):
+    def _start_if_due(self, job, now):
         """A repeated job skips a run if it is over 12 hours late, or if the next run is nearer; of
         several missed runs, it does only one. An `at` job that is over a day late is only told."""
         after = job.after if job.after <= now else 0  # the clock may have been set back
@@ -1344,7 +1344,7 @@ class CronService:
             )
         self.running[job.id] = asyncio.create_task(self._run(job, f"{job.id}@{due:.0f}", now))
 
-    async def _run(self, job: CronJob, name: str, began: float):
+    async def _run(self, job, name, began):
         """Run a job and record the run. A run that ends with the program is repeated later."""
         changes = {"after": began, "error": ""}
         [outcome] = await asyncio.gather(self.fire(job, name), return_exceptions=True)
@@ -1361,7 +1361,7 @@ class CronService:
                 log.error("cron: the run of %s cannot be recorded: %s", job.id, problem)
                 await self.sleep(60)
 
-    def _shown(self, moment: float) -> str:
+    def _shown(self, moment):
         return f"{datetime.fromtimestamp(moment, self.zone):%a %Y-%m-%d %H:%M %Z}"
 
     def add_system(self, id: str, every_seconds: float, enabled: bool = True):
@@ -1381,7 +1381,7 @@ class CronService:
         job_id: Annotated[str, "For `remove`: the id of the job, from `list`"] = "",
         *,
         turn,
-    ) -> str:
+    ):
         """Reminders and regular tasks. Each job runs later as a turn; this chat gets the answer.
 
         `add` needs a message and one of `every_seconds`, `cron_expr`, `at` and `in_seconds`. For
@@ -1417,7 +1417,7 @@ class CronService:
             job.folder = str(turn.cwd)
         return self._add(job)
 
-    def _add(self, job: CronJob) -> str:
+    def _add(self, job):
         if not job.message:
             raise CronError("message is empty: write what the job has to do.")
         try:
@@ -1433,7 +1433,7 @@ class CronService:
         self.store.edit(job.id, asdict(job), is_new=True)
         return added
 
-    def _remove(self, job_id: str) -> str:
+    def _remove(self, job_id):
         known = [job.id for job in self.jobs() if job.channel != "system"]
         if job_id not in known:
             raise CronError(
@@ -1442,7 +1442,7 @@ class CronService:
         self.store.edit(job_id, None)
         return f"Removed job {job_id}."
 
-    def _line(self, job: CronJob) -> str:
+    def _line(self, job):
         """1a2b3c4d · 0 9 * * * · next Sun 2026-11-22 09:00 CET · telegram:42 · water plants"""
         now = self.now()
         due = job.due(job.after if job.at else now, self.zone)
@@ -1454,7 +1454,7 @@ class CronService:
         )
 
 
-def machine_zone(path: Path = Path("/etc/localtime")) -> tzinfo:
+def machine_zone(path: Path = Path("/etc/localtime")):
     """A zone that knows daylight saving time, because `astimezone()` gives only today's offset."""
     with contextlib.suppress(OSError, ValueError, KeyError):
         if name := os.environ.get("TZ", "").lstrip(":"):
@@ -1473,7 +1473,7 @@ DONE = r"(?m)^([ \t]*)[-*+] \[[xX]\].*(\n\1[ \t]+(?![-*+] \[ )\S.*)*"
 NO_TASK = r"\s*(#+(\s.*)?|[-*+]\s*(\[ ?\]\s*)?|[-*_]{3,}\s*)?"  # ## Tasks   - [ ]   ---
 
 
-def active_tasks(text: str) -> str:
+def active_tasks(text: str):
     """The text without comments and ticked tasks; "" if no open task is left:
 
     "# Tasks\\n- [x] call Ann\\n- [ ] water the plants" → "# Tasks\\n\\n- [ ] water the plants"
@@ -1536,7 +1536,7 @@ class WebPage(Channel):
         self.address = f"http://{self.host}{self.path}"
         self.tell(self.address)
 
-    def _server(self, port: int):
+    def _server(self, port):
         """Create the server. Import `http.server` only here, because the import takes 30 ms."""
         from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -1570,15 +1570,15 @@ class WebPage(Channel):
             self.drafts[chat_id] = ""
         self._add(chat_id, **event)
 
-    def _add(self, chat_id: str, **event):
+    def _add(self, chat_id, **event):
         self.events.append((next(self.count), chat_id, self._json(**event)))
 
-    def _json(self, **event) -> str:
+    def _json(self, **event):
         """JSON without API keys; but a question about a call shows the exact call."""
         as_json = json.dumps if event.get("what") in ("approve", "call") else self.as_json
         return as_json({"time": time.time(), **event})
 
-    async def ask(self, text: str, what: str = "approve", **details) -> str | None:
+    async def ask(self, text: str, what: str = "approve", **details):
         """Returns None if no window is open for 3 s. A reload takes less than that; a browser that
         has lost its connection is back after 1 s (`retry` in `do_GET`). A step ("request", "call")
         is only asked in a session for which "Step by step" is ticked."""
@@ -1601,7 +1601,7 @@ class WebPage(Channel):
             self._add(EVERYBODY, kind="asked", id=number)
         return answer.result() if answer.done() else None
 
-    async def take(self, path: str, body: dict) -> bool:
+    async def take(self, path: str, body: dict):
         """Handle a request from the page. Returns False if a message is not on disk yet, which will
         be retried. Raises ValueError if a question was answered already."""
         if path == "/say":
@@ -1617,7 +1617,7 @@ class WebPage(Channel):
             raise ValueError("this question was answered already")
         return True
 
-    def news(self, chat_id: str) -> Iterator[str]:
+    def news(self, chat_id: str):
         """Yield a chat's events, all chats' questions and the memory's events as JSON. Also yield
         "" every 0.1 s to detect a closed window."""
         journal = self.journal_of(f"{self.name}:{chat_id}")
@@ -1641,7 +1641,7 @@ class WebPage(Channel):
             yield ""
 
 
-def text_behind(path: Path, position: int) -> str:
+def text_behind(path: Path, position: int):
     try:
         with open(path, "rb") as file:
             file.seek(position)
@@ -1650,7 +1650,7 @@ def text_behind(path: Path, position: int) -> str:
         return ""
 
 
-def page_chat(name) -> str:
+def page_chat(name):
     """ "my session" → "my-session" """
     return re.sub(r"[^\w.-]+", "-", str(name))[:60] or "page"
 
@@ -1664,7 +1664,7 @@ class PageRequest:
     def log_message(self, *_):
         """Log nothing: the first URL contains the token."""
 
-    def _has(self, secret: str, *texts: str) -> bool:
+    def _has(self, secret, *texts):
         """Is the secret one of `texts`, and does the request come from this page? A DNS
         rebinding attack sends a wrong Host header; other web pages send a wrong Origin header."""
         own = self.page.host
@@ -1672,10 +1672,10 @@ class PageRequest:
         found = [secrets.compare_digest(text.encode(), secret.encode()) for text in texts]
         return self.headers.get("Host") == own and is_from_here and any(found)
 
-    def _is_allowed(self) -> bool:
+    def _is_allowed(self):
         return self._has(self.page.cookie, *self.headers.get("Cookie", "").split("; "))
 
-    def _reply(self, status: int, text: str, kind: str = "text/plain", **more: str):
+    def _reply(self, status, text, kind="text/plain", **more):
         self.send_response(status)
         headers = {
             "Content_Type": f"{kind}; charset=utf-8",

@@ -29,7 +29,7 @@ import stat
 import subprocess
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from itertools import takewhile
@@ -82,7 +82,7 @@ class Session:
         remembered (upto)."""
         self._write([{"mark": name, **details}])
 
-    def _write(self, lines: list[dict]):
+    def _write(self, lines):
         if not self.size:
             first = {"mark": "session", "key": self.key, "created_at": self.created_at}
             lines = [first | self.origin, *lines]
@@ -457,7 +457,7 @@ class Consolidator:
             return ""
         return "; ".join([f"{counted(count, 'older message')} moved to the memory", *told])
 
-    def _next_part(self, session: Session, upto: int) -> tuple[int, str]:
+    def _next_part(self, session, upto):
         """Choose the turns of the next round. Returns (last message number, text of the turns)."""
         room = self.budget // 4  # the request also holds MEMORY.md and the summary
         end, text = 0, ""
@@ -536,7 +536,7 @@ class Governed:
                 make_shorter(self.tokens - budget, min(2_000, budget // 8))
                 self.tokens = total_tokens(self.messages) + beside
 
-    def _leave_out(self, excess: float, list_size: float):
+    def _leave_out(self, excess, list_size):
         """Leave out the oldest turns, then the oldest steps of this turn."""
         kept: list[dict] = []
         left_out: list[dict] = []
@@ -573,7 +573,7 @@ class Governed:
             self.messages = shorter
             self.notes.append("pictures left out")
 
-    def _cut_results(self, excess: float, _):
+    def _cut_results(self, excess, _):
         """Last resort: cut each tool result to an equal share of the remaining tokens."""
         results = [n for n, message in enumerate(self.messages) if message["role"] == "tool"]
         room = total_tokens([self.messages[n] for n in results]) - excess
@@ -622,7 +622,7 @@ async def remember_terminals(memory: Consolidator):
 # Real examples: 4,096 zero bytes after a power cut, half a line on a full disk, a `NaN`.
 
 
-def read_records(path: Path, is_valid: Callable) -> list[dict]:
+def read_records(path: Path, is_valid: Callable):
     """The valid records of a file, in order. An invalid line is copied once to `*.corrupt`."""
     raw = patiently(path.read_bytes) if path.exists() else b""
     records, damaged = [], []
@@ -646,18 +646,18 @@ def read_records(path: Path, is_valid: Callable) -> list[dict]:
     return records
 
 
-def has(record, **kinds) -> bool:
+def has(record, **kinds):
     """True if `record` is a dict where each key of `kinds` has a value of the type `kinds[key]`."""
     return isinstance(record, dict) and all(isinstance(record.get(k), kinds[k]) for k in kinds)
 
 
-def is_inbox_line(line: dict) -> bool:
+def is_inbox_line(line: dict):
     media = line.get("media", [])
     is_list = isinstance(media, list) and all(isinstance(path, str) for path in media)
     return is_list and has(line, id=str, kind=str, content=str)
 
 
-def journal_lines(path: Path) -> list[dict]:
+def journal_lines(path: Path):
     """The valid lines of a journal. A file without a valid line is renamed."""
     lines = read_records(path, is_journal_line)
     if not lines and file_size(path):
@@ -668,7 +668,7 @@ def journal_lines(path: Path) -> list[dict]:
     return (numbered(old) if old else []) + lines[len(old) :]
 
 
-def is_journal_line(line: dict) -> bool:
+def is_journal_line(line: dict):
     """True for a mark, and for a message that a request can have."""
     if "mark" in line or line.get("_type") == "metadata":
         return True
@@ -678,7 +678,7 @@ def is_journal_line(line: dict) -> bool:
     return is_message and has_calls and ("content" in line or bool(calls))
 
 
-def numbered(lines: list[dict]) -> list[dict]:
+def numbered(lines: list[dict]):
     """Convert a journal of the system that this kit re-creates: all of its turns have ended.
 
     {"_type": "metadata", "created_at": "2026-02-01T10:00:00", "last_consolidated": 2}
@@ -698,11 +698,11 @@ def numbered(lines: list[dict]) -> list[dict]:
 # ---- Files: safe writes (full disk, kill, power cut), and locks ----
 
 
-def as_lines(records: list[dict]) -> str:
+def as_lines(records: list[dict]):
     return "".join(to_json(record) + "\n" for record in records)
 
 
-def append_lines(path: Path, records: list[dict]) -> int:
+def append_lines(path: Path, records: list[dict]):
     """Append all records or none. Returns the number of written bytes. Raises OSError."""
     data = as_lines(records).encode("utf-8", errors="replace")  # `?` replaces a lone surrogate
     size = file_size(path)
@@ -766,11 +766,11 @@ def fsync(path: Path):
             os.close(descriptor)
 
 
-def file_size(path: Path) -> int:
+def file_size(path: Path):
     return path.stat().st_size if path.exists() else 0
 
 
-def read_regular_file(path: Path) -> bytes:
+def read_regular_file(path: Path):
     """Read a file. Raises OSError for FIFOs, devices, and more than 100,000 bytes."""
     details = path.stat()
     if not stat.S_ISREG(details.st_mode):
@@ -785,7 +785,7 @@ class SessionBusy(Exception):
 
 
 @contextlib.contextmanager
-def locked(path: Path, busy: str = "") -> Iterator[None]:
+def locked(path: Path, busy: str = ""):
     """Lock `path`. If another program holds the lock, wait, or raise SessionBusy if `busy` is set.
     A kill unlocks `path`. Open protected files inside the `with` block."""
     with open_private(path) as file, contextlib.ExitStack() as unlock:
@@ -822,24 +822,24 @@ class SessionManager:
         self._cache = {}  # the least recently used session first
         self._held: set[str] = set()
 
-    def path(self, key: str) -> Path:
+    def path(self, key: str):
         """`cli:direct` → `cli%3Adirect.jsonl`, or `cli_direct.jsonl` if this older name exists."""
         name = quote(key, " @+,=", errors="replace").replace(".", "%2E")
         path = self.folder / f"{name}.jsonl"
         older = self.folder / f"{name.replace('%3A', '_')}.jsonl"
         return older if older.exists() and not path.exists() else path
 
-    def inbox(self, key: str) -> Inbox:
+    def inbox(self, key: str):
         """All terminals have the same inbox: whichever comes first shows the reports."""
         if key.startswith("cli:"):
             return Inbox(self.folder.parent / ".nanobot" / "terminal.inbox")
         return Inbox(self.path(key).with_suffix(".inbox"))
 
-    def outbox(self, key: str) -> Inbox:
+    def outbox(self, key: str):
         """What the tool `message` has sent to this chat, until it has arrived."""
         return Inbox(self.path(key).with_suffix(".outbox"))
 
-    def new_key(self) -> str:
+    def new_key(self):
         """A new key for a conversation at a terminal, from the time: `cli:2026-11-23-0120-ab3f`.
         The lock file claims the key, because programs may start at the same time."""
         while True:
@@ -848,7 +848,7 @@ class SessionManager:
                 open_private(self.path(key).with_suffix(".lock"), "xb").close()
                 return key
 
-    def first_line(self, key: str) -> dict:
+    def first_line(self, key: str):
         """The first line of the journal. Terminals write their `folder`, and `typed: true` for what
         `-c` may continue. {} if there is no journal, or the line is damaged."""
         with contextlib.suppress(OSError, ValueError):
@@ -858,7 +858,7 @@ class SessionManager:
                 return first
         return {}
 
-    def latest(self, folder: Path) -> str:
+    def latest(self, folder: Path):
         """The key of the newest `typed` conversation at a terminal in `folder`, or ""."""
         for key in self.list_keys():
             first = self.first_line(key)
@@ -866,7 +866,7 @@ class SessionManager:
                 return key
         return ""
 
-    def get(self, key: str) -> Session:
+    def get(self, key: str):
         """Returns a session, reloaded if another program has changed its file. Raises OSError."""
         session = self._cache.pop(key, None)
         if session is None or session.size != file_size(session.path):
@@ -876,7 +876,7 @@ class SessionManager:
             del self._cache[next(iter(self._cache))]
         return session
 
-    def load(self, key: str) -> Session:
+    def load(self, key: str):
         """Load a session. If a mark `saved` is lost or damaged, use the history entry instead."""
         session = Session(key, self.path(key), self.events_of(key))
         size = file_size(session.path)
@@ -892,13 +892,13 @@ class SessionManager:
         session.size = size if lines else 0
         return session
 
-    def messages(self, key: str) -> list[dict]:
+    def messages(self, key: str):
         return [line for line in journal_lines(self.path(key)) if "role" in line]
 
-    def transcript(self, key: str) -> list[str]:
+    def transcript(self, key: str):
         return [readable(line) for line in self.messages(key)]
 
-    def by_last_use(self) -> list[tuple]:
+    def by_last_use(self):
         """(key, time of its last use) of all sessions, the most recently used first. Some sessions
         have only an inbox."""
         used: dict[str, float] = {}
@@ -909,11 +909,11 @@ class SessionManager:
                 used[key] = max(path.stat().st_mtime, used.get(key, 0.0))
         return sorted(used.items(), key=lambda row: row[1], reverse=True)
 
-    def list_keys(self) -> list[str]:
+    def list_keys(self):
         return [key for key, _ in self.by_last_use()]
 
     @contextlib.contextmanager
-    def lock(self, key: str) -> Iterator[None]:
+    def lock(self, key: str):
         """Lock a session, so that no other program writes to it. Calls may be nested."""
         if key in self._held:
             yield
@@ -930,7 +930,7 @@ class SessionManager:
 # ---- Texts and sizes ----
 
 
-def readable(message: dict) -> str:
+def readable(message: dict):
     """`[2026-04-03T10:00:00+0200] assistant: calls read_file({"path": "a.txt"})`; the result is
     `[2026-04-03T10:00:01+0200] tool read_file: 1| hello`."""
     parts = [str(message.get("content") or "")]
@@ -946,7 +946,7 @@ def readable(message: dict) -> str:
     return f"{who}: {text}"
 
 
-def text_of_turns(messages: list[dict]) -> str:
+def text_of_turns(messages: list[dict]):
     """The text of a conversation for `save_memory`. `runtime` names time, chat and folder."""
     lines = []
     for message in messages:
@@ -954,7 +954,7 @@ def text_of_turns(messages: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def without_images(message: dict) -> dict:
+def without_images(message: dict):
     """Remove the image bytes from a message. The text line with the image's name stays."""
     content = message.get("content")
     if not isinstance(content, list):
@@ -963,22 +963,22 @@ def without_images(message: dict) -> dict:
     return {**message, "content": "\n".join(texts) or "[image]"}
 
 
-def request(system: str, text: str) -> list[dict]:
+def request(system: str, text: str):
     return [{"role": "system", "content": system}, {"role": "user", "content": text}]
 
 
-def counted(count: int, one: str, several: str = "") -> str:
+def counted(count: int, one: str, several: str = ""):
     """Returns "0 steps", "1 step", "2 steps", "2 entries"."""
     return f"{count:,} {one}" if count == 1 else f"{count:,} {several or one + 's'}"
 
 
-def middle_out(text: str, most: int) -> str:
+def middle_out(text: str, most: int):
     if len(text) <= most:
         return text
     return f"{text[: most * 2 // 3]} […] {text[-most // 3 :]}"
 
 
-def fitted(text: str, most: int) -> str:
+def fitted(text: str, most: int):
     """Remove characters from the middle of a text until it has at most `most` tokens."""
     while estimate(text) > most and len(text) > 50:  # do not cut very short texts
         text = middle_out(text, len(text) * 3 // 4)
@@ -990,7 +990,7 @@ THOUGHTS = r"(?s)\s{0,100}<think>.*?(</think>|\Z)"  # "<think>The user wants …
 STAMP = r"(?s)\s{0,100}(?:\[(\d{4}-\d\d-\d\d \d\d:\d\d)\]\s{0,100})?(.{0,64000})"
 
 
-def estimate(text: str) -> int:
+def estimate(text: str):
     """Estimate the tokens from the kinds of characters: 0.6 to 2.4 times the true number."""
     data = text.encode("utf-8", errors="replace")
     rest = data.translate(None, b"abcdefghijklmnopqrstuvwxyz \n")
@@ -1005,7 +1005,7 @@ def estimate(text: str) -> int:
 cached_estimate = lru_cache(maxsize=1_000)(estimate)  # each request repeats most messages
 
 
-def message_tokens(message: dict) -> int:
+def message_tokens(message: dict):
     """The estimated tokens of a message. An image counts as 1,000 tokens."""
     content = message.get("content")
     tokens = 4
@@ -1019,7 +1019,7 @@ def message_tokens(message: dict) -> int:
     return tokens
 
 
-def total_tokens(messages: list[dict]) -> int:
+def total_tokens(messages: list[dict]):
     return sum(message_tokens(message) for message in messages)
 
 
@@ -1051,7 +1051,7 @@ class Dream:
     max_batch: int = 20  # maximum number of history entries per dream
     failures: int = 0  # number of failed dreams in a row
 
-    async def run(self) -> str:
+    async def run(self):
         """Run one dream. Returns a text for the user. Raises SessionBusy if another dream runs."""
         repository = MemoryRepository(self.store.workspace)
         with repository.lock():
@@ -1076,7 +1076,7 @@ class Dream:
                 return f"{told}. The changes cannot be shown or undone: {problem}"
             return f"{told}: {changes or 'no change'}. /dream-log shows the changes."
 
-    async def _dream(self, batch: list[dict]) -> str:
+    async def _dream(self, batch):
         """Run both phases. Returns "completed", "failed" or UNREACHABLE."""
         most = self.budget // 2 // len(batch)
         lines = [f"[{entry['timestamp']}] {fitted(entry['content'], most)}" for entry in batch]
@@ -1099,7 +1099,7 @@ class Dream:
         outcomes = {"completed": "completed", "error": UNREACHABLE}
         return outcomes.get(result.stop_reason, "failed")
 
-    def refuse(self, name: str, arguments: dict) -> str:
+    def refuse(self, name: str, arguments: dict):
         """Returns why a call is refused, or "". Without this check, the text of a web page could
         mislead Dream into writing elsewhere. The tool gets exactly these `arguments`. Raises
         ValueError, for example for a path with a NUL."""
@@ -1130,11 +1130,11 @@ class MemoryRepository:
         self.workspace = workspace
         self.folder = workspace / ".nanobot" / "memory.git"
 
-    def lock(self) -> contextlib.AbstractContextManager:
+    def lock(self):
         """Lock the files for a dream or a restore. Raises SessionBusy."""
         return locked(self.folder.with_name("dream.lock"), "Another dream is running.")
 
-    def git(self, *arguments: str, why: str = "") -> str:
+    def git(self, *arguments: str, why: str = ""):
         """Run git. If git fails, raises OSError with the text `why`, or else with git's message."""
         if not shutil.which("git"):
             raise OSError("git is not installed.")
@@ -1157,7 +1157,7 @@ class MemoryRepository:
             raise OSError(why or f"{problem}. {remedy}")
         return done.stdout.decode(errors="replace")
 
-    def commit(self, subject: str) -> str:
+    def commit(self, subject: str):
         """Commit the files. Returns `2 lines removed, 1 added`, or "". Raises OSError."""
         if not (self.folder / "HEAD").exists():
             self.folder.parent.mkdir(exist_ok=True)
@@ -1178,7 +1178,7 @@ class MemoryRepository:
         self.git("commit", "-q", "-m", f"{subject}: {moment}, {told}")
         return told
 
-    def record(self, subject: str) -> str:
+    def record(self, subject: str):
         """Commit unless a dream is running, whose commit then contains these changes, too."""
         try:
             with self.lock():
@@ -1187,7 +1187,7 @@ class MemoryRepository:
             log.info("MEMORY.md is not committed: %s", problem)
             return ""
 
-    def log(self, sha: str = "") -> str:
+    def log(self, sha: str = ""):
         """List the last commits, one per line. With `sha`, show the changes of that commit."""
         try:
             commit = self._known(sha, "HEAD")
@@ -1196,7 +1196,7 @@ class MemoryRepository:
         except OSError as problem:
             return f"There is no log: {problem}"
 
-    def restore(self, sha: str = "") -> str:
+    def restore(self, sha: str = ""):
         """Undo one commit (default: the last dream) with a new commit. Returns a message."""
         why = "the commit is undone already, or its lines have changed since then."
         try:
@@ -1216,7 +1216,7 @@ class MemoryRepository:
         except (OSError, SessionBusy) as problem:
             return f"Nothing is changed: {problem}"
 
-    def _known(self, sha: str, usual: str) -> str:
+    def _known(self, sha, usual):
         """The full id of the commit `sha`, by default of the commit `usual`."""
         why = f"there is no commit {sha[:40]!r}. /dream-log lists the commits."
         if sha.startswith("-"):
@@ -1250,14 +1250,14 @@ class SkillsLoader:
         self.read = read
         self._warned: set[Path] = set()
 
-    def load(self) -> list[Skill]:
+    def load(self):
         """All skills. For an unreadable skill, `problem` says why."""
         paths = {}
         for folder in reversed(self.folders):
             paths |= {path.parent.name: path for path in folder.glob("*/SKILL.md")}
         return [self._read(path) for _, path in sorted(paths.items())]
 
-    def _read(self, path: Path) -> Skill:
+    def _read(self, path):
         try:
             return skill_of(path, self.read(path))
         except Exception as problem:  # a damaged skill must not stop the turn
@@ -1276,7 +1276,7 @@ NEEDED = (("bins", shutil.which, "program"), ("env", os.getenv, "environment var
 NAME = r"[^\s,\[\]\"'-][^\s,\[\]\"']{0,200}"
 
 
-def skill_of(path: Path, data: bytes) -> Skill:
+def skill_of(path: Path, data: bytes):
     """Parse the bytes of a file SKILL.md. All parts of the file are optional."""
     text = data.decode("utf-8-sig", errors="replace").replace("\r\n", "\n")
     match = re.match(FRONT_MATTER, text)
@@ -1300,7 +1300,7 @@ def skill_of(path: Path, data: bytes) -> Skill:
 ESCAPED = {"'": "''", '"': '\\"'}  # a quote inside quotes: 'it''s late'   "say \\"hi\\""
 
 
-def fields_of(front: str) -> dict[str, str]:
+def fields_of(front: str):
     """Parse YAML lines `key: value`. A value may have quotes, or continue on indented lines."""
     fields = {}
     front = re.sub(r"\n\n+", "\n", front)  # one regex for both steps would take quadratic time

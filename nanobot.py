@@ -45,7 +45,7 @@ import warnings
 import weakref
 import webbrowser
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from datetime import datetime
 from functools import cache, partial, partialmethod, wraps
@@ -260,7 +260,7 @@ class AgentRunner:
             request.messages.append({"role": "user", "content": state.note})
         return request
 
-    async def _ask(self, state: RunState, request: Governed) -> LLMResponse:
+    async def _ask(self, state, request):
         """Send a request. If the model rejects the request as too long, send a shorter one."""
         if request.notes and not state.is_told:
             state.is_told = True
@@ -279,11 +279,11 @@ class AgentRunner:
         state.note = ""
         return response
 
-    async def _tell(self, state: RunState, why: str):
+    async def _tell(self, state, why):
         state.spec.on_event("retry", text=why)
         await state.spec.hook.on_retry(why)
 
-    async def _chat(self, state: RunState, request: Governed) -> LLMResponse:
+    async def _chat(self, state, request):
         spec = state.spec
         await spec.hook.before_request(request.messages, state.tools)
         state.result.requests += 1
@@ -307,7 +307,7 @@ class AgentRunner:
         state.context.response = response
         return response
 
-    async def _act(self, state: RunState, response: LLMResponse):
+    async def _act(self, state, response):
         """Journal the answer, then run its calls. The order of the messages: the answer, one result
         per call in the order of the calls, new messages of the user. If a kill interrupts a call,
         the call is not repeated; its result becomes `[interrupted: its outcome is unknown. …]`."""
@@ -330,7 +330,7 @@ class AgentRunner:
             state.why_empty = "the same call gave the same result five times"
         state.context.messages += state.spec.arrivals()  # arrivals are already journalled
 
-    async def _run_batch(self, state: RunState, batch: list[ToolCallRequest]):
+    async def _run_batch(self, state, batch):
         """Run calls concurrently. Every call has ended when this method returns or raises."""
         try:
             async with asyncio.TaskGroup() as group:  # an error in one call cancels the others
@@ -347,7 +347,7 @@ class AgentRunner:
             text = {"type": "text", "text": "\n".join(names)}
             state.add({"role": "user", "content": [text, *images]})
 
-    async def _call(self, state: RunState, call: ToolCallRequest) -> tuple:
+    async def _call(self, state, call):
         """Run a call and journal its result at once. Returns the tool message and the images."""
         tell = state.spec.on_event
         tell("call", id=call.id, name=call.name, arguments=call.arguments)
@@ -376,7 +376,7 @@ class AgentRunner:
         await state.spec.hook.after_tool(call, result, seconds)
         return message, result.images
 
-    async def _conclude(self, state: RunState, response: LLMResponse, outcome: str):
+    async def _conclude(self, state, response, outcome):
         """Handle an answer that has no calls to run. End the run, or prepare the next request."""
         draft, hook = state.draft, state.spec.hook
         if draft.unclear:
@@ -425,7 +425,7 @@ class AgentRunner:
                 state.result.final_content = self._keep_half_answer(state, state.result.error)
         await hook.on_stream_end(not state.result.stop_reason)
 
-    async def _finish(self, state: RunState, reason: str, text: str | None, cut: str = ""):
+    async def _finish(self, state, reason, text, cut=""):
         """End the run with `text`. If `text` is incomplete, `cut` is the reason."""
         response = state.context.response
         answer = await state.spec.hook.finalize_content(state.draft.joined(text))
@@ -439,7 +439,7 @@ class AgentRunner:
         state.result.stop_reason = reason
         state.result.final_content = f"{answer}\n\n({cut})" if cut else answer
 
-    def _keep_half_answer(self, state: RunState, why: str) -> str | None:
+    def _keep_half_answer(self, state, why):
         """Write the shown part of an answer to the journal, for the next request."""
         shown = state.draft.joined(state.draft.streamed)
         if not shown.strip():
@@ -709,7 +709,7 @@ class AgentLoop:
         silent = ApprovalHook(self.tools, None)
         return [silent if isinstance(hook, ApprovalHook) else hook for hook in self.hooks]
 
-    async def _make_room(self, session: Session, events: EventHook, messages: list) -> list:
+    async def _make_room(self, session, events, messages):
         """Move old turns to the memory if a request is too long. Returns the remaining messages."""
         tools = estimate(lines_of_json(self.tools.get_definitions()))
         told = await self.consolidator.make_room(session, total_tokens(messages) + tools)
@@ -794,7 +794,7 @@ class AgentLoop:
 # ---- The function `run`, locks for turns, and background tasks ----
 
 
-def run(text: str, session_key: str = "", config: Config | None = None) -> str:
+def run(text: str, session_key: str = "", config: Config | None = None):
     """Answer `text`. Tools use the current folder. To continue a conversation, give all its calls
     the same key, like "cli:lesson". Raises RuntimeError if there is no answer."""
     loop = AgentLoop(config or load_config())
@@ -818,7 +818,7 @@ class RunningTurns:
     locks: dict = field(default_factory=weakref.WeakValueDictionary)  # session key → lock in use
 
     @contextlib.asynccontextmanager
-    async def hold(self, session_key: str) -> AsyncIterator[Session]:
+    async def hold(self, session_key: str):
         """Lock a session for one turn that AgentLoop.stop can cancel. Raises SessionBusy."""
         async with self.locks.setdefault(session_key, asyncio.Lock()):
             with self.sessions.lock(session_key):
@@ -893,7 +893,7 @@ class RunState:
     is_told: bool = False  # True: the user was informed that messages are left out
 
     @property
-    def is_over_limit(self) -> bool:
+    def is_over_limit(self):
         """True in the request after the last allowed step; this request asks for a summary."""
         return self.context.iteration > self.spec.max_iterations
 
@@ -915,7 +915,7 @@ class RunState:
         if self.spec.hook.wants_streaming:
             await self.spec.hook.on_stream(text)
 
-    def count(self, call: ToolCallRequest, result: ToolResult) -> ToolResult:
+    def count(self, call: ToolCallRequest, result: ToolResult):
         """Count how often this call had this outcome. From the third time on, append a warning to
         the result. All failures of a call count as the same outcome."""
         outcome = None if result.is_error else [result.text, result.images]
@@ -928,7 +928,7 @@ class RunState:
         warning = template("same_failure" if result.is_error else "same_result", count=times)
         return replace(result, text=f"{result.text}\n{warning}")
 
-    def end_step(self) -> int:
+    def end_step(self):
         """End a step. Returns the number of consecutive steps with the same calls and outcomes."""
         self.calls_before, self.calls = self.calls, {}
         return min(self.calls_before.values(), default=0)
@@ -945,7 +945,7 @@ class Draft:
     cuts: int = 0
     blanks: int = 0  # number of empty answers in a row
 
-    def joined(self, rest: str | None) -> str:
+    def joined(self, rest: str | None):
         return "".join([*self.parts, rest or ""])
 
 
@@ -956,18 +956,18 @@ def add_up(total: dict, usage: dict):
     total["estimated"] = bool(total.get("estimated") or usage.get("estimated"))
 
 
-def reason_not_to_run(call: ToolCallRequest) -> str:
+def reason_not_to_run(call: ToolCallRequest):
     """Returns the reason (for the model) why a call must not run, or "" if the call may run."""
     if call.error and not call.denied:
         return f"{call.name} was not run: {call.error}. Send the complete call again."
     return call.denied
 
 
-def names_of(schemas: list[dict]) -> list[str]:
+def names_of(schemas: list[dict]):
     return [schema["function"]["name"] for schema in schemas]
 
 
-def is_read_only(name: str, tools: ToolRegistry) -> bool:
+def is_read_only(name: str, tools: ToolRegistry):
     known = tools.get(name)
     return known is not None and known.read_only
 
@@ -976,13 +976,13 @@ def is_read_only(name: str, tools: ToolRegistry) -> bool:
 # If SOUL.md is a link to ~/.ssh/id_rsa, only the fence keeps this key out of the prompt.
 
 
-def template(name: str, **values) -> str:
+def template(name: str, **values):
     """Fill in the `$variables` of a file in `templates/`. Raises KeyError if a value is missing."""
     text = (DATA / "templates" / f"{name}.md").read_text(encoding="utf-8")
     return string.Template(text).substitute(values).strip()
 
 
-def prepare_workspace(workspace: Path) -> Path:
+def prepare_workspace(workspace: Path):
     """Create the workspace and its first files; existing files are never changed."""
     try:
         workspace.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -999,7 +999,7 @@ def prepare_workspace(workspace: Path) -> Path:
     return workspace
 
 
-def identity(turn: Turn, who: str) -> str:
+def identity(turn: Turn, who: str):
     """Fill in the template `identity`. `who`, if not empty, replaces paragraph 1."""
     text = template(
         "identity",
@@ -1012,7 +1012,7 @@ def identity(turn: Turn, who: str) -> str:
     return f"{who or usual}\n\n{rest}"
 
 
-def read_own(turn: Turn, path: Path) -> bytes:
+def read_own(turn: Turn, path: Path):
     """Read a file for the prompt, if `turn` allows the file. Raises OSError or ValueError."""
     path.stat()  # raises FileNotFoundError
     try:
@@ -1021,7 +1021,7 @@ def read_own(turn: Turn, path: Path) -> bytes:
         raise ValueError(str(problem)) from None
 
 
-def own_text(turn: Turn, path: Path) -> str:
+def own_text(turn: Turn, path: Path):
     """The text of a file for the prompt; "" if there is no file, or if it cannot be read."""
     try:
         return plain_text(read_own(turn, path)).strip()
@@ -1049,7 +1049,7 @@ class Project:
         answers = {line["version"]: line["follow"] for line in lines}
         self.answer = answers.get(self.version)  # None: the user was not asked about this version
 
-    def _find(self, turn: Turn) -> tuple[Path, str]:
+    def _find(self, turn):
         """The path and the first 16,000 characters; a link out of the project is not followed."""
         here = turn.cwd.resolve()
         folders = [here, *here.parents]
@@ -1068,7 +1068,7 @@ class Project:
         return here, ""
 
     @property
-    def is_unknown(self) -> bool:
+    def is_unknown(self):
         """True if there is a file, and the user was not asked about this version of it."""
         return bool(self.text) and self.answer is None
 
@@ -1077,21 +1077,21 @@ class Project:
         self.answer = answer
         append_lines(self.file, [{"version": self.version, "follow": answer}])
 
-    def part(self) -> str:
+    def part(self):
         """The part of the system prompt; "" if the user has not allowed this version."""
         if not self.answer:
             return ""
         return titled(f"## Instructions of the project: {self.path}", self.text)
 
-    def __str__(self) -> str:
+    def __str__(self):
         return short_path(self.path)
 
 
-def titled(title: str, text: str) -> str:
+def titled(title: str, text: str):
     return f"{title}\n\n{text}" if text else ""
 
 
-def skill_parts(skills: list[Skill]) -> dict[str, str]:
+def skill_parts(skills: list[Skill]):
     """The full text of each skill with `always: true`, and one line for each other skill."""
     active = []
     listed = []
@@ -1109,7 +1109,7 @@ def skill_parts(skills: list[Skill]) -> dict[str, str]:
     }
 
 
-def attachment(path: Path) -> tuple:
+def attachment(path: Path):
     """Returns a line with the file's path, and an image block (None if the file is no image)."""
     try:
         image = image_block(path.read_bytes())
@@ -1132,7 +1132,7 @@ class AgentHookContext:
     model: str = ""
 
     @property
-    def tool_calls(self) -> list[ToolCallRequest]:
+    def tool_calls(self):
         return self.response.tool_calls
 
 
@@ -1160,7 +1160,7 @@ class AgentHook:
     async def after_tool(self, call: ToolCallRequest, result: ToolResult, seconds: float):
         """Runs as soon as a tool call has ended; other tool calls may still be running."""
 
-    async def finalize_content(self, content: str) -> str:
+    async def finalize_content(self, content: str):
         return content
 
 
@@ -1172,7 +1172,7 @@ class CompositeHook(AgentHook):
         self.hooks = list(hooks)
         self.wants_streaming = any(hook.wants_streaming for hook in self.hooks)
 
-    async def _tell(self, hook: AgentHook, event: str, *details):
+    async def _tell(self, hook, event, *details):
         try:
             return await getattr(hook, event)(*details)
         except Exception as problem:
@@ -1188,11 +1188,11 @@ class CompositeHook(AgentHook):
                     call.denied = f"{call.name} was not run: {name} failed ({problem})."
             return None
 
-    async def _tell_all(self, event: str, *details):
+    async def _tell_all(self, event, *details):
         for hook in self.hooks:
             await self._tell(hook, event, *details)
 
-    async def finalize_content(self, content: str) -> str:
+    async def finalize_content(self, content: str):
         for hook in self.hooks:
             changed = await self._tell(hook, "finalize_content", content)
             content = content if changed is None else changed
@@ -1226,7 +1226,7 @@ class CostTrackingHook(AgentHook):
     async def after_iteration(self, context: AgentHookContext):
         add_up(self.total, context.response.usage)
 
-    def line(self, usage: dict) -> str:
+    def line(self, usage: dict):
         """Tokens and cost, such as "1,234 in (200 cached) · 56 out · 0.0012" (~ if estimated)."""
         mark = "~" if usage["estimated"] else ""
         cached = f" ({usage['cached_tokens']:,} cached)" if usage["cached_tokens"] else ""
@@ -1255,7 +1255,7 @@ class ApprovalHook(AgentHook):
             if not (is_free or call.error or call.denied):
                 call.denied = await self._objection(call)  # if this fails, CompositeHook denies
 
-    async def _objection(self, call: ToolCallRequest) -> str:
+    async def _objection(self, call):
         """Ask the user. Returns "" if the user approves, else the reason for the model."""
         question = approval_question(call.name, call.arguments)
         answer = await self.ask(question) if self.ask else None
@@ -1318,14 +1318,14 @@ class WaitingHook(AgentHook):
     after_iteration = on_stream
 
 
-def tool_hint(call: ToolCallRequest) -> str:
+def tool_hint(call: ToolCallRequest):
     """A call in one line: `read_file("a.txt")`, `grep("TODO")`, `$ ls`."""
     if call.name == "exec":
         return "$ " + " ".join(str(call.arguments.get("command", "")).split())[:1_000]
     names = ("pattern", "path", "message", *call.arguments)
     told = next(filter(None, map(call.arguments.get, names)), None)
     value = json.dumps(told, ensure_ascii=False, default=str) if told else ""
-    return f"{call.name}({value if len(value) <= 80 else value[:79] + '…'})"
+    return f"{call.name}({value if len(value) <= 300 else value[:299] + '…'})"
 
 
 # ---- Many chats at once ----
@@ -1356,10 +1356,10 @@ class BusService:
             self.work.start(conversation.obey(message.content), message.session_key)
             message.confirm()
 
-    def _conversation(self, key: str) -> Conversation:
+    def _conversation(self, key):
         return self.conversations.setdefault(key, Conversation(self, key))
 
-    def _chats(self) -> list[str]:
+    def _chats(self):
         """The session keys of the chats that the open channels can reach."""
         keys = self.loop.sessions.list_keys()
         return [key for key in keys if key.partition(":")[0] in self.bus.channels]
@@ -1376,7 +1376,7 @@ class BusService:
         media: Annotated[list[str], "Paths of files to send"] = (),
         *,
         turn: Turn,
-    ) -> str:
+    ):
         """Send a text or files to a chat (default: this chat). No other tool can send files."""
         key = f"{channel or turn.channel}:{chat_id or turn.chat_id}"
         chats = self._chats()
@@ -1458,7 +1458,7 @@ class Conversation:
         self._send_said(line)
         self.said.append(text.strip())
 
-    def _send_said(self, line: dict):
+    def _send_said(self, line):
         said = OutboundMessage(*self.chat, line["content"], line["kind"], line["media"])
         said.on_delivered = partial(self.outbox.remove, {line["id"]})
         self.bus.send(said)
@@ -1497,7 +1497,7 @@ class Conversation:
                 if not await logged(self._turn(), self.key):
                     await asyncio.sleep(1.0)
 
-    async def _turn(self) -> bool:
+    async def _turn(self):
         """Answer the next inbox messages, then remove journalled messages from the inbox."""
         async with self.service.slots, self.loop.turns.hold(self.key) as session:
             before = session.last
@@ -1521,13 +1521,13 @@ class Conversation:
                 await asyncio.to_thread(self.inbox.remove, set(session.known_ids))
         return True
 
-    def _next_lines(self, session: Session) -> list[dict]:
+    def _next_lines(self, session):
         """Returns the next user messages (up to 100), or the next command, or the next report."""
         waiting = [line for line in self.inbox.read() if line["id"] not in session.known_ids]
         messages = itertools.takewhile(lambda line: line["kind"] == "user", waiting[:100])
         return list(messages) or waiting[:1]
 
-    async def _answer(self, session: Session, lines: list[dict]) -> AgentRunResult | None:
+    async def _answer(self, session, lines):
         """Returns None if a report was sent: a report belongs to no turn."""
         turn = self.loop.turn(self.key)
         images = []
@@ -1555,7 +1555,7 @@ class Conversation:
         arrivals = partial(self._arrivals, session, turn)
         return await self.loop.answer(session, events, images, arrivals)
 
-    def _enter(self, session: Session, turn: Turn, lines: list[dict]) -> list[dict]:
+    def _enter(self, session, turn, lines):
         """Append messages to the journal, so that the model gets them. Returns their images."""
         images = []
         for line in lines:
@@ -1567,7 +1567,7 @@ class Conversation:
             images += more
         return images
 
-    def _arrivals(self, session: Session, turn: Turn) -> list[dict]:
+    def _arrivals(self, session, turn):
         """Journal and return up to three user messages that arrived during the turn."""
         lines = [line for line in self._next_lines(session) if line["kind"] == "user"][:3]
         before = session.last
@@ -1577,18 +1577,18 @@ class Conversation:
             sent[-1]["content"] = [*images, {"type": "text", "text": sent[-1]["content"]}]
         return sent
 
-    def _deliver(self, session: Session, result: AgentRunResult):
+    def _deliver(self, session, result):
         """Send a turn's result, even an empty one. The delivery writes the mark `delivered`."""
         GATEWAY_LOG.info("%s: %s", self.key, result.stop_reason)
         text = text_for_chat(result)
         self._send(session, "" if text in self.said else text, session.last)
 
-    def _send_answers(self, session: Session, behind: int = 0):
+    def _send_answers(self, session, behind=0):
         for answer in session.undelivered:
             if answer["n"] > behind:
                 self._send(session, answer["content"], answer["n"])
 
-    def _send(self, session: Session, text: str, n: int):
+    def _send(self, session, text, n):
         """Send message `n` of the journal. After a restart, undelivered messages are sent again."""
         answer = OutboundMessage(*self.chat, text, reply_to=self.reply_to)
         answer.on_delivered = partial(session.mark, "delivered", upto=n)
@@ -1601,14 +1601,14 @@ class Conversation:
             self.bus.send(event)
 
 
-def report_line(line: dict) -> dict:
+def report_line(line: dict):
     """Convert a report from the inbox to a journal line, which the user's next message quotes."""
     kind = "reminder" if line.get("sender") == "job" else "message"
     kept = {name: line[name] for name in ("id", "content", "timestamp")}
     return {"role": "assistant", "report": kind, **kept}
 
 
-def text_for_chat(result: AgentRunResult) -> str:
+def text_for_chat(result: AgentRunResult):
     text = (result.final_content or "").strip()
     if result.stop_reason in ("error", "tool_error") and str(result.error) not in text:
         text += f"\n\nSorry, that failed: {result.error}"
@@ -1625,7 +1625,7 @@ STRANGERS = ".nanobot/strangers.txt"
 SERVED = "A gateway or a page already serves {}. Stop that program, or use another --workspace."
 
 
-def gateway_runs(workspace: Path, lock: str = "gateway") -> bool:
+def gateway_runs(workspace: Path, lock: str = "gateway"):
     """True if a program holds `lock`: "gateway" for a gateway, "jobs" for a job runner."""
     try:
         with locked(workspace / ".nanobot" / f"{lock}.lock", "the lock is held"):
@@ -1699,7 +1699,7 @@ class Gateway:
             what = ", ".join(sorted(sessions)) or "a task of the gateway"
             log.warning("still running at the end: %s; the journal has the finished steps", what)
 
-    async def _end_in_order(self, work: list[asyncio.Task]):
+    async def _end_in_order(self, work):
         await end_all(work, 6.0)
         await self.bus.close(2.0)
         await self.loop.close(1.0)
@@ -1760,7 +1760,7 @@ class JobRunner:
             if report.content:
                 await self.tell(report)
 
-    async def _answer(self, key: str, text: str, chat: str = "", folder: str = "") -> str:
+    async def _answer(self, key, text, chat="", folder=""):
         """Answer in a new conversation, not saved to the memory. A failure raises RuntimeError."""
         place = Path(folder) if folder else None
         if place and not place.is_dir():
@@ -1775,7 +1775,7 @@ class JobRunner:
             raise RuntimeError(answer)
         return answer
 
-    async def _into_inbox(self, report: InboundMessage):
+    async def _into_inbox(self, report):
         line = {
             "id": report.message_id,
             "kind": "report",
@@ -1784,9 +1784,9 @@ class JobRunner:
         }
         await in_thread(self.loop.sessions.inbox(report.chat_id).append, line)
 
-    def cron_tool(self) -> Tool:
+    def cron_tool(self):
         @wraps(self.clock.cron)
-        def cron(action: str, *, turn: Turn, **arguments) -> str:
+        def cron(action: str, *, turn: Turn, **arguments):
             try:
                 text = self.clock.cron(action, turn=turn, **arguments)
             except CronError as mistake:
@@ -1802,7 +1802,7 @@ class JobRunner:
 # ---- The model for the memory ----
 
 
-def memory_work(loop: AgentLoop) -> tuple[Consolidator, Dream]:
+def memory_work(loop: AgentLoop):
     """Connect the memory to the model, the tools and the limits from the settings."""
     settings = loop.config.defaults
     ask = partial(ask_for_memory, loop, RunEvents(loop.listeners, "memory"))
@@ -1828,9 +1828,7 @@ def memory_work(loop: AgentLoop) -> tuple[Consolidator, Dream]:
     return consolidator, dream
 
 
-async def ask_for_memory(
-    loop: AgentLoop, run: RunEvents, messages: list[dict], tools: list[dict]
-) -> LLMResponse:
+async def ask_for_memory(loop: AgentLoop, run: RunEvents, messages: list[dict], tools: list[dict]):
     most = loop.config.defaults.max_tokens
     for _ in range(2):
         response = await loop.provider.chat(messages, tools, max_tokens=most, on_event=run)
@@ -1843,9 +1841,7 @@ async def ask_for_memory(
     return response
 
 
-async def edit_memory(
-    loop: AgentLoop, run: RunEvents, messages: list[dict], refuse: Callable
-) -> AgentRunResult:
+async def edit_memory(loop: AgentLoop, run: RunEvents, messages: list[dict], refuse: Callable):
     """Phase 2 of Dream: the model edits MEMORY.md, USER.md, SOUL.md and the user's skills."""
     spec = loop.limited(
         messages,
@@ -1865,7 +1861,7 @@ class FencedTools(ToolRegistry):
         super().__init__(tools)
         self.refuse = refuse
 
-    def prepare_call(self, name: str, params) -> tuple:
+    def prepare_call(self, name: str, params):
         tool, arguments, problem = super().prepare_call(name, params)
         return tool, arguments, problem or self.refuse(name, arguments)
 
@@ -1882,10 +1878,10 @@ class SubagentManager:
     running: dict = field(default_factory=dict)  # task → its session key
     results: asyncio.Queue[InboundMessage] = field(default_factory=asyncio.Queue)
 
-    def of(self, session_key: str) -> list[asyncio.Task]:
+    def of(self, session_key: str):
         return [task for task, key in self.running.items() if key == session_key]
 
-    async def spawn(self, task: str, label: str = "", wait: bool = False, *, turn: Turn) -> str:
+    async def spawn(self, task: str, label: str = "", wait: bool = False, *, turn: Turn):
         """Give a task to a helper that works in parallel and cannot ask questions. Put all needed
         facts into the task. The result comes as a message, or with `wait` as this call's result."""
         if len(self.running) >= self.most:
@@ -1900,7 +1896,7 @@ class SubagentManager:
             return await work
         return f"Helper {name!r} is at work. Its result arrives as a message. Go on, or stop here."
 
-    async def _work(self, task: str, turn: Turn) -> str:
+    async def _work(self, task, turn):
         """Run a helper. Returns its answer, or raises ToolError if there is none."""
         names = names_of(self.loop.tools.get_definitions())
         kept = ("spawn", "message", "cron")
@@ -1923,7 +1919,7 @@ class SubagentManager:
         cause = result.error or result.final_content
         raise ToolError(f"The helper did not finish ({result.stop_reason}): {cause}")
 
-    async def _report(self, name: str, task: str, turn: Turn):
+    async def _report(self, name, task, turn):
         try:
             outcome = await self._work(task, turn)
         except Exception as problem:
@@ -1931,7 +1927,7 @@ class SubagentManager:
         text = template("subagent_result", helper=name, result=outcome)
         self.results.put_nowait(InboundMessage("system", "subagent", turn.session_key, text))
 
-    async def answer_with_helpers(self, text: str, key: str, on_event: Emit) -> AgentRunResult:
+    async def answer_with_helpers(self, text: str, key: str, on_event: Emit):
         """Answer a message, then wait for all running helpers and answer their reports."""
         try:
             while True:
@@ -1962,7 +1958,7 @@ COMMANDS = {
 WAITING = ("new", "continue", "undo")  # these commands wait for the end of a running turn
 
 
-def slash_command(text: str) -> tuple[str, str]:
+def slash_command(text: str):
     """`/NEW ` → ("new", ""), `/dream-log 1f3a` → ("dream-log", "1f3a"), other text → ("", "")"""
     # Commands: "/status@my_bot", "/dream-log 1f3a9c". Not commands: "/etc/hosts?", "/new York?"
     match = re.fullmatch(r"/([a-z][a-z-]*)(?:@\w+)?(?:\s+(.+))?", text.strip().lower())
@@ -1977,7 +1973,7 @@ class Commands:
 
     loop: AgentLoop
 
-    async def begin(self, command: str, session: Session, **origin: str) -> AgentRunResult | None:
+    async def begin(self, command: str, session: Session, **origin: str):
         """Run a WAITING command. Returns None if a turn must be resumed. `origin`: message id."""
         session.mark(command, **origin)
         if command == "undo":
@@ -1991,7 +1987,7 @@ class Commands:
             return AgentRunResult("There is no interrupted turn to resume.")
         return None
 
-    def _undo(self, session: Session) -> str:
+    def _undo(self, session):
         """Undo the last turn that changed files. The user's next message tells the model."""
         outcomes = take_back(self.loop.turn(session.key).undo, session.key)
         undone = [name for name, is_undone in outcomes.items() if is_undone]
@@ -2009,7 +2005,7 @@ class Commands:
         told = told or "No turn of this conversation has changed files. "
         return told + "What commands (exec) did cannot be undone."
 
-    async def answer(self, command: str, argument: str, turn: Turn) -> AgentRunResult:
+    async def answer(self, command: str, argument: str, turn: Turn):
         repository = MemoryRepository(self.loop.workspace)
         match command:
             case "start":
@@ -2032,7 +2028,7 @@ class Commands:
                 text = f"There is no /{command}. /help lists the commands."
         return AgentRunResult(text)
 
-    def _status(self, turn: Turn) -> str:
+    def _status(self, turn):
         request = self.preview(turn)
         messages = counted(len(self.loop.sessions.get(turn.session_key).history()), "message")
         cost = self.loop.cost.line(self.loop.cost.total)
@@ -2047,7 +2043,7 @@ class Commands:
             ]
         )
 
-    def preview(self, turn: Turn, message: dict | None = None) -> Governed:
+    def preview(self, turn: Turn, message: dict | None = None):
         """Build the next request, including `message`. Nothing is sent, and nothing is saved."""
         later = [{"n": sys.maxsize} | message] if message else []
         history = self.loop.sessions.get(turn.session_key).history(*later)
@@ -2089,11 +2085,11 @@ class AgentDefaults:
     dream: DreamSettings = field(default_factory=DreamSettings)
 
     @property
-    def budget(self) -> int:
+    def budget(self):
         """The maximum size of a request in tokens, including the tool definitions."""
         return self.context_window_tokens - self.max_tokens - 1_024
 
-    def share(self, tokens: int) -> str:
+    def share(self, tokens: int):
         """How full the context window is: "context 1,234 of 65,536" """
         return f"context {tokens:,} of {self.context_window_tokens:,}"
 
@@ -2167,7 +2163,7 @@ class Price:
     output: float = 0.0
     cached: float | None = None  # if None, the same price as `input`
 
-    def of(self, usage: dict) -> float:
+    def of(self, usage: dict):
         cached_price = self.input if self.cached is None else self.cached
         cached, output = usage["cached_tokens"], usage["completion_tokens"]
         fresh = usage["prompt_tokens"] - cached
@@ -2223,11 +2219,11 @@ class Config:
         self.cwd = working_folder()  # relative paths start here; exec runs here
 
     @property
-    def defaults(self) -> AgentDefaults:
+    def defaults(self):
         return self.agents.defaults
 
     @property
-    def workspace(self) -> Path:
+    def workspace(self):
         return path_of(self.defaults.workspace or AgentDefaults.workspace)
 
     def check(self):
@@ -2249,7 +2245,7 @@ class Config:
             log.warning("tools.web.search.apiKey has no effect: %s takes no key", search.provider)
 
 
-def working_folder() -> Path:
+def working_folder():
     try:
         return Path.cwd()
     except FileNotFoundError:
@@ -2257,11 +2253,11 @@ def working_folder() -> Path:
         raise ConfigError(problem) from None
 
 
-def path_of(text: str) -> Path:
+def path_of(text: str):
     return Path(os.path.expanduser(text)).resolve()  # `Path.expanduser` could raise RuntimeError
 
 
-def load_config(path: Path | None = None, environ: Mapping[str, str] = os.environ) -> Config:
+def load_config(path: Path | None = None, environ: Mapping[str, str] = os.environ):
     """Read the settings file. Environment variables override it. If given, `path` must exist."""
     file = path or path_of(USUAL_SETTINGS)
     config = Config()
@@ -2283,7 +2279,7 @@ def load_config(path: Path | None = None, environ: Mapping[str, str] = os.enviro
 def read_json(file: Path, environ: Mapping[str, str]):
     """Read a settings file. Each `${VAR}` is replaced by the environment variable VAR."""
 
-    def value_of(variable: re.Match) -> str:
+    def value_of(variable: re.Match):
         return json.dumps(environ[variable[1]])[1:-1]  # a quote in the value becomes \"
 
     try:
@@ -2328,12 +2324,12 @@ def read_setting(hint, value, place: str = ""):
     return hint(**settings)
 
 
-def camel_case(name: str) -> str:
+def camel_case(name: str):
     """max_tokens → maxTokens"""
     return re.sub("_([a-z])", lambda match: match[1].upper(), name)
 
 
-def make_provider(config: Config) -> LLMProvider:
+def make_provider(config: Config):
     """The provider of the settings, or OfflineProvider if key, URL and model are missing."""
     defaults = config.defaults
     if unknown := config.providers.keys() - ROWS.keys():
@@ -2358,13 +2354,13 @@ def make_provider(config: Config) -> LLMProvider:
     )
 
 
-def lacks_model(loop: AgentLoop) -> bool:
+def lacks_model(loop: AgentLoop):
     """True if the offline model answers although nobody has asked for the offline model."""
     is_offline = isinstance(loop.provider, OfflineProvider)
     return is_offline and loop.config.defaults.provider != "offline"
 
 
-def make_tools(config: Config) -> ToolRegistry:
+def make_tools(config: Config):
     """The tools that the settings allow. MCP tools are added when their server connects."""
     settings, shell = config.tools, config.tools.exec
     tools = ToolRegistry(FILE_TOOLS)
@@ -2413,7 +2409,7 @@ class StepHook(AgentHook):
             elif answer:
                 call.arguments, call.error = parse_arguments(answer, repair=False)
 
-    async def _decide(self, text: str, what: str, **details) -> str:
+    async def _decide(self, text, what, **details):
         while True:  # ask again after an invalid answer
             answer = await self.ask(text, what, **details)
             answer = "stop" if answer is None else answer.strip()  # /continue resumes the turn
@@ -2449,7 +2445,7 @@ class RunEvents:
         for listener in self.listeners:
             listener(event)
 
-    def _numbered(self, messages: list[dict]) -> dict:
+    def _numbered(self, messages):
         texts = [lines_of_json([message]) for message in messages]
         new = [text for text in dict.fromkeys(texts) if text not in self.numbers]
         self.numbers |= zip(new, self.count, strict=False)
@@ -2461,7 +2457,7 @@ class RunEvents:
         }
 
 
-def record_events(loop: AgentLoop, files: Iterable[Path | int]) -> Callable[[dict], str]:
+def record_events(loop: AgentLoop, files: Iterable[Path | int]):
     """Append each event to private files; 1 is stdout. Returns a function that writes an event as
     JSON without keys. Raises OSError."""
     as_json = keyless_json([asdict(loop.config), dict(os.environ)])
@@ -2475,14 +2471,14 @@ def record_events(loop: AgentLoop, files: Iterable[Path | int]) -> Callable[[dic
     return as_json
 
 
-def glass_html(**run) -> str:
+def glass_html(**run):
     """The HTML of the page. With the `events` of a recorded run, the page needs no server."""
     html = (DATA / "templates" / "glass.html").read_text(encoding="utf-8")
     escaped = json.dumps(run).replace("<", "\\u003c").replace("%", "\\u0025")
     return html.replace("%RUN%", escaped)  # the data cannot contain </script> or %NONCE%
 
 
-def recorded(file: Path) -> list[dict]:
+def recorded(file: Path):
     """The events of a file, or of the run of this name in `templates/traces/`."""
     shipped = DATA / "templates" / "traces" / f"{file.name}.jsonl"
     events = []
@@ -2501,14 +2497,14 @@ def recorded(file: Path) -> list[dict]:
     return events
 
 
-def described(event: dict) -> str:
+def described(event: dict):
     """An event for `nanobot trace`: `10:00:01 turn result: 1| hello`"""
     moment = time.strftime("%H:%M:%S", time.localtime(event["time"]))
     _, text = shown(event)
     return f"{moment} {event['who']} {event['kind']}: {text} {event.get('arguments', '')}"
 
 
-def shown(event: dict) -> tuple[str, str]:
+def shown(event: dict):
     """The kind of an OutboundMessage, and its text. The terminal shows only some kinds."""
     kind, text = event["kind"], str(event.get("text"))
     if kind == "request":
@@ -2521,14 +2517,12 @@ def shown(event: dict) -> tuple[str, str]:
         text = str(event["answer"]["content"] or "")
     elif kind == "call":
         kind, text = "tool_hint", tool_hint(ToolCallRequest("", event["name"], event["arguments"]))
-    elif kind == "result":
-        text = event["outcome"]
     elif kind == "journal":
         text = json.dumps(dict(event["line"]))
     return kind, text
 
 
-async def play(events: list[dict], terminal: CLI, pace: float) -> int:
+async def play(events: list[dict], terminal: CLI, pace: float):
     """Show a recorded run as it looked at the terminal. Returns 1 if a turn failed, else 0.
     `pace` multiplies the pauses, which have at most 3 seconds."""
     before, status, calls = sys.float_info.max, 0, {}
@@ -2542,7 +2536,7 @@ async def play(events: list[dict], terminal: CLI, pace: float) -> int:
         if kind == "tool_hint":  # shown when it has ended
             calls[event["id"]], text = text, ""
         elif kind == "result":
-            kind, text = "tool_hint", f"{calls.get(event['id'])} · {text}"
+            kind, text = "tool_hint", f"{calls.get(event['id'])} · {event['outcome']}"
         if text and event["who"] == "turn":
             await terminal.send(OutboundMessage("cli", "", text, kind))
     return status
@@ -2552,7 +2546,7 @@ async def play(events: list[dict], terminal: CLI, pace: float) -> int:
 # `nanobot agent` prints only answers on stdout. Ctrl-C prints no traceback.
 
 
-def settings_of(arguments) -> Config:
+def settings_of(arguments):
     """Load the settings. Flags override environment variables; these override the settings file."""
     config = load_config(arguments.config)
     defaults = config.defaults
@@ -2564,7 +2558,7 @@ def settings_of(arguments) -> Config:
     return config
 
 
-def command_with_flags(arguments, *words: str) -> str:
+def command_with_flags(arguments, *words: str):
     """A command for the user: `nanobot -s work -m /continue --workspace /tmp/ws`"""
     command = ["nanobot", *words]
     for name in ("config", "workspace", "model", "base_url", "provider"):
@@ -2574,7 +2568,7 @@ def command_with_flags(arguments, *words: str) -> str:
     return shlex.join(command)
 
 
-def kinds_to_show(settings: ChannelSettings) -> list[str]:
+def kinds_to_show(settings: ChannelSettings):
     """The events that a user sees in addition to the answer: ["retry", "progress", "tool_hint"]."""
     kinds = ["retry"]
     if settings.send_progress:
@@ -2617,7 +2611,7 @@ class Talk:
         background.waiting = self.terminal.waiting
         background.close = loop.close
 
-    def open_session(self, arguments, held: contextlib.ExitStack) -> str:
+    def open_session(self, arguments, held: contextlib.ExitStack):
         """Choose the session, and return its key. The program holds the session until it ends. The
         first line of a new journal has the folder and whether `-c` may continue the session."""
         sessions, folder = self.loop.sessions, self.loop.config.cwd
@@ -2642,7 +2636,7 @@ class Talk:
         sessions.get(key).origin = {"folder": str(folder), "typed": is_typed}
         return key
 
-    def run(self) -> int:
+    def run(self):
         """Answer one message, or hold a conversation. Returns the exit status."""
         loop, config = self.loop, self.loop.config
         if lacks_model(loop):
@@ -2656,7 +2650,7 @@ class Talk:
             self.background.complete(self.loop.background.settled())
         return status
 
-    def answer_once(self) -> int:
+    def answer_once(self):
         """Answer one message, which may include piped input. Returns the exit status."""
         text = " ".join(self.words).strip()
         if not self.has_keyboard:
@@ -2672,7 +2666,7 @@ class Talk:
             self.terminal.note(f"stopped; `{self.resume}` resumes this turn")
             raise
 
-    def converse(self) -> int:
+    def converse(self):
         threading.Thread(target=self.loop.provider.warm_up, daemon=True).start()
         self.loop.patience = 5.0  # the tools of a slow MCP server come with a later turn
         history = self.folder / "prompt-history"
@@ -2690,7 +2684,7 @@ class Talk:
             asyncio.run_coroutine_threadsafe(logged(work, "jobs"), self.background.loop)
         return self.terminal.converse(self.answer, history)
 
-    def first_line(self) -> str:
+    def first_line(self):
         """~/kit · qwen3 · continuing: 72 messages, last 2 hours ago · /new starts afresh"""
         session = self.loop.sessions.get(self.key)
         count = len(session.conversation())
@@ -2700,7 +2694,7 @@ class Talk:
             state = f"continuing: {counted(count, 'message')}, last {age} · /new starts afresh"
         return " · ".join([short_path(self.loop.config.cwd), self.loop.provider.model, state])
 
-    def answer(self, text: str) -> int:
+    def answer(self, text: str):
         """Answer one message on the terminal. Returns the exit status."""
         self.follow_project()
         self.terminal.waiting.begin("the model")
@@ -2752,7 +2746,7 @@ class Talk:
             is_done = await logged(self.show_reports(), "reports")
             await self.loop.config.sleep(1.0 if is_done else 60.0)
 
-    async def show_reports(self) -> bool:
+    async def show_reports(self):
         """Show the reports that wait for a terminal, if a person sees this one; the user's next
         message quotes them. After a kill, a report may appear twice."""
         inbox = self.loop.sessions.inbox(self.key)
@@ -2771,7 +2765,7 @@ class Talk:
         return True
 
 
-def agent_command(arguments) -> int:
+def agent_command(arguments):
     with BackgroundLoop() as background, contextlib.ExitStack() as held:
         return Talk(arguments, background, held).run()
 
@@ -2817,7 +2811,7 @@ def onboard_command(arguments):
     )
 
 
-def status_command(arguments) -> int:
+def status_command(arguments):
     """Prints one line per part: `ok`, `--` (missing, but not needed) or `BAD` (broken; the line
     says how to fix the part). Returns exit status 1 if a part is broken."""
     status = 0
@@ -2829,7 +2823,7 @@ def status_command(arguments) -> int:
     return status
 
 
-def status_rows(config: Config) -> Iterator:
+def status_rows(config: Config):
     """Yields (part, state, problem). Problem: a text, "" (ok) or None (missing, but not needed)."""
     loop = AgentLoop(config)
     file = config.path
@@ -2861,7 +2855,7 @@ def status_rows(config: Config) -> Iterator:
             yield f"skill {skill.name}", f"not used: {why}", None
 
 
-async def model_and_problem(provider: LLMProvider) -> tuple[str, str]:
+async def model_and_problem(provider: LLMProvider):
     """Check URL, key and model. Returns (description, problem); problem is "" if all is well."""
     if isinstance(provider, HumanProvider):
         return "human: you play the model", ""
@@ -2896,7 +2890,7 @@ def prompt_command(arguments):
     print("\n".join([*request.notes, f"Total: {config.defaults.share(request.tokens)}"]))
 
 
-def lines_of_json(records: list[dict]) -> str:
+def lines_of_json(records: list[dict]):
     return "\n".join(json.dumps(record, ensure_ascii=False) for record in records)
 
 
@@ -2919,12 +2913,12 @@ def sessions_command(arguments):
         print(printable(f"{number:>3}  {ago(used):>14}  {words}  ({place})"))
 
 
-def conversations(sessions: SessionManager) -> list[tuple]:
+def conversations(sessions: SessionManager):
     """(key, time of the last use) of all sessions except those of jobs, in which nobody talks."""
     return [row for row in sessions.by_last_use() if not row[0].startswith("cron:")]
 
 
-def named_session(sessions: SessionManager, name: str) -> str:
+def named_session(sessions: SessionManager, name: str):
     """`work` → `cli:work`; `telegram:7` → `telegram:7`; `3` → the third of `nanobot sessions` (the
     numbers change with each use)"""
     if not name.isdecimal():
@@ -2935,7 +2929,7 @@ def named_session(sessions: SessionManager, name: str) -> str:
     return rows[int(name) - 1][0]
 
 
-def ago(moment: float) -> str:
+def ago(moment: float):
     """The time since `moment`, which is in seconds: "2 hours ago" """
     seconds = int(time.time() - moment)
     for unit, length in (("day", 86_400), ("hour", 3_600), ("minute", 60)):
@@ -2944,7 +2938,7 @@ def ago(moment: float) -> str:
     return "a moment ago"
 
 
-def short_path(path: Path) -> str:
+def short_path(path: Path):
     """/home/ada/kit → ~/kit. A newline in a name must not look like a line of the program."""
     text, home = str(path).replace("\n", "\\n"), Path.home()
     return "~" + text[len(str(home)) :] if path.is_relative_to(home) else text
@@ -3023,7 +3017,7 @@ def connect_page(loop: AgentLoop, page: WebPage, arguments):
         loop.hooks.append(ApprovalHook(loop.tools, page.ask))
 
 
-def recording_command(arguments) -> int:
+def recording_command(arguments):
     """Prints a recorded run, writes it as an HTML page, or shows it as it looked at the terminal.
     No tool runs, and no model is asked."""
     events = recorded(arguments.file)
@@ -3038,7 +3032,7 @@ def recording_command(arguments) -> int:
     return 0
 
 
-def lesson_command(arguments) -> int:
+def lesson_command(arguments):
     """Runs `exercises` or `walk`, which only a checkout of the source contains."""
     lessons = HERE / "tests" / "exercises"
     if not lessons.exists():
@@ -3114,7 +3108,7 @@ OPTIONS = (  # rows: commands ("" means all), spellings, help, more settings of 
 )
 
 
-def parser() -> argparse.ArgumentParser:
+def parser():
     main_parser = argparse.ArgumentParser("nanobot", description="A personal AI agent.")
     main_parser.add_argument("--version", action="version", version=f"nanobot {__version__}")
     commands = main_parser.add_subparsers(dest="command", metavar="COMMAND")
@@ -3127,7 +3121,7 @@ def parser() -> argparse.ArgumentParser:
     return main_parser
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None):
     """Returns the exit status: 0 success, 1 failure, 2 wrong usage, 130 interrupted."""
     argv = sys.argv[1:] if argv is None else list(argv)
     first = argv[0] if argv else ""

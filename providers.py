@@ -34,7 +34,7 @@ import time
 import warnings
 import zlib
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
@@ -303,7 +303,7 @@ class OpenAIProvider(LLMProvider):
                 await request.tell(wait, error=failure.cause)
             await asyncio.sleep(seconds * self.pace)
 
-    async def _ask(self, request: LLMRequest, body: dict) -> LLMResponse:
+    async def _ask(self, request, body):
         """Make one HTTP attempt. Raises Failure. An exception in `on_delta` is not caught."""
         is_weak = self.is_local or "tools" not in body  # calls may arrive as text
         wish = self.endpoint.text_tool_calls
@@ -325,7 +325,7 @@ class OpenAIProvider(LLMProvider):
                 raise
             return LLMResponse(None, calls, "tool_calls", estimate_usage(request, LLMResponse()))
 
-    async def _learn(self, request: LLMRequest, answer: LLMResponse, tried: list[Remedy]):
+    async def _learn(self, request, answer, tried):
         """Remember the changes that this model needed. Warn once if the server cut the request."""
         known = self.learnt.setdefault(request.model, [])
         known += [remedy for remedy in tried if remedy.is_remembered and remedy not in known]
@@ -405,7 +405,7 @@ KNOWN_KEYS = {"role", "content", "tool_calls", "tool_call_id", *REASONING}
 NO_RESULT = "[interrupted: its outcome is unknown. Check before you repeat it]"
 
 
-def clean_message(message: dict) -> dict | None:
+def clean_message(message: dict):
     """Copy the known keys of a message and repair the content. Returns None if nothing is left."""
     clean = {key: value for key, value in message.items() if key in KNOWN_KEYS and value}
     role = "system" if message.get("role") == "developer" else message.get("role")
@@ -420,7 +420,7 @@ def clean_message(message: dict) -> dict | None:
     return clean if clean["content"] or "tool_calls" in clean else None
 
 
-def clean_content(content) -> str | list[dict]:
+def clean_content(content):
     """Text or blocks. Blank blocks are removed, and blank text becomes ""."""
     if isinstance(content, list):
         return [each for each in content if each["type"] != "text" or clean_content(each["text"])]
@@ -428,12 +428,12 @@ def clean_content(content) -> str | list[dict]:
     return text if text.strip() else ""
 
 
-def as_blocks(content: str | list) -> list[dict]:
+def as_blocks(content: str | list):
     """ "Hi" → [{"type": "text", "text": "Hi"}]"""
     return content if isinstance(content, list) else [{"type": "text", "text": content}]
 
 
-def clean_calls(calls: list[dict]) -> list[dict]:
+def clean_calls(calls: list[dict]):
     """Drop calls without a name, and turn the arguments into JSON text, such as None → "{}"."""
     clean = []
     for call in calls:
@@ -445,7 +445,7 @@ def clean_calls(calls: list[dict]) -> list[dict]:
     return clean
 
 
-def with_results(messages: list[dict]) -> list[dict]:
+def with_results(messages: list[dict]):
     """Give each call a unique id and exactly one result; drop results without a call.
 
     Some endpoints use the same ids again in each answer. Therefore each result is matched only with
@@ -481,13 +481,13 @@ def with_results(messages: list[dict]) -> list[dict]:
     return paired
 
 
-def new_id(old: str = "") -> str:
+def new_id(old: str = ""):
     """Make an id of nine digits, which every endpoint accepts; equal old ids give equal new ids."""
     number = zlib.crc32(old.encode()) if old else time.perf_counter_ns()
     return f"{number % 10**9:09d}"
 
 
-def with_neighbours_joined(messages: list[dict]) -> list[dict]:
+def with_neighbours_joined(messages: list[dict]):
     """user "a", user [image] → user [text "a", image]. The reasoning is kept."""
     joined = []
     for message in messages:
@@ -522,7 +522,7 @@ def with_whole_letters(value):
 JSON_MARKS = re.compile(r""""(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'|["'{}\[\]]""", re.DOTALL)
 
 
-def parse_arguments(written, repair: bool) -> tuple[dict, str]:
+def parse_arguments(written, repair: bool):
     """Return a call's arguments and an error: `({}, "its arguments are not valid JSON …")`."""
     try:
         text = written if isinstance(written, str) else to_json(written or {})
@@ -553,7 +553,7 @@ def load_json(text: str, repair: bool):
         return json_repair.loads(text)
 
 
-def ends_within(text: str) -> bool:
+def ends_within(text: str):
     """Return True if the text ends inside a string, object or list: `{"command":"rm -rf bui`."""
     marks = [mark for mark in JSON_MARKS.findall(text) if len(mark) == 1]
     opened = marks.count("{") + marks.count("[") - marks.count("}") - marks.count("]")
@@ -686,7 +686,7 @@ class Endpoint:
     extra_body: dict = field(default_factory=dict)
     text_tool_calls: str = "auto"  # run calls written as text? on, off, auto (local models)
 
-    def without_secrets(self, text: str) -> str:
+    def without_secrets(self, text: str):
         """Hide API keys and URL passwords, because error texts of servers may contain them."""
         for secret in [self.api_key, *map(str, self.extra_headers.values())]:
             if len(secret) > 7:  # but not "ollama"
@@ -696,7 +696,7 @@ class Endpoint:
 
 def choose_endpoint(
     settings: dict[str, Endpoint], model: str = "", provider: str = "", base_url: str = ""
-) -> Endpoint | None:
+):
     """Choose the row, the address and the key from `settings` (row name → endpoint).
 
     The first of these decides the row: a maker's base URL, `provider`, any other base URL, `model`.
@@ -739,7 +739,7 @@ def choose_endpoint(
     return replace(chosen, spec=spec, api_base=address, model=model or spec.default_model)
 
 
-def row_of_address(base_url: str) -> ProviderSpec:
+def row_of_address(base_url: str):
     """Find the row for a base URL: eu.api.openai.com → openai, other hosts → local or custom."""
     place = f".{urlsplit(base_url).netloc.rpartition('@')[2]}"  # .api.openai.com, .localhost:11434
     for row in PROVIDERS:
@@ -751,7 +751,7 @@ def row_of_address(base_url: str) -> ProviderSpec:
     return ROWS["local"] if is_local else ROWS["custom"]
 
 
-def row_of_model(known: dict[str, Endpoint], model: str) -> ProviderSpec | None:
+def row_of_model(known: dict[str, Endpoint], model: str):
     """Choose a row that has a key or an address. The maker's row comes first; `maker/model` or
     `keywords` identify the maker. Second is the user's own server; third, a gateway. If the maker
     is unknown, any row may be chosen."""
@@ -873,7 +873,7 @@ class Failure(Exception):
     shown: str = ""  # the part of the answer that the user saw
 
 
-def explanation(failure: Failure, endpoint: Endpoint) -> str:
+def explanation(failure: Failure, endpoint: Endpoint):
     """The text for the user: the cause, then what to do."""
     text = TROUBLES[failure.kind].advice.format(
         where=endpoint.api_base,
@@ -884,13 +884,13 @@ def explanation(failure: Failure, endpoint: Endpoint) -> str:
     return endpoint.without_secrets(text)
 
 
-def kind_of(text: str) -> str:
+def kind_of(text: str):
     """Find the row of TROUBLES: "429 {'error': 'Slow down'}" → "busy"."""
     fitting = (kind for kind, row in TROUBLES.items() if re.search(f"(?is){row.pattern}", text))
     return next(fitting)
 
 
-def as_failure(problem: Exception) -> Failure:
+def as_failure(problem: Exception):
     """Convert errors of the SDK or the network to Failure; raise other errors, which are bugs."""
     if isinstance(problem, Failure):
         return problem
@@ -910,7 +910,7 @@ def as_failure(problem: Exception) -> Failure:
 ERROR_TEXT = r'"(?:message|error|raw)": ("(?:[^"\\]|\\.)*")'
 
 
-def refusal(body, status: int | None = None, wait: str = "") -> Failure:
+def refusal(body, status: int | None = None, wait: str = ""):
     """Find the error message in nested JSON; `wait` is the value of the header retry-after.
 
     [{"error":{"code":400,"message":"Unknown name"}}]  → Failure("Unknown name", …)
@@ -945,7 +945,7 @@ class Remedy(NamedTuple):  # a row of HEALING
     is_remembered: bool = True  # True: all later requests to this model need the change, too
 
 
-def find_remedy(failure: Failure, body: dict, tried: list[Remedy]) -> Remedy | None:
+def find_remedy(failure: Failure, body: dict, tried: list[Remedy]):
     """Find the first remedy that fits the error and changes the body."""
     if failure.shown or (failure.status or 400) not in (400, 404, 405, 413, 415, 422, 500):
         return None
@@ -966,7 +966,7 @@ REFUSAL = (
 )
 
 
-def refused_parameters(body: dict, complaint: str) -> list[str]:
+def refused_parameters(body: dict, complaint: str):
     """The parameters that an error names. A plain word must be in quotes or follow certain words.
 
     Groq "property 'store' is unsupported", xAI "Argument not supported on this model: stop", Ollama
@@ -985,22 +985,22 @@ def refused_parameters(body: dict, complaint: str) -> list[str]:
     return sorted(refused)
 
 
-def difference(old: dict, new: dict) -> dict:
+def difference(old: dict, new: dict):
     """The parameters that a remedy has changed: {"stop": None}. The long ones are left out."""
     names = [name for name in old | new if old.get(name) != new.get(name)]
     return {name: new.get(name) for name in names if not isinstance(new.get(name), list)}
 
 
-def setting(**values) -> Change:
+def setting(**values):
     """A change that sets the parameters in `values`; the value None removes a parameter."""
 
-    def change(body: dict) -> dict:
+    def change(body: dict):
         return {name: value for name, value in (body | values).items() if value is not None}
 
     return change
 
 
-def in_messages(change: Change) -> Change:
+def in_messages(change: Change):
     return lambda body: {**body, "messages": [change(each) for each in body["messages"]]}
 
 
@@ -1014,12 +1014,12 @@ def without_keys(value, unwanted: tuple[str, ...], above: str = ""):
     return {key: without_keys(value[key], unwanted, key) for key in kept}
 
 
-def with_other_limit(body: dict) -> dict:
+def with_other_limit(body: dict):
     names = {"max_tokens": "max_completion_tokens", "max_completion_tokens": "max_tokens"}
     return {names.get(name, name): value for name, value in body.items()}
 
 
-def as_text(message: dict) -> dict:
+def as_text(message: dict):
     """Join the blocks of a message into one text, and replace each image with a line of text."""
     if not isinstance(message["content"], list):
         return message
@@ -1028,11 +1028,11 @@ def as_text(message: dict) -> dict:
     return {**message, "content": content}
 
 
-def with_some_reasoning(message: dict) -> dict:
+def with_some_reasoning(message: dict):
     return {"reasoning_content": "", **message} if message["role"] == "assistant" else message
 
 
-def with_signature(message: dict) -> dict:
+def with_signature(message: dict):
     """Add a dummy signature to the first call if the call has none, because Gemini requires one."""
     if "tool_calls" not in message:
         return message
@@ -1041,11 +1041,11 @@ def with_signature(message: dict) -> dict:
     return {**message, "tool_calls": [{"extra_content": foreign, **first}, *rest]}
 
 
-def without_name(message: dict) -> dict:
+def without_name(message: dict):
     return {key: value for key, value in message.items() if key != "name"}
 
 
-def with_short_ids(message: dict) -> dict:
+def with_short_ids(message: dict):
     """call_8bXe0aTzQmW2 → 588788278, in the call and in its result."""
     if message["role"] == "tool":
         return {**message, "tool_call_id": new_id(message["tool_call_id"])}
@@ -1053,7 +1053,7 @@ def with_short_ids(message: dict) -> dict:
     return {**message, "tool_calls": calls} if calls else message
 
 
-def with_system_as_user(body: dict) -> dict:
+def with_system_as_user(body: dict):
     first, *rest = body["messages"]
     return {**body, "messages": legal([{**first, "role": "user"}, *rest])}
 
@@ -1064,7 +1064,7 @@ The result of a call comes back as <tool_result>. These are the tools:
 """
 
 
-def tools_as_text(body: dict) -> dict:
+def tools_as_text(body: dict):
     """Describe the tools in the system message, and write calls and results as text."""
     messages = [calls_as_text(message) for message in body["messages"]]
     if "tools" in body:
@@ -1073,7 +1073,7 @@ def tools_as_text(body: dict) -> dict:
     return setting(messages=legal(messages), tools=None, tool_choice=None)(body)
 
 
-def calls_as_text(message: dict) -> dict:
+def calls_as_text(message: dict):
     """A call becomes `<tool_call>{"name": "now", "arguments": {}}</tool_call>`."""
     text = as_text(message)["content"]
     if message["role"] == "tool":
@@ -1212,7 +1212,7 @@ HEALING = [
 DONE = {"choices": [{}]}  # the chunk for `data: [DONE]`: a choice without `delta` ends the answer
 
 
-def request_body(endpoint: Endpoint, request: LLMRequest, learnt: list[Remedy]) -> dict:
+def request_body(endpoint: Endpoint, request: LLMRequest, learnt: list[Remedy]):
     """Return {"messages": […], "tools": […], …}, with the changes that this model needs."""
     body = {"messages": request.messages, "tools": request.tools or None, **request.options}
     if "max_tokens" in body:
@@ -1227,7 +1227,7 @@ def request_body(endpoint: Endpoint, request: LLMRequest, learnt: list[Remedy]) 
     return body
 
 
-def cache_marks(body: dict) -> dict:
+def cache_marks(body: dict):
     """Mark the system message, so that the endpoint caches the tools and the system message."""
     first, *rest = body["messages"]
     mark = {"cache_control": {"type": "ephemeral"}}
@@ -1283,7 +1283,7 @@ class Connection:
             self._loop = None
             await self._client.close()
 
-    async def chunks(self, body: dict) -> AsyncIterator[dict]:
+    async def chunks(self, body: dict):
         """Yield the chunks of an answer; one chunk if the server does not stream. Raises Failure.
 
         The first chunk must arrive within the request timeout (SSE comments do not count), each
@@ -1307,7 +1307,7 @@ class Connection:
             if chunk is not DONE:  # after [DONE], a lost connection or a timeout is no error
                 raise as_failure(problem) from problem
 
-    async def models(self) -> list[str]:
+    async def models(self):
         """The ids of the models that the endpoint offers; raises Failure."""
         try:
             list_models = self.client().models.with_raw_response.list
@@ -1318,7 +1318,7 @@ class Connection:
             raise as_failure(problem) from problem
 
 
-async def chunks_of(response) -> AsyncIterator[dict]:
+async def chunks_of(response):
     """Yield a chunk for each line `data: {…}`; skip comments, event names and blank lines."""
     if "event-stream" not in response.headers.get("content-type", ""):
         yield parse_answer(await response.read())
@@ -1329,7 +1329,7 @@ async def chunks_of(response) -> AsyncIterator[dict]:
             yield DONE if data == b"[DONE]" else parse_answer(data)
 
 
-async def lines_of(response) -> AsyncIterator[bytes]:
+async def lines_of(response):
     """Split only at \\n: other line separators, like U+2028, may be part of a text."""
     rest = b""
     async for data in response.iter_bytes():
@@ -1339,7 +1339,7 @@ async def lines_of(response) -> AsyncIterator[bytes]:
     yield rest
 
 
-def parse_answer(data: bytes) -> dict:
+def parse_answer(data: bytes):
     """Parse a JSON object. For any other data, raises Failure with the beginning of the data."""
     with contextlib.suppress(ValueError):
         answer = json.loads(data)
@@ -1376,7 +1376,7 @@ class CallParts:  # the pieces of one call that have arrived so far
     arguments: str = ""
     extra: dict = field(default_factory=dict)
 
-    def is_other(self, id_: str | None, name: str) -> bool:
+    def is_other(self, id_: str | None, name: str):
         """True if a piece with this id and name belongs to another call."""
         if not name or not self.name:
             return False
@@ -1404,7 +1404,7 @@ class AnswerReader:
     is_whole: bool = False  # True: the server has signalled the end of the answer
     finish_reason: str | None = None
 
-    def feed(self, chunk: dict) -> str:
+    def feed(self, chunk: dict):
         """Add a chunk. Returns the text that may be shown now."""
         choices = chunk.get("choices") or []
         try:
@@ -1416,7 +1416,7 @@ class AnswerReader:
         except (AttributeError, TypeError, KeyError, ValueError, OverflowError) as problem:
             raise Failure("its answer has a strange form", "nonsense") from problem
 
-    def _add(self, choice: dict) -> str:
+    def _add(self, choice):
         self.finish_reason = choice.get("finish_reason") or self.finish_reason
         self.is_whole = self.is_whole or "delta" not in choice
         message = choice.get("delta") or choice.get("message") or {}
@@ -1431,7 +1431,7 @@ class AnswerReader:
             text = "".join([block.get("text") or "" for block in text])
         return self._ready(text)
 
-    def _add_call(self, piece: dict):
+    def _add_call(self, piece):
         """Begin a call, or continue an earlier call. Examples with read_file({…}) and now({}):
 
         by index       0 read_file {"pa    1 now {}            0 th":"a"}
@@ -1453,7 +1453,7 @@ class AnswerReader:
         if "extra_content" in piece:  # Gemini's signature of a thought
             call.extra["extra_content"] = piece["extra_content"]
 
-    def _ready(self, text: str) -> str:
+    def _ready(self, text):
         """Return the text that may be shown now. Thoughts and possible calls are held back."""
         self.held += text
         while not self.shown:
@@ -1472,14 +1472,14 @@ class AnswerReader:
                 length = found.start() - len(before)
         return self._show(length)
 
-    def _show(self, length: int) -> str:
+    def _show(self, length):
         """Move the first characters from `held` to `shown`."""
         text = self.held[:length]
         self.shown += text
         self.held = self.held[length:]
         return text
 
-    def close(self) -> str:
+    def close(self):
         """Finish the answer. Returns the text that is not shown yet."""
         if not self.shown and THOUGHT_TAG.match(self.held.lstrip()):
             return ""  # a thought that does not end
@@ -1495,7 +1495,7 @@ class AnswerReader:
             self.shown += self.held
         return ""
 
-    def _may_run(self, calls: list[ToolCallRequest], end: int) -> bool:
+    def _may_run(self, calls, end):
         """Decide about calls that were written as text, by the rules 1 to 3 below."""
         if not self.shown.strip():
             return True
@@ -1504,7 +1504,7 @@ class AnswerReader:
             return False
         return all(call.name in self.read_only for call in calls)
 
-    def response(self, request: LLMRequest) -> LLMResponse:
+    def response(self, request: LLMRequest):
         """Return the answer, even if it reached max_tokens. Raises Failure if it broke off."""
         reason = REASONS.get(str(self.finish_reason).lower(), "stop")
         calls = self.text_calls
@@ -1529,14 +1529,14 @@ class AnswerReader:
 class Usage(dict):
     """Token counts: `usage.total_tokens` is the same as `usage["total_tokens"]`."""
 
-    def __getattr__(self, name: str) -> int:
+    def __getattr__(self, name: str):
         try:
             return self[name]
         except KeyError:
             raise AttributeError(name) from None
 
 
-def read_usage(usage: dict) -> Usage:
+def read_usage(usage: dict):
     """Return the endpoint's token counts, or {}. Endpoints use three names for cached tokens."""
     sent = int(usage.get("prompt_tokens") or 0)
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
@@ -1545,13 +1545,13 @@ def read_usage(usage: dict) -> Usage:
     return counted(sent, received, int(cached or 0), False) if sent else Usage()
 
 
-def estimate_usage(request: LLMRequest, answer: LLMResponse) -> Usage:
+def estimate_usage(request: LLMRequest, answer: LLMResponse):
     """Estimate the token counts: an English token has about four characters."""
     sent = len(to_json([request.messages, request.tools])) // 4
     return counted(sent, len(to_json(answer.to_message())) // 4, 0, True)
 
 
-def counted(sent: int, received: int, cached: int, estimated: bool) -> Usage:
+def counted(sent: int, received: int, cached: int, estimated: bool):
     counts = {"prompt_tokens": sent, "completion_tokens": received, "cached_tokens": cached}
     return Usage(counts, total_tokens=sent + received, estimated=estimated)
 
@@ -1594,11 +1594,11 @@ NAMED = re.compile(
 CALL_KEYS = {"name", "arguments", "parameters", "type", "id"}
 
 
-def parameters_by_name(tools: list[dict]) -> dict[str, dict]:
+def parameters_by_name(tools: list[dict]):
     return {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
 
 
-def calls_in(text: str, tools: dict[str, dict]) -> tuple:
+def calls_in(text: str, tools: dict[str, dict]):
     """Read the calls at the start of a text. Returns the calls and where the last call ends; no
     call if the text is not valid.
 
@@ -1611,7 +1611,7 @@ def calls_in(text: str, tools: dict[str, dict]) -> tuple:
         return [], 0
 
 
-def read_calls(text: str, tools: dict[str, dict]) -> tuple:
+def read_calls(text: str, tools: dict[str, dict]):
     """Raises an exception for an invalid call, and for any other text between the calls. A JSON
     parser reads JSON calls, so a code fence or a tag inside a string stays in the string."""
     calls, is_fenced, place = [], False, 0
@@ -1637,7 +1637,7 @@ def read_calls(text: str, tools: dict[str, dict]) -> tuple:
     return calls, place
 
 
-def name_and_arguments(found: dict) -> tuple[str, Any]:
+def name_and_arguments(found: dict):
     """Raises an exception if the JSON is no call, but a log entry or the description of a tool."""
     kind = found.get("type", "function")
     if found.keys() <= {"type", "id", "function"}:  # {"type": "function", "function": {…}}
@@ -1648,7 +1648,7 @@ def name_and_arguments(found: dict) -> tuple[str, Any]:
     return found["name"], found.get("arguments", found.get("parameters"))
 
 
-def text_call(name: str, written, tools: dict[str, dict]) -> ToolCallRequest:
+def text_call(name: str, written, tools: dict[str, dict]):
     """Drop unknown arguments. Raises an exception for an unknown tool or a missing argument."""
     schema = tools[name]
     arguments, error = parse_arguments(written, repair=False)
@@ -1691,7 +1691,7 @@ KEYS = (
 NAMED_SECRET = r'(?i)"[^"]*(?:key|token|secret|password)[^"]*": "((?:[^"\\]|\\.){7,})"'
 
 
-def keyless_json(named: list[dict]) -> Callable[[dict], str]:
+def keyless_json(named: list[dict]):
     """Returns a function that writes an event as JSON, with `[key]` instead of each key: what has
     the form of a key, and each value in `named` whose name says key, token, secret or password."""
     secrets = re.findall(NAMED_SECRET, json.dumps(named, ensure_ascii=False))
@@ -1701,7 +1701,7 @@ def keyless_json(named: list[dict]) -> Callable[[dict], str]:
     return lambda event: keys.sub(r"\1\2\3[key]", write(event))
 
 
-def recorded_answer(event: dict) -> LLMResponse:
+def recorded_answer(event: dict):
     """For tests: ScriptedProvider(recorded_answer(event) for event in events if …)"""
     answer = LLMResponse(**event["answer"])
     answer.tool_calls = [ToolCallRequest(**call) for call in answer.tool_calls]
@@ -1722,7 +1722,7 @@ class HumanProvider(LLMProvider):
     seen: LLMRequest = field(default_factory=lambda: LLMRequest([], [], "", {}))
     model = "human"
 
-    async def answer(self, request: LLMRequest) -> LLMResponse:
+    async def answer(self, request: LLMRequest):
         question = "\n".join([*self.news(request), "model> "])
         line = None
         if self.ask:
@@ -1738,7 +1738,7 @@ class HumanProvider(LLMProvider):
         answer.usage = estimate_usage(request, answer)
         return answer
 
-    def news(self, request: LLMRequest) -> list[str]:
+    def news(self, request: LLMRequest):
         """Return the messages that the last request did not have, and the tools if they changed."""
         before, self.seen = self.seen, request
         lines = []
@@ -1794,7 +1794,7 @@ class Rules:
         said = re.findall("(?m)^(?:- |<sum>|<show>|<verb>|<unit>).*", text)
         self.vocabulary = set(re.findall("[a-z]{3,}", str(said)))
 
-    def _read(self, line: str):
+    def _read(self, line):
         """Read one line. Raises ValueError or re.error with a text that describes the mistake."""
         kind = re.fullmatch(r"<(\w+)>(?: \([^()]*\))?: (.+)", line)  # <files> (a.txt): …
         key = re.match(r"(\w+): ?(.*)", line)
@@ -1818,7 +1818,7 @@ class Rules:
         elif line and self.last:
             raise ValueError("this is neither a sentence (- read <file>) nor a field (answer: Hi)")
 
-    def _check_field(self, key: str, value: str):
+    def _check_field(self, key, value):
         if key in IMPLIED:
             self.last.setdefault("tool", IMPLIED[key])
         if key not in FIELDS and "tool" not in self.last:
@@ -1829,7 +1829,7 @@ class Rules:
             if word not in [*BUILT_IN.split(), *self.last["words"]]:
                 raise ValueError(f"{word} is in no sentence of this rule: add it to one")
 
-    def _regex(self, sentence: str) -> str:
+    def _regex(self, sentence):
         """`show [me] <file>` → a regex that matches ` show a.txt` and ` show me "my notes"`."""
         if len(re.findall(r"[\[(<]", sentence)) != len(re.findall(r"[])>]", sentence)):
             raise ValueError(f"`{sentence}`: a bracket is not closed")
@@ -1846,7 +1846,7 @@ class Rules:
             regex += MARKS.get(token, said)
         return regex
 
-    def find(self, text: str, read_only: Collection[str]) -> Steps:
+    def find(self, text: str, read_only: Collection[str]):
         """Find the rule of each step, and its <words>: `list docs and read a.txt` has two steps.
 
         If a step has no rule, the steps that read run, and a rule with an `offer` refuses the
@@ -1855,7 +1855,7 @@ class Rules:
         a blank line), words are misspelt or something is not to be done (`don't change it`).
         """
 
-        def only_read(steps: Steps) -> bool:
+        def only_read(steps: Steps):
             tools = {rule.get("tool", "") for rule, _ in steps if "reads" not in rule}
             return tools <= {"", *read_only}
 
@@ -1881,13 +1881,13 @@ class Rules:
             rule, said = self.match(spoken)
         return [(rule if "offer" in rule else self.otherwise, {"can": "\n  ".join(can)} | said)]
 
-    def _nearest(self, word: re.Match) -> str:
+    def _nearest(self, word):
         """`opne` → `open`, `mny` → `many`: the word of the rules that is nearest, or the same"""
         alike = [known for known in self.vocabulary if known[0] == word[0][0]]
         swapped = [known for known in alike if sorted(known) == sorted(word[0])]
         return [*swapped, *difflib.get_close_matches(word[0], alike, 1, 0.82), word[0]][0]
 
-    def _steps(self, pieces: list[str]) -> Steps:
+    def _steps(self, pieces):
         """Join pieces, as few as possible, until each step has a rule; [] if that is impossible.
 
         `list docs`, ` and `, `read a.txt`, `, `, `b.txt` → the rules of `list docs` and of the rest
@@ -1900,7 +1900,7 @@ class Rules:
                     return [first, *rest]
         return []
 
-    def match(self, text: str) -> tuple[dict, dict]:
+    def match(self, text: str):
         """Return the first rule that has a matching sentence, and the values of its <words>."""
         spoken = re.sub(self.kinds["after"], "", text.strip())
         spoken = re.sub(self.kinds["before"], "", spoken)
@@ -1911,7 +1911,7 @@ class Rules:
         return self.otherwise, {}
 
 
-def rules_beside_this_file() -> str:
+def rules_beside_this_file():
     here = Path(__file__).resolve().parent
     for path in (here / OFFLINE_RULES, here / "nanobot_data" / OFFLINE_RULES):
         if path.is_file():
@@ -1943,7 +1943,7 @@ class Plan:
         self.matches = {}  # title of a rule → the values of its <words>
         self.next_call = None  # the first call that has no result yet
 
-    def answer(self) -> str:
+    def answer(self):
         """Return the text of the answer. The text is used only if `next_call` stays None."""
         messages = [as_text(message) for message in self.request.messages]
         prompt = messages[0]["content"]
@@ -1966,7 +1966,7 @@ class Plan:
                 question = ""
         return "\n\n".join(self._reports(question))
 
-    def _reports(self, question: str) -> list[str]:
+    def _reports(self, question):
         """Plan one turn. Returns an answer for each step and file."""
         self.matches, self.next_call = {}, None
         reports = []
@@ -1976,7 +1976,7 @@ class Plan:
         self.results.clear()
         return reports
 
-    def _files(self, said: dict) -> list[str]:
+    def _files(self, said):
         """`a.txt and b.txt` → both; `it` → the file named last; `my essay` → `essay.md`"""
         name = (said.get("name") or said.get("document", "")).lower().strip('"')
         if name and name not in self.known["file"].lower():
@@ -1986,7 +1986,7 @@ class Plan:
             return [self.known["file"]]
         return [re.sub(QUOTED, r"\1", file).replace("\\", "/") for file in files]
 
-    def _look_up(self, name: str) -> str:
+    def _look_up(self, name):
         """`essay` → `My Essay.md`, if only one file has such a name or one of its words; or "" """
         paths = self._result("glob", {"pattern": "*"}).split("\n")
         stems = {Path(path).stem.lower(): path for path in paths}
@@ -2000,7 +2000,7 @@ class Plan:
                 return same[0]
         return ""
 
-    def _follow(self, rule: dict, said: dict, file: str) -> str:
+    def _follow(self, rule, said, file):
         """Apply one rule to one file. Returns the rule's answer, or the error text of a tool."""
         self.known["file"] = file
         known = self.known | {name: re.sub(QUOTED, r"\1", text) for name, text in said.items()}
@@ -2027,7 +2027,7 @@ class Plan:
         known |= {"result": shown or "Done.", "count": str(shown.count("\n") + 1)}
         return fill(rule.get("answer", "<result>").strip(), known)
 
-    def _result(self, tool: str, arguments: dict) -> str:
+    def _result(self, tool, arguments):
         """Return a call's result. If the call has no result yet, set `next_call` and return ""."""
         if self.results:
             if tool not in self.request.read_only:
@@ -2036,7 +2036,7 @@ class Plan:
         self.next_call = self.next_call or (tool, arguments)
         return ""
 
-    def _change_lines(self, rule: dict, known: dict) -> str:
+    def _change_lines(self, rule, known):
         """Append `line` to a file; if `without` is set, remove the lines that have it."""
         place, line = arguments_of(rule, known), fill(rule["line"], known)
         text = self._result("read_file", place)
@@ -2053,7 +2053,7 @@ class Plan:
         return self._result("edit_file", place | edit) if page else text
 
 
-def fill(template: str, known: dict, change: Callable = str) -> str:
+def fill(template: str, known: dict, change: Callable = str):
     """`<file> says:` → `a.txt says:`; a line with a <word> that is not known is left out"""
     lines = [
         re.sub(WORD, lambda word: change(known[word[1]]), line)
@@ -2063,7 +2063,7 @@ def fill(template: str, known: dict, change: Callable = str) -> str:
     return "\n".join(lines)
 
 
-def arguments_of(rule: dict, known: dict) -> dict:
+def arguments_of(rule: dict, known: dict):
     """Fill in a tool's arguments; omit an argument if the user did not say its <words>."""
     arguments = {}
     for name, template in rule.items():
@@ -2101,7 +2101,7 @@ SIGNS = {  # what is said → what it means to Python; the first one is for 1,00
 }
 
 
-def calculate(text: str) -> str:
+def calculate(text: str):
     """`15% of 240` → `36`; a text that is no sum → `not a number`"""
     for said, sign in SIGNS.items():
         text = re.sub(said, sign, text.lower())

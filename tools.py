@@ -63,7 +63,6 @@ from pathlib import Path
 from typing import (
     Annotated,
     Any,
-    BinaryIO,
     Literal,
     NamedTuple,
     Union,
@@ -303,7 +302,7 @@ class ToolRegistry:
             line = result.text.split("\n")[0]
             log.warning("tool %s", line, exc_info=log.isEnabledFor(logging.INFO))  # with --logs
         result.text = result.text if result.text.strip() else f"({name} completed with no output)"
-        result.shown = result.shown or outcome(result)
+        result.shown = (result.shown or outcome(result)).replace(f"{turn.cwd}{os.sep}", "")
         result.text = fitted(result.text, turn.max_result_chars, name, turn)
         return result
 
@@ -467,12 +466,12 @@ async def in_thread(function: Callable, /, *args, **kwargs):
 
 
 @functools.cache
-def temporary_folder() -> Path:
+def temporary_folder():
     """A private folder for programs that give their turns no folders."""
     return Path(tempfile.mkdtemp(prefix="nanobot-"))
 
 
-def fitted(text: str, most: int, name: str, turn: Turn) -> str:
+def fitted(text: str, most: int, name: str, turn: Turn):
     """Return a text; if it is too long, its first and last lines, and a file with all of it."""
     if len(text) <= most:
         return text
@@ -489,7 +488,7 @@ def fitted(text: str, most: int, name: str, turn: Turn) -> str:
     return shorten(text, most - 300, note)
 
 
-def outcome(result: ToolResult) -> str:
+def outcome(result: ToolResult):
     """How a call ended, for people, if its tool does not say it: the error, or "12 lines"."""
     lines = result.text.split("\n")
     if result.is_error:
@@ -497,11 +496,11 @@ def outcome(result: ToolResult) -> str:
     return counted(len(lines), "line", "lines")
 
 
-def counted(count: int, one: str, many: str) -> str:
+def counted(count: int, one: str, many: str):
     return f"{count:,} {one if count == 1 else many}"
 
 
-def shorten(text: str, limit: int, note: str = "") -> str:
+def shorten(text: str, limit: int, note: str = ""):
     """Drop the middle of a text longer than `limit` characters, whole lines if possible."""
     if len(text) <= limit:
         return text
@@ -533,7 +532,7 @@ LIMITS = {
 OPENING = ("additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref", "if")
 
 
-def union_schema(options: list[dict]) -> dict:
+def union_schema(options: list[dict]):
     """One of several schemas. Not all endpoints know anyOf, so it is used only if it is needed.
 
     integer, null → {"type": ["integer", "null"]};  "a", integer → {"anyOf": [{"enum": …}, …]}
@@ -547,7 +546,7 @@ def union_schema(options: list[dict]) -> dict:
     return {**merged, "type": sum(map(kinds, options), [])} if is_typed else {}
 
 
-def kinds(schema: dict) -> list[str]:
+def kinds(schema: dict):
     """The JSON types that a schema allows; [] means any type."""
     names = schema.get("type", [])
     return [names] if isinstance(names, str) else list(names)
@@ -569,7 +568,7 @@ KEYWORDS = {
 }
 
 
-def is_sane(schema) -> bool:
+def is_sane(schema):
     """Can `cast` and `validate` read this schema of a foreign server?"""
     if not isinstance(schema, dict):
         return False
@@ -581,7 +580,7 @@ def is_sane(schema) -> bool:
     return all(str(kind) in JSON_TYPES for kind in kinds(schema)) and all(map(is_sane, parts))
 
 
-def fits(value, wanted: list[str]) -> bool:
+def fits(value, wanted: list[str]):
     """Does a value have one of these types? 5.0 is an integer, True is not; [] means any type."""
     if isinstance(value, bool):  # in Python True is an int, in JSON it is not
         return not wanted or "boolean" in wanted
@@ -611,7 +610,7 @@ def cast(value, schema: dict):
     return value
 
 
-def validate(value, schema: dict, path: str = "") -> list[str]:
+def validate(value, schema: dict, path: str = ""):
     """Find values that the schema forbids: ["size must be <= 6", "rows[0].name is required"]"""
     name, wanted = path or "value", kinds(schema)
     if not fits(value, wanted):
@@ -638,7 +637,7 @@ def validate(value, schema: dict, path: str = "") -> list[str]:
     return errors
 
 
-def wrong_size(value, schema: dict, name: str) -> list[str]:
+def wrong_size(value, schema: dict, name: str):
     low, high = (schema.get(limit) for limit in LIMITS.get(type(value), ("", "")))
     if isinstance(value, str | list):
         value, name = len(value), f"{name}: its length"
@@ -647,7 +646,7 @@ def wrong_size(value, schema: dict, name: str) -> list[str]:
     return [f"{name} must be <= {high}"] if high is not None and value > high else []
 
 
-def unexpected_keys(params: dict, schema: dict) -> list[str]:
+def unexpected_keys(params: dict, schema: dict):
     known = schema.get("properties")
     is_open = not all(schema.get(word) in (None, False) for word in OPENING)
     if is_open or known is None:
@@ -667,10 +666,10 @@ class Schema(dict):
             if value not in (None, ""):
                 self[head + "".join(word.capitalize() for word in others)] = value
 
-    def to_json_schema(self) -> dict:
+    def to_json_schema(self):
         return dict(self)
 
-    def validate_value(self, value, path: str = "") -> list[str]:
+    def validate_value(self, value, path: str = ""):
         return validate(value, self, path)
 
 
@@ -680,7 +679,7 @@ NumberSchema = functools.partial(Schema, "number")
 BooleanSchema = functools.partial(Schema, "boolean")
 
 
-def ArraySchema(items=Any, description: str = "", **keywords) -> Schema:
+def ArraySchema(items=Any, description: str = "", **keywords):
     return Schema("array", description, items=as_schema(items), **keywords)
 
 
@@ -691,7 +690,7 @@ def ObjectSchema(
     additional_properties: bool | None = None,
     nullable: bool = False,
     **more,
-) -> Schema:
+):
     """`ObjectSchema({"name": str, "size": IntegerSchema(minimum=1)}, required=["name"])`, or
     `ObjectSchema(name=str, size=IntegerSchema(minimum=1), required=["name"])`"""
     return Schema(
@@ -704,16 +703,14 @@ def ObjectSchema(
     )
 
 
-def tool_parameters_schema(
-    description: str = "", required: Iterable[str] = (), **properties
-) -> Schema:
+def tool_parameters_schema(description: str = "", required: Iterable[str] = (), **properties):
     return ObjectSchema(properties, required, description)
 
 
-def tool_parameters(schema: dict) -> Callable:
+def tool_parameters(schema: dict):
     """Class decorator for a hand-written schema, such as `tool_parameters_schema(…)`."""
 
-    def decorate(tool_class: type) -> type:
+    def decorate(tool_class: type):
         tool_class.parameters = property(lambda tool: copy.deepcopy(schema))
         return tool_class
 
@@ -746,12 +743,12 @@ IMAGE_STARTS = {
 }
 
 
-def open_file(path) -> BinaryIO:
+def open_file(path):
     """Open a file for reading. A link is refused; a FIFO opens at once, even without a writer."""
     return open(path, "rb", opener=lambda path, _: os.open(path, READING))
 
 
-def read_bytes(path: Path, most: int = MAX_FILE_BYTES) -> bytes:
+def read_bytes(path: Path, most: int = MAX_FILE_BYTES):
     """Read a regular file; raises ToolError with the reason if the file cannot be read."""
     try:
         with open_file(path) as file:
@@ -765,18 +762,18 @@ def read_bytes(path: Path, most: int = MAX_FILE_BYTES) -> bytes:
         raise ToolError(f"Cannot read {path}: {problem.strerror}.{similar_names(path)}") from None
 
 
-def plain_text(data: bytes) -> str:
+def plain_text(data: bytes):
     """b"\\xef\\xbb\\xbfone\\r\\ntwo\\r\\n" → "one\\ntwo"; a UTF-16 BOM selects UTF-16."""
     encoding = "utf-16" if data.startswith(UTF16_MARKS) else "utf-8"
     text = data.removeprefix(UTF8_MARK).decode(encoding, errors="replace")
     return (text.replace("\r\n", "\n") if "\r" in text else text).removesuffix("\n")
 
 
-def is_binary(data: bytes) -> bool:
+def is_binary(data: bytes):
     return data.find(b"\0", 0, 8_192) >= 0 and not data.startswith(UTF16_MARKS)
 
 
-def similar_names(path: Path) -> str:
+def similar_names(path: Path):
     """For an error: what there is instead, such as " In /home/ada: a.txt, b.txt" """
     if path.exists():
         return " Use list_dir." if path.is_dir() else ""
@@ -786,11 +783,11 @@ def similar_names(path: Path) -> str:
     return f" In {folder}: {', '.join(near)}"
 
 
-def count_lines(data: bytes) -> int:
+def count_lines(data: bytes):
     return len(plain_text(data).split("\n")) if data else 0
 
 
-def numbered_page(lines: list[str], first: int, most: int, room: int) -> tuple[str, int]:
+def numbered_page(lines: list[str], first: int, most: int, room: int):
     """Returns the page and the number of its last whole line; a line longer than `room` is cut.
 
     ["a", "b", "c"], first=2, most=1 → ("2| b ⏎ (lines 2-2 of 3; go on with offset=3)", 2)
@@ -835,7 +832,7 @@ def write_atomic(path: Path, data: bytes):
         raise ToolError(f"Cannot write {path}: {problem.strerror}. Nothing was changed.") from None
 
 
-def image_block(data: bytes) -> dict | None:
+def image_block(data: bytes):
     """Make an `image_url` block; returns None if the data are not a png, jpeg, gif or webp."""
     for kind, start in IMAGE_STARTS.items():
         if re.match(start, data):
@@ -845,7 +842,7 @@ def image_block(data: bytes) -> dict | None:
 
 
 @tool(read_only=True)
-def list_dir(path: str = ".", *, turn: Turn) -> str:
+def list_dir(path: str = ".", *, turn: Turn):
     """List a directory."""
     real = turn.path(path)
     try:
@@ -865,9 +862,7 @@ def list_dir(path: str = ".", *, turn: Turn) -> str:
 
 
 @tool
-def edit_file(
-    path: str, old_text: str, new_text: str, replace_all: bool = False, *, turn: Turn
-) -> ToolResult:
+def edit_file(path: str, old_text: str, new_text: str, replace_all: bool = False, *, turn: Turn):
     """Replace a passage of a text file: old_text must occur once. Returns the diff."""
     if not old_text:
         raise ToolError("old_text is empty. To write a whole file, use write_file.")
@@ -875,7 +870,7 @@ def edit_file(
     return rewrite(path, turn, lambda text: replace_passage(text, old, new, replace_all))
 
 
-def rewrite(path: str, turn: Turn, change: Callable) -> ToolResult:
+def rewrite(path: str, turn: Turn, change: Callable):
     """Apply `change` to a text file; returns the diff. BOM, CRLF and invalid UTF-8 are kept."""
     real = turn.path(path, write=True)
     data = read_bytes(real)
@@ -892,7 +887,7 @@ def rewrite(path: str, turn: Turn, change: Callable) -> ToolResult:
     return ToolResult(text + note, shown=shown + note)
 
 
-def diff(before: str, after: str, name: str) -> tuple[str, str]:
+def diff(before: str, after: str, name: str):
     """Returns the difference for people (the count "+3 −1", then at most 12 lines), and for the
     model."""
     if len(before) + len(after) > 2_000_000:  # the comparison would take seconds
@@ -908,7 +903,7 @@ def diff(before: str, after: str, name: str) -> tuple[str, str]:
     return "\n".join(shown), shorten(text, 4_000) or "(the text is the same)"
 
 
-def replace_passage(text: str, old: str, new: str, replace_all: bool = False) -> str:
+def replace_passage(text: str, old: str, new: str, replace_all: bool = False):
     """Replace `old` with `new`; raises ToolError if `old` is missing or occurs more than once. If
     `new` is empty and a whole line is deleted, its line break is deleted, too."""
     if replace_all and old in text:
@@ -932,7 +927,7 @@ def replace_passage(text: str, old: str, new: str, replace_all: bool = False) ->
     return before + new + after
 
 
-def nearest(text: str, old: str) -> str:
+def nearest(text: str, old: str):
     lines, wanted = text.split("\n"), old.strip("\n").split("\n")
     starts = [line[:100] for line in lines[:5_000]]  # the limits keep the comparison fast
     close = difflib.get_close_matches(wanted[0][:100], starts, n=1, cutoff=0.5)
@@ -948,7 +943,7 @@ def nearest(text: str, old: str) -> str:
 UNDO_CHANGES, UNDO_BYTES, UNDO_FILE_BYTES = 200, 50_000_000, 10_000_000
 
 
-def change_file(turn: Turn, path: Path, old: bytes | None, new: bytes) -> str:
+def change_file(turn: Turn, path: Path, old: bytes | None, new: bytes):
     """Write a file, after its version before this turn was kept (`old` is None if the file is new).
     Returns "" or, if the change cannot be undone, the reason."""
     store, note = turn.store("undo"), ""
@@ -984,7 +979,7 @@ def change_file(turn: Turn, path: Path, old: bytes | None, new: bytes) -> str:
     return note
 
 
-def digest(data: bytes | None) -> str:
+def digest(data: bytes | None):
     return hashlib.sha256(data or b"").hexdigest()
 
 
@@ -996,7 +991,7 @@ def forget_old_changes(store: Path):
             entry.unlink()
 
 
-def kept_changes(store: Path) -> list[dict]:
+def kept_changes(store: Path):
     """What `change_file` has kept, oldest first: {"session", "turn", "folder", "path", "file" …}"""
     changes = []
     for entry in sorted(store.glob("undo-*")):
@@ -1005,7 +1000,7 @@ def kept_changes(store: Path) -> list[dict]:
     return changes
 
 
-def take_back(store: Path, session: str) -> dict[str, bool]:
+def take_back(store: Path, session: str):
     """Undo the session's last turn that changed files. Returns for each file whether it is as
     before, or was left alone because something else has changed it since."""
     changes = [change for change in kept_changes(store) if change["session"] == session]
@@ -1017,7 +1012,7 @@ def take_back(store: Path, session: str) -> dict[str, bool]:
     return outcomes
 
 
-def restore(change: dict) -> bool:
+def restore(change: dict):
     """Give a file its old bytes, or delete it; returns False if something has changed it since."""
     path = Path(change["path"])
     try:
@@ -1038,7 +1033,7 @@ def restore(change: dict) -> bool:
 # ---- Notebooks ----
 
 
-def notebook_text(text: str) -> str:
+def notebook_text(text: str):
     """Show the cells of a notebook; "" if the text is none. Long outputs are shortened.
 
     [cell 0, code] ⏎ 1 + 1 ⏎ [output] ⏎ 2
@@ -1065,7 +1060,7 @@ def notebook_edit(
     mode: Literal["replace", "insert", "delete"] = "replace",
     *,
     turn: Turn,
-) -> ToolResult:
+):
     """Change or delete a cell of a Jupyter notebook (.ipynb), or insert one before it. To append a
     cell, insert it at the number after the last one."""
     result = rewrite(path, turn, lambda text: change_cell(text, cell, source, cell_type, mode))
@@ -1073,7 +1068,7 @@ def notebook_edit(
     return result
 
 
-def change_cell(text: str, index: int, source: str, kind: str, mode: str) -> str:
+def change_cell(text: str, index: int, source: str, kind: str, mode: str):
     """Change one cell in a notebook's JSON; the rest of the notebook stays the same."""
     try:
         book = json.loads(text)
@@ -1093,7 +1088,7 @@ def change_cell(text: str, index: int, source: str, kind: str, mode: str) -> str
     return after + text[len(text.rstrip()) :]
 
 
-def lawful_cell(cell: dict, source: str, kind: str, book: dict) -> dict:
+def lawful_cell(cell: dict, source: str, kind: str, book: dict):
     """Make a valid cell: sorted keys, outputs only in code cells, ids only from nbformat 4.5 on."""
     cell |= {"cell_type": kind, "source": source.splitlines(keepends=True)}
     foreign = {"attachments"} if kind == "code" else {"execution_count", "outputs"}
@@ -1120,7 +1115,7 @@ SKIPPED_FOLDERS = {
 }
 
 
-def find_files(turn: Turn, path: str, *globs: str) -> list[tuple]:
+def find_files(turn: Turn, path: str, *globs: str):
     """Find regular, non-secret files that match all globs: [(name for the next call, full path),
     …]. A file that is named itself is found whatever the globs are."""
     root = turn.path(path)
@@ -1145,7 +1140,7 @@ def find_files(turn: Turn, path: str, *globs: str) -> list[tuple]:
     return files
 
 
-def walk(folder: str, ignored: set[str] | None = None) -> Iterator[os.DirEntry]:
+def walk(folder: str, ignored: set[str] | None = None):
     try:
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
     except OSError:  # skip a folder that cannot be read
@@ -1161,7 +1156,7 @@ def walk(folder: str, ignored: set[str] | None = None) -> Iterator[os.DirEntry]:
             yield from walk(entry.path, ignored)
 
 
-def ignored_by_git(folder: str) -> set[str]:
+def ignored_by_git(folder: str):
     """List the paths that git ignores. git must not start programs, such as fsmonitor or fetch."""
     environment = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
     environment |= {"GIT_ALLOW_PROTOCOL": "", "GIT_NO_LAZY_FETCH": "1"}
@@ -1199,7 +1194,7 @@ GLOB_TOKEN = r"(?s)\\.|\[[!^]?\]?[^\]]{0,99}\]|\*\*/|\*\*|."  # tokens such as \
 GLOB_MEANINGS = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]", "{": "(?:", "}": ")"}
 
 
-def glob_pattern(glob: str) -> re.Pattern:
+def glob_pattern(glob: str):
     """Convert a glob to a regular expression. A glob without a slash matches in every folder.
 
     "src/*.{py,js}" → r"src/[^/]*\\.(?:py|js)\\Z";  Python's own globs have no braces.
@@ -1231,7 +1226,7 @@ def glob_pattern(glob: str) -> re.Pattern:
 
 
 @tool(read_only=True)
-def glob(pattern: str, path: str = ".", head_limit: Limit = 250, *, turn: Turn) -> ToolResult:
+def glob(pattern: str, path: str = ".", head_limit: Limit = 250, *, turn: Turn):
     """Find files by name, newest first. `*.py` finds files in all folders below path."""
     if pattern.startswith(("/", "~", "..")):  # /etc/*.conf → path /etc/, pattern ./*.conf
         folder = re.match(r"(?:[^*?\[{]*/)?", pattern)[0]
@@ -1244,7 +1239,7 @@ def glob(pattern: str, path: str = ".", head_limit: Limit = 250, *, turn: Turn) 
     return ToolResult(text, shown=counted(len(names), "file", "files"))
 
 
-def first_lines(lines: list[str], limit: int) -> str:
+def first_lines(lines: list[str], limit: int):
     more = ["(there are more: raise head_limit or narrow the search)"] if len(lines) > limit else []
     return "\n".join(lines[:limit] + more)
 
@@ -1288,7 +1283,7 @@ async def grep(
     head_limit: Limit = 250,
     *,
     turn: Turn,
-) -> ToolResult:
+):
     """Search lines with a regular expression. output_mode "content" returns `path:line: text`."""
     type_glob = TYPES.get(type, f"*.{type}")  # an unlisted type like rb means *.rb
     root, files = turn.path(path), await in_thread(find_files, turn, path, glob, type_glob)
@@ -1319,7 +1314,7 @@ async def grep(
     return ToolResult(text, shown=f"{counted(sum(hits), 'match', 'matches')} in {where}")
 
 
-async def search_lines(request: dict) -> dict:
+async def search_lines(request: dict):
     """Search in several processes, one per CPU, if there are many files. Raises ToolError after
     SEARCH_SECONDS. Returns {"lines": […], "hits": [3, 1], "skipped": ["a.log (binary)"]}, or
     {"problem": …}"""
@@ -1334,7 +1329,7 @@ async def search_lines(request: dict) -> dict:
     return first
 
 
-async def search_part(request: dict) -> dict:
+async def search_part(request: dict):
     process = subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", CHILD],
         start_new_session=True,
@@ -1378,7 +1373,7 @@ def search_child(request: dict):
     print(json.dumps({"lines": shown, "hits": hits, "skipped": skipped}))
 
 
-def searched_bytes(path: str, most: int) -> tuple[bytes, str]:
+def searched_bytes(path: str, most: int):
     """Read a file; returns its bytes, and why it cannot be searched."""
     try:
         with open_file(path) as file:
@@ -1390,7 +1385,7 @@ def searched_bytes(path: str, most: int) -> tuple[bytes, str]:
     return (b"", "binary") if is_binary(data) else (data, "")
 
 
-def shown_lines(name: str, text: str, find: Callable, request: dict, hits: list) -> list[str]:
+def shown_lines(name: str, text: str, find: Callable, request: dict, hits: list):
     """Format each match as `name:12: text` and each context line as `name-13- text`. Appends the
     number of matches to `hits`."""
     lines = text.split("\n")
@@ -1512,7 +1507,7 @@ def check_command(command: str, turn: Turn, *, confined: bool = False):
     check_paths(named - written, turn, writes=False)
 
 
-def found_by(arguments: list[str]) -> list[str]:
+def found_by(arguments: list[str]):
     """The start folders of `find`, or patterns in them: a b -type f → a, b; . -name c → ./found*"""
     starts = list(itertools.takewhile(lambda word: word[:1] not in "-(!", arguments)) or ["."]
     if re.search(CHOOSES, " ".join(arguments).partition(" -delete")[0]):
@@ -1520,7 +1515,7 @@ def found_by(arguments: list[str]) -> list[str]:
     return starts
 
 
-def real_path(name: str, here: Path | None, turn: Turn) -> Path | None:
+def real_path(name: str, here: Path | None, turn: Turn):
     """The path of a name if it is plain and in the working folder, else None."""
     if here is None or re.search(UNKNOWN, name):
         return None
@@ -1549,7 +1544,7 @@ def check_deleted(name: str, here: Path | None, turn: Turn):
     turn.path(str(real), write=True)  # raises Refused if it is inside a record
 
 
-def programs_of(command: str) -> list[list[str]]:
+def programs_of(command: str):
     """Split a command into its programs. A redirection becomes a program that writes, `tee`:
     sudo ls -a >b && c "d e" # f  →  [[tee, b], [sudo, ls, -a], [c, d e]]"""
     command = without_here_documents(command)
@@ -1572,7 +1567,7 @@ def programs_of(command: str) -> list[list[str]]:
     return programs
 
 
-def without_here_documents(command: str) -> str:
+def without_here_documents(command: str):
     """Drop text that no shell runs: cat > a <<'E' ⏎ rm -rf x ⏎ E ⏎ ls  →  cat > a <<'E' ⏎ ls"""
     kept, ends = [], []
     for line in command.split("\n"):
@@ -1598,7 +1593,7 @@ def check_paths(words: set[str], turn: Turn, *, writes: bool):
         turn.path(path, write=writes)
 
 
-def paths_in(word: str) -> Iterator[str]:
+def paths_in(word: str):
     """Find the paths in a word, like -I/usr/lib, --file=~/x, host:/etc, {a,b}, /etc/pass*"""
     word = re.sub(HOME, "~", re.sub(URL, "", word))
     for part in set(re.split(r"[=:,{}]|^-\w(?=[/~])", word)):
@@ -1638,7 +1633,7 @@ class Exec(Tool):
         timeout: Annotated[int, IntegerSchema("Seconds", minimum=0, maximum=600)] = 0,
         *,
         turn: Turn,
-    ) -> ToolResult:
+    ):
         fenced = replace(turn, restrict=turn.restrict or bool(self.sandbox))
         folder = fenced.path(working_dir, write=True)
         if not folder.is_dir():
@@ -1666,7 +1661,7 @@ class Exec(Tool):
             text += f"\nTimed out after {seconds} s: its process group was killed."
         return ToolResult(f"{text}\nExit code: {code}".strip("\n"), code != 0, shown=shown)
 
-    def _bwrap(self, turn: Turn) -> list[str]:
+    def _bwrap(self, turn):
         """Return bwrap's arguments; raises ToolError if bwrap cannot confine the command."""
         if problem := sandbox_problem():
             raise ToolError(f"The command was not run. {problem}")
@@ -1719,7 +1714,7 @@ class Job:
         atexit.register(self.kill)  # kill the command when this program exits
         self.output, self.is_late = Capture(self.process.stdout), False
 
-    async def run(self, seconds: float) -> str:
+    async def run(self, seconds: float):
         """Wait for the end of the command, or kill it after `seconds`. Returns its output."""
         try:
             await asyncio.wait_for(in_thread(self.process.wait), seconds)
@@ -1747,7 +1742,7 @@ class Job:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(5)
 
-    def signal_group(self, number: int) -> bool:
+    def signal_group(self, number: int):
         """Signal the process group (signal 0: only a test); returns False if the group is empty."""
         if not self.watchdog:
             self.process.kill()
@@ -1778,7 +1773,7 @@ class Capture(threading.Thread):
                     self.missing += KEPT_BYTES
                     del self.tail[:KEPT_BYTES]
 
-    def text(self) -> str:
+    def text(self):
         """Return the start and the end of the output. Waits up to 0.5 s for the pipe to close."""
         self.join(0.5)
         gap = f"\n[{self.missing:,} bytes are missing here]\n".encode() if self.missing else b""
@@ -1840,7 +1835,7 @@ SYSTEM = [
 ]
 
 
-def sandbox_problem() -> str:
+def sandbox_problem():
     """Test whether bwrap works on this machine; returns the problem and the fix, or ""."""
     try:
         trial = [*BWRAP, "--ro-bind", "/", "/", "true"]
@@ -1876,7 +1871,7 @@ NOT_PUBLIC = [
 ]
 
 
-def is_public(ip) -> bool:
+def is_public(ip):
     """Is the address on the public internet? `is_global` alone accepts multicast and tunnels."""
     if any(ip in network for network in CARRIERS):  # check the IPv4 address that `ip` contains
         ip = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
@@ -1884,7 +1879,7 @@ def is_public(ip) -> bool:
     return ip.is_global and not (ip.is_multicast or ip.is_reserved or is_refused)
 
 
-def web_url(text: str) -> urllib.parse.SplitResult:
+def web_url(text: str):
     """Split and encode a URL: http://münchen.de/a b#c → http, xn--mnchen-3ya.de, /a%20b
 
     Raises ToolError for other schemes, and for URLs that two programs could read differently.
@@ -1935,7 +1930,7 @@ class Web:
             login = base64.b64encode(urllib.parse.unquote(pair).encode()).decode()
             self.login = {"Proxy-Authorization": f"Basic {login}"}
 
-    async def ask(self, url: str, redirects: int = 0, **request) -> tuple[Any, bytes]:
+    async def ask(self, url: str, redirects: int = 0, **request):
         """Return http.client's response and the body. Options: `trusted`, `body`, `headers`."""
         try:
             work = self._ask(web_url(url), redirects, **request)
@@ -1944,7 +1939,7 @@ class Web:
             why = str(problem)[:200] or f"it took longer than {self.seconds} s"
             raise ToolError(f"No answer from {url[:200]}: {why}. Try another source.") from None
 
-    async def _ask(self, url, redirects: int, trusted: bool = False, **request) -> tuple:
+    async def _ask(self, url, redirects, trusted=False, **request):
         if self.proxy.hostname and not trusted:
             line = await in_thread(self._connect_by_proxy, url)
         else:
@@ -1963,7 +1958,7 @@ class Web:
             return await self._ask(url, redirects - 1)
         return response, body
 
-    async def _addresses(self, url, trusted: bool) -> list[tuple]:
+    async def _addresses(self, url, trusted):
         """Resolve a host only once, because a second answer could differ; check each address."""
         place = (url.hostname, url.port or PORTS[url.scheme])
         answers = await in_thread(self.resolve, *place, type=socket.SOCK_STREAM)
@@ -1976,20 +1971,20 @@ class Web:
                 raise ToolError(f"Refused: {url.hostname} is {ip}, which is not public. {advice}")
         return addresses
 
-    def _connect(self, addresses: list[tuple]) -> socket.socket:
+    def _connect(self, addresses):
         for address in addresses:
             with contextlib.suppress(OSError):  # if this fails, try the next address
                 return socket.create_connection(address, timeout=15)
         raise OSError("no address accepted the connection")
 
-    def _connect_by_proxy(self, url) -> socket.socket:
+    def _connect_by_proxy(self, url):
         connection = HTTPConnection(self.proxy.hostname, self.proxy.port, timeout=15)
         if url.scheme == "https":
             connection.set_tunnel(url.hostname, url.port or 443, self.login)
         connection.connect()
         return connection.sock
 
-    def _exchange(self, line, url, body=None, headers=()) -> tuple:
+    def _exchange(self, line, url, body=None, headers=()):
         about = {"Host": url.netloc, "User-Agent": "Mozilla/5.0 (compatible; nanobot)"}
         with contextlib.closing(HTTPConnection(url.hostname, 80)) as connection:
             connection.sock = line  # already connected, so http.client resolves no name
@@ -2033,7 +2028,7 @@ MARKS = {
 }  # 10<sup>6</sup> → 10^6
 
 
-def page_text(source: str, url: str = "") -> str:
+def page_text(source: str, url: str = ""):
     """Convert HTML to text: # headings, - lists, [links](url), | cells, code; no menus, scripts.
 
     <h1>Hi</h1><p>See <a href="/b">b</a>  →  # Hi ⏎ ⏎ See [b](https://example.com/b)
@@ -2046,7 +2041,7 @@ def page_text(source: str, url: str = "") -> str:
     source = re.sub(ROW, lambda row: re.sub(rf"(?i)<({BLOCK}|br|li)\b", r" \g<0>_", row[0]), source)
     marks: list[Iterator[str]] = []  # for each open list, an iterator of its bullets or numbers
 
-    def mark_of(tag: re.Match) -> str:
+    def mark_of(tag: re.Match):
         name = (tag[1] or tag[3] or "").lower()
         if name in ("/ul", "/ol") and marks:
             marks.pop()
@@ -2060,7 +2055,7 @@ def page_text(source: str, url: str = "") -> str:
             return f"{gap}{'#' * int(name[1])} "
         return gap if re.fullmatch(BLOCK, name) else MARKS.get(name, "")
 
-    def block_of_code(_: re.Match) -> str:
+    def block_of_code(_: re.Match):
         code = re.sub(TAG, "", re.sub(r"(?i)<br\b[^<>]*>", "\n", next(codes)))
         return "```\n" + html.unescape(code).strip("\n") + "\n```"
 
@@ -2071,7 +2066,7 @@ def page_text(source: str, url: str = "") -> str:
     return re.sub("\1", block_of_code, text).strip()
 
 
-def link_text(match: re.Match, url: str) -> str:
+def link_text(match: re.Match, url: str):
     """<a href="b?x=1"> <b>go</b> </a> → [go](https://example.com/b?x=1)"""
     words = re.sub(TAG, "", re.sub(rf"(?i)<({BLOCK}|br|t[dh])\b", r" \g<0>", match[2])).split()
     text, href, target = " ".join(words), attribute(match[1], "href"), ""
@@ -2081,14 +2076,14 @@ def link_text(match: re.Match, url: str) -> str:
     return f"[{text}]({html.escape(target)})" if is_link else match[2]
 
 
-def attribute(attributes: str, name: str) -> str:
+def attribute(attributes: str, name: str):
     """Read the href in ` class=x href="/b?x=1&amp;y=2"` → /b?x=1&y=2, or "" if it is missing."""
     value = rf"""(?i)(?<![\w-]){name}\s*=\s*("[^"]*"|'[^']*'|[^\s"'>]+)"""
     match = re.search(value, attributes)
     return html.unescape(match[1].strip("\"' ")) if match else ""
 
 
-def decode_page(body: bytes, kind: str) -> str:
+def decode_page(body: bytes, kind: str):
     """Decode by the charset in header or page, else UTF-8. Rare codecs are not used: some hang."""
     named = re.search(  # charset=ISO-8859-2
         r"(?i)(?:charset|encoding)\s*=\s*[\"']?((?:utf|iso|windows|cp|gb|big5|euc|koi8|shift)"
@@ -2120,7 +2115,7 @@ class WebFetch(Tool):
 
     async def execute(
         self, url: str, max_chars: Annotated[int, IntegerSchema(minimum=1, maximum=50_000)] = 12_000
-    ) -> ToolResult:
+    ):
         response, body = await self.web.ask(url, redirects=5)
         failed, pictures = response.status >= 300, list(filter(None, [image_block(body)]))
         text = "(an image)" if pictures else await in_thread(readable, response, body)
@@ -2131,7 +2126,7 @@ class WebFetch(Tool):
         return ToolResult(f"{head}\n{text[:max_chars]}{end}", failed, pictures)
 
 
-def readable(response, body: bytes) -> str:
+def readable(response, body: bytes):
     """Convert HTML to plain text, keep other text, and describe binary data by type and size."""
     kind = response.getheader("Content-Type", "").lower()
     text = decode_page(body, kind).replace("\r\n", "\n")
@@ -2202,7 +2197,7 @@ class WebSearch(Tool):
 
     async def execute(
         self, query: str, count: Annotated[int, IntegerSchema(minimum=0, maximum=20)] = 0
-    ) -> ToolResult:
+    ):
         service, count = SEARCH_SERVICES[self.provider], count or self.max_results
         if service.headers and not self.key:
             raise ToolError(f"{self.provider} needs a key. Ask for tools.web.search.apiKey.")
@@ -2224,7 +2219,7 @@ class WebSearch(Tool):
             lines += [f"{number}. {title}", f"   {result.get('url')}", f"   {snippet[:500]}"]
         return ToolResult("\n".join(lines).replace(self.key or "\0", "[key]"))
 
-    async def _ask(self, service: SearchService, query: str, count: int) -> tuple[Any, bytes]:
+    async def _ask(self, service, query, count):
         parameters = {service.query: query} | ({service.count: count} if service.count else {})
         url, body = service.url, None
         if self.base:  # the user's own server may have any address
@@ -2237,12 +2232,12 @@ class WebSearch(Tool):
         return await self.web.ask(url, trusted=bool(self.base), body=body, headers=headers)
 
 
-def one_line(source) -> str:
+def one_line(source):
     """<b>Python</b> &amp;⏎more → Python & more"""
     return " ".join(page_text(str(source or "")).split())
 
 
-def search_results(page: str, where: str) -> list[dict]:
+def search_results(page: str, where: str):
     """Read [{title, url, …}] from JSON at a path like `web.results`, or from DuckDuckGo's HTML."""
     if not where:
         return duckduckgo_results(page)
@@ -2256,7 +2251,7 @@ def search_results(page: str, where: str) -> list[dict]:
     return [result for result in results if isinstance(result, dict)]
 
 
-def duckduckgo_results(page: str) -> list[dict]:
+def duckduckgo_results(page: str):
     """The links are redirects: //duckduckgo.com/l/?uddg=https%3A%2F%2Fa.org → https://a.org"""
     results: list[dict] = []
     # <a rel="nofollow" class="result__a" href="…">Title</a>
@@ -2299,13 +2294,13 @@ class MCPTool(Tool):
         properties = {name: part if is_sane(part) else {} for name, part in parts}
         self.parameters = {**kept, "type": "object", "properties": properties}
 
-    async def execute(self, /, **arguments) -> ToolResult:
+    async def execute(self, /, **arguments):
         if "uri" not in self.request:
             arguments = {**self.request, "arguments": arguments}
         return mcp_result(await self.server.call(self.method, arguments or self.request, self.name))
 
 
-def mcp_result(answer: dict) -> ToolResult:
+def mcp_result(answer: dict):
     """Collect texts and images: a tool's `content`, a resource's `contents`, a prompt's `messages`.
 
     A text block becomes its text; a link becomes its type and URI: [text/plain: file:///a.txt].
@@ -2353,7 +2348,7 @@ class MCPServer:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.ready.wait(), self.started + patience - time.monotonic())
 
-    async def call(self, method: str, request: dict, name: str) -> dict:
+    async def call(self, method: str, request: dict, name: str):
         """Return the server's answer; raises ToolError on a failure or after `tool_timeout` s."""
         await self.connect()
         if not self.client:
@@ -2411,7 +2406,7 @@ class MCPServer:
             self.ready.set()
             await anyio.sleep_forever()
 
-    async def _transport(self, stack: contextlib.AsyncExitStack):
+    async def _transport(self, stack):
         from mcp.client import sse, stdio, streamable_http
 
         logging.getLogger("mcp").setLevel(logging.CRITICAL)  # mcp logs a traceback per invalid line
@@ -2434,7 +2429,7 @@ class MCPServer:
             settings.url, http_client=http, max_sse_event_size=MAX_FILE_BYTES
         )
 
-    async def cause(self, failure: BaseException) -> str:
+    async def cause(self, failure: BaseException):
         """Describe a failure in one line, with the last line that the server wrote to stderr."""
         while isinstance(failure, BaseExceptionGroup):
             failure = failure.exceptions[0]
@@ -2477,7 +2472,7 @@ class MCPServer:
         if left_out:
             log.warning("MCP server %s, left out: %s", self.name, shorten(", ".join(left_out), 900))
 
-    async def _list(self, client, kind: str) -> list[dict]:
+    async def _list(self, client, kind):
         items, cursor = [], None
         for _ in range(20 if getattr(client.server_capabilities, kind) else 0):  # at most 20 pages
             page = await getattr(client, f"list_{kind}")(cursor=cursor)
@@ -2512,7 +2507,7 @@ class MCPServers:
     async def close(self):
         await asyncio.gather(*(server.close() for server in self.servers))
 
-    async def check(self) -> dict[str, str]:
+    async def check(self):
         """Connect to each server; returns {name: problem or ""}. The tools stay registered."""
         await self.connect(patience=60)
         problems = {server.name: server.problem for server in self.servers}

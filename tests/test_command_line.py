@@ -673,8 +673,8 @@ def test_approval_shows_the_escaped_command_and_obeys_what_is_typed_after_the_qu
         wait_until(lambda: len(server.bodies) == 1)
         terminal.type("yes\n")  # before the question: no answer to it
         is_typed.set()
-        terminal.expect("\\x1b[2J", "[y/n/always]")
-        terminal.say("n", "I may not.", "> ")
+        terminal.expect("\\u001b[2J", "[y/n/always]")
+        terminal.say("n", "· refused: The user did not approve this call.", "I may not.", "> ")
         assert "did not approve" in server.bodies[1]["messages"][-1]["content"]
         assert not target.exists()
         terminal.say("again", "[y/n/always]")
@@ -1075,7 +1075,7 @@ def test_turns_add_up_in_one_recording_and_are_played_one_after_the_other(own_ho
     with FakeLLM(script) as server:
         nanobot("-m", "zero", *DIRECT, server=server)
         status, out, err = nanobot("-m", "one", "--approve", *trace, server=server, cwd=tmp_path)
-        assert (status, out, err.count("nobody can be asked")) == (0, "I may not.\n", 1)
+        assert (status, out, err.count("nobody can be asked")) == (0, "I may not.\n", 2)
         assert "nobody can be asked here" in server.bodies[2]["messages"][-1]["content"]
         assert nanobot("-m", "two", *trace, server=server)[0] == 1
         process = start("-m", "three", *trace, server=server)
@@ -1462,7 +1462,7 @@ def test_a_gateway_answers_lets_others_look_survives_its_terminal_and_ends_whate
         assert status == 1 and "A gateway or a page already serves" in err
         assert "dream" in nanobot("cron")[1] and nanobot("status", "--offline")[0] == 0
         telegram.say("stay")
-        telegram.wait_until(lambda: telegram.texts() == ["to hello", "I stay.", "stay()"])
+        telegram.wait_until(lambda: telegram.texts() == ["to hello", "I stay."])
         assert gateway.end() < 10
     said = [line["content"] for line in journal(own_home, "telegram%3A7")]
     assert (gateway.process.returncode, said) == (0, ["hello", "to hello", "stay", "I stay."])

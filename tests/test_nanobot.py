@@ -1019,8 +1019,10 @@ def journal(loop: AgentLoop, key: str = "cli:direct") -> list[dict]:
 
 
 def test_a_turn_is_journalled_once_and_told_step_by_step(tmp_path):
-    calls = [call("list_dir", f"c{n}", path="/tmp") for n in range(3)]
+    folder = tmp_path / "workspace" / "sub"
+    calls = [call("list_dir", f"c{n}", path=str(folder)) for n in range(3)]
     loop = make_loop(tmp_path, [LLMResponse("Let me look.", calls, "tool_calls"), "an answer"])
+    folder.mkdir()
     result, events = ask(loop, "hello")
     assert result.final_content == "an answer"
     assert roles(journal(loop)) == ["user", "assistant", "tool", "tool", "tool", "assistant"]
@@ -1031,7 +1033,7 @@ def test_a_turn_is_journalled_once_and_told_step_by_step(tmp_path):
         "an",
         " answer",
     ]
-    hint = ("tool_hint", 'list_dir("/tmp")')
+    hint = ("tool_hint", 'list_dir("sub") · 1 line')
     steps = [event for event in events if event[0] != "delta"]
     assert steps == [("progress", "Let me look."), hint, hint, hint, ("final", "an answer")]
     loop = make_loop(tmp_path, ["one two"])

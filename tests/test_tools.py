@@ -1446,7 +1446,10 @@ def test_a_cell_is_what_nbformat_wants(turn, minor, arguments, cells, made):
         assert re.fullmatch("[0-9a-f]{8}", cell["id"])
         cell["id"] = "new"
     assert not result.is_error and len(book["cells"]) == cells and cell == made
-    assert '+    "y"' in result.shown and f"cell {arguments['cell']}: done" in result.text
+    assert (
+        re.match(r"\+\d+ −\d+\n@@ ", result.shown)
+        and f"cell {arguments['cell']}: done" in result.text
+    )
 
 
 @pytest.mark.parametrize(
