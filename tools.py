@@ -900,7 +900,7 @@ def diff(before: str, after: str, name: str):
     kinds = [line[:1] for line in lines[2:]]  # after the two lines with the name
     text = "\n".join(lines).encode("utf-8", errors="replace").decode()  # invalid bytes become `?`
     shown = [f"+{kinds.count('+')} −{kinds.count('-')}", *text.split("\n")[2:14]]
-    return "\n".join(shown), shorten(text, 4_000) or "(the text is the same)"
+    return "\n".join(shown).rstrip(), shorten(text, 4_000) or "(the text is the same)"
 
 
 def replace_passage(text: str, old: str, new: str, replace_all: bool = False):
@@ -1434,7 +1434,7 @@ FATAL = (
 REMOVES = r"rm (.* )?(-\w*[rR]|--r|\{\} )"  # rm -fr; find -exec rm {} +
 # find . -name '*.pyc' -delete removes some files, find . -type f -delete removes all
 CHOOSES = r"(?<!! )(?<!-not )-(i?(name|path|regex) [^\s\[]*\w|empty)"
-WRITES = r"(tee|mv|rm|truncate|touch|mkdir) |sed (.* )?-\w*i"
+WRITES = r"(tee|mv|rm|truncate|touch|mkdir) |sed (.* )?-(\w*i|-in)"
 WRITES_LAST = r"(cp|ln|install) "  # cp a b writes to b
 QUOTED = r"""\\(.)|'([^']*)'|"((?:[^"\\]|\\[\s\S])*)\""""
 WORD = r"""(?:[^\s;&|()<>`'"\\]|\\.|'[^']*'|"(?:[^"\\]|\\[\s\S])*")+"""

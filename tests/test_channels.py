@@ -1827,7 +1827,7 @@ def test_a_disk_that_refuses_makes_nothing_run_twice(tmp_path, caplog):
 
     async def nap(seconds: float) -> None:
         naps.append(seconds)
-        if len(naps) == 5:
+        if len(naps) >= 5 and once in caplog.text and temporary.exists():  # both have tried
             temporary.rmdir()
         await office.service.tick()
 
