@@ -2786,15 +2786,14 @@ def undo_command(arguments):
     """Takes back the file changes of the last turn in this folder that changed files."""
     loop = AgentLoop(settings_of(arguments))
     turn = loop.turn("cli:undo")
-    last = {}  # session → the folder of its last change, the newest session last
-    for change in kept_changes(turn.undo):
-        last.pop(change["session"], None)
-        last[change["session"]] = change["folder"]
-    keys = [key for key in last if key.startswith("cli:") and last[key] == str(turn.cwd)]
+    folders = {}  # session, the newest first → the folder of its last change
+    for change in reversed(kept_changes(turn.undo)):
+        folders.setdefault(change["session"], change["folder"])
+    keys = [key for key in folders if key[:4] == "cli:" and folders[key] == str(turn.cwd)]
     if not keys:
         raise ConfigError(f"There is nothing to undo: no turn has changed files in {turn.cwd}.")
     with BackgroundLoop(loop.close) as background:
-        result = background.complete(loop.process_direct("/undo", keys[-1]))
+        result = background.complete(loop.process_direct("/undo", keys[0]))
     print(printable(result.final_content))
 
 

@@ -1456,21 +1456,23 @@ class AnswerReader:
     def _ready(self, text):
         """Return the text that may be shown now. Thoughts and possible calls are held back."""
         self.held += text
-        while not self.shown:
-            self.held = self.held.lstrip("\n")
-            if not THOUGHT_START.match(self.held):
-                break
-            end = THOUGHT_END.search(self.held)
-            if not end:
-                return ""
-            self.held = self.held[end.end() :]
-        length = len(self.held)
-        if self.tools:
+        begin = len(self.shown)
+        line_start = LINE_START if self.tools else THOUGHT_START
+        while True:
+            if not self.shown:
+                self.held = self.held.lstrip("\n")
             before = self.shown[-1:]  # tells whether `held` begins a line
-            found = CALL_START.search(before + self.held, len(before))
-            if found:
-                length = found.start() - len(before)
-        return self._show(length)
+            found = line_start.search(before + self.held, len(before))
+            self._show(found.start() - len(before) if found else len(self.held))
+            is_thought = THOUGHT_TAG.match(self.held.lstrip()) and not self.is_in_fence
+            end = THOUGHT_END.search(self.held) if is_thought else None
+            if not end:
+                return self.shown[begin:]
+            self.held = self.held[end.end() :]
+
+    @property
+    def is_in_fence(self):
+        return self.shown.count("```") % 2 == 1
 
     def _show(self, length):
         """Move the first characters from `held` to `shown`."""
@@ -1484,8 +1486,7 @@ class AnswerReader:
         if not self.shown and THOUGHT_TAG.match(self.held.lstrip()):
             return ""  # a thought that does not end
         calls, end = calls_in(self.held, self.tools)
-        is_in_fence = self.shown.count("```") % 2 == 1
-        if not calls or self.calls or is_in_fence:
+        if not calls or self.calls or self.is_in_fence:
             return self._show(len(self.held))
         if self._may_run(calls, end):
             self.text_calls = calls
@@ -1573,10 +1574,11 @@ FENCE = rf"```(?:json|tool_call)?[ \t\r]{{0,9}}\n\s{{0,80}}(?={TAG}|{BARE})"
 # the end of a piece of a stream: `<tool_c`, `[TOOL_`, `{"na`, "```js"
 PARTIAL = r'(?:</?\|?\w{0,12}\|?|\[[A-Z_]{1,11}|[\[{]\s{0,99}(?:{?\s{0,99}(?:"\w{0,10})?)?)?\Z'
 UNCLEAR = rf"(?: {{0,3}}(?:`{{1,9}}|~{{1,9}})\w{{0,20}}\s{{0,99}})?{PARTIAL}"
-CALL_START = re.compile(rf"(?m)(?:\A\s{{0,200}}|^)(?:{TAG}|{FENCE}|{BARE}|{UNCLEAR})")
-# Some models begin with <think>…</think>, also more than once. If a chat template contains <think>,
-# only </think> arrives. The start of a piece of a stream may be `<th`.
-THOUGHT_START = re.compile(r"\s*(?:</?(?:think|thinking|thought)>|(?:</?\w{0,8})?\Z)")
+# Some models write <think>…</think> before lines. If a chat template contains <think>, only
+# </think> arrives. The start of a piece of a stream may be `<th`.
+THOUGHT = r"(?m)(?:\A\s{0,200}|^)</?(?:(?:think|thinking|thought)>|\w{0,8}\Z)"
+THOUGHT_START = re.compile(THOUGHT)
+LINE_START = re.compile(rf"{THOUGHT}|(?:\A\s{{0,200}}|^)(?:{TAG}|{FENCE}|{BARE}|{UNCLEAR})")
 THOUGHT_END = re.compile(r"</(?:think|thinking|thought)>")
 THOUGHT_TAG = re.compile(r"</?(?:think|thinking|thought)>")
 AROUND = re.compile(

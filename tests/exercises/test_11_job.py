@@ -8,7 +8,7 @@ Hint: exactly one of every_seconds, cron_expr and at. A cron expression has five
 
 import asyncio
 import json
-from datetime import datetime, timedelta
+from datetime import datetime
 from zoneinfo import ZoneInfo
 
 from grading import check, exercise, settings
@@ -31,14 +31,10 @@ def runs(row, begin, days):
     """When the job comes, in Berlin's clock."""
     names = CronJob.__dataclass_fields__
     job = CronJob(**{name: value for name, value in row.items() if name in names})
-    now, found, berlin = begin, [], ZoneInfo("Europe/Berlin")
-    while (
-        (now := job.due(now, ZoneInfo("UTC")))
-        and now < begin + timedelta(days=days)
-        and len(found) < 50
-    ):
-        found.append(now.astimezone(berlin))
-        job.since = now.isoformat()
+    now, found = begin.timestamp(), []
+    end = now + days * 86_400
+    while (now := job.due(now, ZoneInfo("UTC"))) and now < end and len(found) < 50:
+        found.append(datetime.fromtimestamp(now, ZoneInfo("Europe/Berlin")))
     return found
 
 
@@ -55,7 +51,6 @@ def test_the_job(folder):
     ]
     for month in (1, 7):
         begin = datetime(2027, month, 4, tzinfo=ZoneInfo("UTC"))  # a Monday
-        row["since"] = begin.isoformat()
         found = runs(row, begin, 7)
         shown = [f"{moment:%a %H:%M}" for moment in found]
         right = [f"{day} 08:30" for day in ("Mon", "Tue", "Wed", "Thu", "Fri")]
