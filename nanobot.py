@@ -2000,8 +2000,7 @@ class Commands:
             session.mark("delivered", upto=session.highest)
             told += f"Took back the changes to {names}. "
         if left:
-            why = "because something else has changed them since"
-            told += f"Left alone, {why}: {', '.join(left)}. "
+            told += f"Changed by something else since, and left alone: {', '.join(left)}. "
         told = told or "No turn of this conversation has changed files. "
         return told + "What commands (exec) did cannot be undone."
 
@@ -2854,7 +2853,7 @@ def status_rows(config: Config):
             yield f"skill {skill.name}", f"not used: {why}", None
 
 
-async def model_and_problem(provider: LLMProvider):
+async def model_and_problem(provider):
     """Check URL, key and model. Returns (description, problem); problem is "" if all is well."""
     if isinstance(provider, HumanProvider):
         return "human: you play the model", ""

@@ -471,7 +471,7 @@ def temporary_folder():
     return Path(tempfile.mkdtemp(prefix="nanobot-"))
 
 
-def fitted(text: str, most: int, name: str, turn: Turn):
+def fitted(text, most, name, turn):
     """Return a text; if it is too long, its first and last lines, and a file with all of it."""
     if len(text) <= most:
         return text
@@ -488,7 +488,7 @@ def fitted(text: str, most: int, name: str, turn: Turn):
     return shorten(text, most - 300, note)
 
 
-def outcome(result: ToolResult):
+def outcome(result):
     """How a call ended, for people, if its tool does not say it: the error, or "12 lines"."""
     lines = result.text.split("\n")
     if result.is_error:
@@ -496,7 +496,7 @@ def outcome(result: ToolResult):
     return counted(len(lines), "line", "lines")
 
 
-def counted(count: int, one: str, many: str):
+def counted(count, one, many):
     return f"{count:,} {one if count == 1 else many}"
 
 
@@ -957,10 +957,10 @@ def change_file(turn: Turn, path: Path, old: bytes | None, new: bytes):
         "written": digest(old),
     }
     kept = store / f"undo-{time.time_ns()}"  # is_secret knows this name, also in a search
-    version = old or b""
+    version, is_first = old or b"", True
     for change in kept_changes(store):
         if change["turn"] == turn.started and change["path"] == str(path):
-            kept, about = change.pop("file"), change
+            kept, about, is_first = change.pop("file"), change, False
             version = kept.read_bytes().partition(b"\n")[2]
     if len(version) > UNDO_FILE_BYTES:
         note, version = " (too large to undo)", b""
@@ -973,17 +973,22 @@ def change_file(turn: Turn, path: Path, old: bytes | None, new: bytes):
         forget_old_changes(store)
     except (OSError, ToolError) as problem:
         note = f" (cannot be undone: {problem})"
-    write_atomic(path, new)
+    try:
+        write_atomic(path, new)
+    except ToolError:  # nothing was changed
+        if is_first:
+            kept.unlink(missing_ok=True)
+        raise
     if turn.lines_read(path, old or b"") == count_lines(old or b""):  # a known file stays known
         turn.note_read(path, new, 1, count_lines(new))
     return note
 
 
-def digest(data: bytes | None):
+def digest(data):
     return hashlib.sha256(data or b"").hexdigest()
 
 
-def forget_old_changes(store: Path):
+def forget_old_changes(store):
     room = UNDO_BYTES
     for number, entry in enumerate(sorted(store.glob("undo-*"), reverse=True)):  # newest first
         room -= entry.stat().st_size
@@ -1012,7 +1017,7 @@ def take_back(store: Path, session: str):
     return outcomes
 
 
-def restore(change: dict):
+def restore(change):
     """Give a file its old bytes, or delete it; returns False if something has changed it since."""
     path = Path(change["path"])
     try:

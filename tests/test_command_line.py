@@ -1709,7 +1709,9 @@ def test_kill_9_of_a_gateway_under_load_loses_nothing_and_doubles_nothing(own_ho
     for chat in chats:
         lines = journal(own_home, f"telegram%3A{chat}")
         once = [
-            line["content"] for line in lines if line["role"] == "user" or ("@" in line.get("id", "") and "open@" not in line["id"])
+            line["content"]
+            for line in lines
+            if line["role"] == "user" or ("@" in line.get("id", "") and "open@" not in line["id"])
         ]
         assert sorted(once) == sorted(expected[chat])
 

@@ -1100,8 +1100,8 @@ def test_undo_takes_back_the_last_turn_that_changed_files_and_tells_the_model(ow
     (loop.workspace / "b.txt").write_text("mine")
     told = ask(loop, "/undo")[0].final_content
     assert told == (
-        "Took back the changes to a.txt. Left alone, because something else has changed them "
-        "since: b.txt. What commands (exec) did cannot be undone."
+        "Took back the changes to a.txt. Changed by something else since, and left alone: b.txt. "
+        "What commands (exec) did cannot be undone."
     )
     assert [(loop.workspace / name).read_text() for name in ("a.txt", "b.txt")] == ["one", "mine"]
     assert "Took back the changes to new.txt." in ask(loop, "/undo")[0].final_content

@@ -3457,6 +3457,9 @@ def test_what_has_changed_since_is_left_alone_and_named(turn):
     call(turn, "write_file", path="sub/x", content="mine")
     shutil.move(turn.cwd / "sub", turn.workspace.parent / "moved")
     (turn.cwd / "sub").symlink_to(turn.workspace.parent / "moved")
+    (turn.cwd / "fixed").write_text("x")
+    (turn.cwd / "fixed").chmod(0o444)
+    assert call(turn, "edit_file", path="fixed", old_text="x", new_text="y").is_error  # no change
     assert undo(turn) == dict.fromkeys(("a.txt", "gone", "again", "sub/x"), False) | {"new": True}
     assert (turn.cwd / "again").read_text() == "the agent's"
     assert (turn.cwd / "a.txt").read_text() == "the user's" and not (turn.cwd / "new").exists()
