@@ -107,6 +107,15 @@ class MessageBus:
         elif message.kind == "final":
             log.warning("There is no channel %r: the answer is dropped", message.channel)
 
+    def stop_sending(self, channel: str, chat_id: str) -> bool:
+        """Send no more parts of the answer that is being sent. Returns False if there is none: an
+        answer that waits for the end of an outage is not dropped."""
+        waiting = self._waiting[channel, chat_id, False]
+        if not waiting or not waiting[0].parts_sent:
+            return False
+        waiting[0].parts_sent = sys.maxsize
+        return True
+
     async def close(self, seconds: float = 5.0):
         """Wait at most `seconds` for the delivery of queued messages, then stop the channels."""
         deliveries = self._deliveries.values()
@@ -929,7 +938,8 @@ class Telegram(Channel):
             reply = {"message_id": int(own[1]), "allow_sending_without_reply": True}
             target["reply_parameters"] = reply
         parts = [*split_html(as_html(message.content)), *map(Path, message.media)]
-        for part in parts[message.parts_sent :]:
+        while message.parts_sent < len(parts):  # not after `MessageBus.stop_sending`
+            part = parts[message.parts_sent]
             if isinstance(part, str):
                 await self._send_text(part, target)
             else:

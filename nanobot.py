@@ -45,7 +45,7 @@ import warnings
 import weakref
 import webbrowser
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from datetime import datetime
 from functools import cache, partial, partialmethod, wraps
@@ -84,7 +84,6 @@ from memory import (
     Session,
     SessionBusy,
     SessionManager,
-    Skill,
     SkillsLoader,
     append_lines,
     as_sent,
@@ -794,7 +793,7 @@ class AgentLoop:
 # ---- The function `run`, locks for turns, and background tasks ----
 
 
-def run(text: str, session_key: str = "", config: Config | None = None):
+def run(text, session_key="", config=None):
     """Answer `text`. Tools use the current folder. To continue a conversation, give all its calls
     the same key, like "cli:lesson". Raises RuntimeError if there is no answer."""
     loop = AgentLoop(config or load_config())
@@ -845,7 +844,7 @@ class Background:
         await end_all(self.tasks)
 
 
-async def logged(work: Awaitable, name: str):
+async def logged(work, name):
     """Await `work` and return its result. If `work` fails, log the error and return None."""
     try:
         return await work
@@ -949,25 +948,25 @@ class Draft:
         return "".join([*self.parts, rest or ""])
 
 
-def add_up(total: dict, usage: dict):
+def add_up(total, usage):
     for name in ("prompt_tokens", "completion_tokens", "cached_tokens"):
         total[name] = total.get(name, 0) + usage.get(name, 0)
     total["total_tokens"] = total["prompt_tokens"] + total["completion_tokens"]
     total["estimated"] = bool(total.get("estimated") or usage.get("estimated"))
 
 
-def reason_not_to_run(call: ToolCallRequest):
+def reason_not_to_run(call):
     """Returns the reason (for the model) why a call must not run, or "" if the call may run."""
     if call.error and not call.denied:
         return f"{call.name} was not run: {call.error}. Send the complete call again."
     return call.denied
 
 
-def names_of(schemas: list[dict]):
+def names_of(schemas):
     return [schema["function"]["name"] for schema in schemas]
 
 
-def is_read_only(name: str, tools: ToolRegistry):
+def is_read_only(name, tools):
     known = tools.get(name)
     return known is not None and known.read_only
 
@@ -976,13 +975,13 @@ def is_read_only(name: str, tools: ToolRegistry):
 # If SOUL.md is a link to ~/.ssh/id_rsa, only the fence keeps this key out of the prompt.
 
 
-def template(name: str, **values):
+def template(name, **values):
     """Fill in the `$variables` of a file in `templates/`. Raises KeyError if a value is missing."""
     text = (DATA / "templates" / f"{name}.md").read_text(encoding="utf-8")
     return string.Template(text).substitute(values).strip()
 
 
-def prepare_workspace(workspace: Path):
+def prepare_workspace(workspace):
     """Create the workspace and its first files; existing files are never changed."""
     try:
         workspace.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -999,7 +998,7 @@ def prepare_workspace(workspace: Path):
     return workspace
 
 
-def identity(turn: Turn, who: str):
+def identity(turn, who):
     """Fill in the template `identity`. `who`, if not empty, replaces paragraph 1."""
     text = template(
         "identity",
@@ -1012,7 +1011,7 @@ def identity(turn: Turn, who: str):
     return f"{who or usual}\n\n{rest}"
 
 
-def read_own(turn: Turn, path: Path):
+def read_own(turn, path):
     """Read a file for the prompt, if `turn` allows the file. Raises OSError or ValueError."""
     path.stat()  # raises FileNotFoundError
     try:
@@ -1021,7 +1020,7 @@ def read_own(turn: Turn, path: Path):
         raise ValueError(str(problem)) from None
 
 
-def own_text(turn: Turn, path: Path):
+def own_text(turn, path):
     """The text of a file for the prompt; "" if there is no file, or if it cannot be read."""
     try:
         return plain_text(read_own(turn, path)).strip()
@@ -1087,11 +1086,11 @@ class Project:
         return short_path(self.path)
 
 
-def titled(title: str, text: str):
+def titled(title, text):
     return f"{title}\n\n{text}" if text else ""
 
 
-def skill_parts(skills: list[Skill]):
+def skill_parts(skills):
     """The full text of each skill with `always: true`, and one line for each other skill."""
     active = []
     listed = []
@@ -1109,7 +1108,7 @@ def skill_parts(skills: list[Skill]):
     }
 
 
-def attachment(path: Path):
+def attachment(path):
     """Returns a line with the file's path, and an image block (None if the file is no image)."""
     try:
         image = image_block(path.read_bytes())
@@ -1318,7 +1317,7 @@ class WaitingHook(AgentHook):
     after_iteration = on_stream
 
 
-def tool_hint(call: ToolCallRequest):
+def tool_hint(call):
     """A call in one line: `read_file("a.txt")`, `grep("TODO")`, `$ ls`."""
     if call.name == "exec":
         return "$ " + " ".join(str(call.arguments.get("command", "")).split())[:1_000]
@@ -1466,7 +1465,13 @@ class Conversation:
     async def obey(self, command: str):
         """Answer a command, also during a turn. If the command fails, the chat gets the error."""
         try:
-            await self.loop.process_direct(command, self.key, self.emit)
+            is_stop = slash_command(command)[0] == "stop"
+            is_between = is_stop and not self.loop.sessions.get(self.key).is_open
+            if is_between and self.bus.stop_sending(*self.chat):
+                text = "Stopped: the rest of the answer is not sent. The journal has all of it."
+                self.bus.send(OutboundMessage(*self.chat, text))
+            else:
+                await self.loop.process_direct(command, self.key, self.emit)
         except Exception as problem:
             text = f"Sorry, {command.split()[0]} failed: {problem}"
             self.bus.send(OutboundMessage(*self.chat, text))
@@ -1601,14 +1606,14 @@ class Conversation:
             self.bus.send(event)
 
 
-def report_line(line: dict):
+def report_line(line):
     """Convert a report from the inbox to a journal line, which the user's next message quotes."""
     kind = "reminder" if line.get("sender") == "job" else "message"
     kept = {name: line[name] for name in ("id", "content", "timestamp")}
     return {"role": "assistant", "report": kind, **kept}
 
 
-def text_for_chat(result: AgentRunResult):
+def text_for_chat(result):
     text = (result.final_content or "").strip()
     if result.stop_reason in ("error", "tool_error") and str(result.error) not in text:
         text += f"\n\nSorry, that failed: {result.error}"
@@ -1625,7 +1630,7 @@ STRANGERS = ".nanobot/strangers.txt"
 SERVED = "A gateway or a page already serves {}. Stop that program, or use another --workspace."
 
 
-def gateway_runs(workspace: Path, lock: str = "gateway"):
+def gateway_runs(workspace, lock="gateway"):
     """True if a program holds `lock`: "gateway" for a gateway, "jobs" for a job runner."""
     try:
         with locked(workspace / ".nanobot" / f"{lock}.lock", "the lock is held"):
@@ -1802,7 +1807,7 @@ class JobRunner:
 # ---- The model for the memory ----
 
 
-def memory_work(loop: AgentLoop):
+def memory_work(loop):
     """Connect the memory to the model, the tools and the limits from the settings."""
     settings = loop.config.defaults
     ask = partial(ask_for_memory, loop, RunEvents(loop.listeners, "memory"))
@@ -1828,7 +1833,7 @@ def memory_work(loop: AgentLoop):
     return consolidator, dream
 
 
-async def ask_for_memory(loop: AgentLoop, run: RunEvents, messages: list[dict], tools: list[dict]):
+async def ask_for_memory(loop, run, messages, tools):
     most = loop.config.defaults.max_tokens
     for _ in range(2):
         response = await loop.provider.chat(messages, tools, max_tokens=most, on_event=run)
@@ -1841,7 +1846,7 @@ async def ask_for_memory(loop: AgentLoop, run: RunEvents, messages: list[dict], 
     return response
 
 
-async def edit_memory(loop: AgentLoop, run: RunEvents, messages: list[dict], refuse: Callable):
+async def edit_memory(loop, run, messages, refuse):
     """Phase 2 of Dream: the model edits MEMORY.md, USER.md, SOUL.md and the user's skills."""
     spec = loop.limited(
         messages,
@@ -1958,7 +1963,7 @@ COMMANDS = {
 WAITING = ("new", "continue", "undo")  # these commands wait for the end of a running turn
 
 
-def slash_command(text: str):
+def slash_command(text):
     """`/NEW ` → ("new", ""), `/dream-log 1f3a` → ("dream-log", "1f3a"), other text → ("", "")"""
     # Commands: "/status@my_bot", "/dream-log 1f3a9c". Not commands: "/etc/hosts?", "/new York?"
     match = re.fullmatch(r"/([a-z][a-z-]*)(?:@\w+)?(?:\s+(.+))?", text.strip().lower())
@@ -2252,11 +2257,11 @@ def working_folder():
         raise ConfigError(problem) from None
 
 
-def path_of(text: str):
+def path_of(text):
     return Path(os.path.expanduser(text)).resolve()  # `Path.expanduser` could raise RuntimeError
 
 
-def load_config(path: Path | None = None, environ: Mapping[str, str] = os.environ):
+def load_config(path=None, environ=os.environ):
     """Read the settings file. Environment variables override it. If given, `path` must exist."""
     file = path or path_of(USUAL_SETTINGS)
     config = Config()
@@ -2275,7 +2280,7 @@ def load_config(path: Path | None = None, environ: Mapping[str, str] = os.enviro
     return config
 
 
-def read_json(file: Path, environ: Mapping[str, str]):
+def read_json(file, environ):
     """Read a settings file. Each `${VAR}` is replaced by the environment variable VAR."""
 
     def value_of(variable: re.Match):
@@ -2294,7 +2299,7 @@ def read_json(file: Path, environ: Mapping[str, str]):
     raise ConfigError(fault)
 
 
-def read_setting(hint, value, place: str = ""):
+def read_setting(hint, value, place=""):
     """Convert a value of the file to the type `hint`. A ConfigError contains the setting's path.
 
     (Config, {"agents": {"defaults": {"maxTokens": 2048}}}) → Config(agents=AgentSettings(…))
@@ -2323,12 +2328,12 @@ def read_setting(hint, value, place: str = ""):
     return hint(**settings)
 
 
-def camel_case(name: str):
+def camel_case(name):
     """max_tokens → maxTokens"""
     return re.sub("_([a-z])", lambda match: match[1].upper(), name)
 
 
-def make_provider(config: Config):
+def make_provider(config):
     """The provider of the settings, or OfflineProvider if key, URL and model are missing."""
     defaults = config.defaults
     if unknown := config.providers.keys() - ROWS.keys():
@@ -2353,13 +2358,13 @@ def make_provider(config: Config):
     )
 
 
-def lacks_model(loop: AgentLoop):
+def lacks_model(loop):
     """True if the offline model answers although nobody has asked for the offline model."""
     is_offline = isinstance(loop.provider, OfflineProvider)
     return is_offline and loop.config.defaults.provider != "offline"
 
 
-def make_tools(config: Config):
+def make_tools(config):
     """The tools that the settings allow. MCP tools are added when their server connects."""
     settings, shell = config.tools, config.tools.exec
     tools = ToolRegistry(FILE_TOOLS)
@@ -2456,7 +2461,7 @@ class RunEvents:
         }
 
 
-def record_events(loop: AgentLoop, files: Iterable[Path | int]):
+def record_events(loop, files):
     """Append each event to private files; 1 is stdout. Returns a function that writes an event as
     JSON without keys. Raises OSError."""
     as_json = keyless_json([asdict(loop.config), dict(os.environ)])
@@ -2477,7 +2482,7 @@ def glass_html(**run):
     return html.replace("%RUN%", escaped)  # the data cannot contain </script> or %NONCE%
 
 
-def recorded(file: Path):
+def recorded(file):
     """The events of a file, or of the run of this name in `templates/traces/`."""
     shipped = DATA / "templates" / "traces" / f"{file.name}.jsonl"
     events = []
@@ -2496,14 +2501,14 @@ def recorded(file: Path):
     return events
 
 
-def described(event: dict):
+def described(event):
     """An event for `nanobot trace`: `10:00:01 turn result: 1| hello`"""
     moment = time.strftime("%H:%M:%S", time.localtime(event["time"]))
     _, text = shown(event)
     return f"{moment} {event['who']} {event['kind']}: {text} {event.get('arguments', '')}"
 
 
-def shown(event: dict):
+def shown(event):
     """The kind of an OutboundMessage, and its text. The terminal shows only some kinds."""
     kind, text = event["kind"], str(event.get("text"))
     if kind == "request":
@@ -2521,7 +2526,7 @@ def shown(event: dict):
     return kind, text
 
 
-async def play(events: list[dict], terminal: CLI, pace: float):
+async def play(events, terminal, pace):
     """Show a recorded run as it looked at the terminal. Returns 1 if a turn failed, else 0.
     `pace` multiplies the pauses, which have at most 3 seconds."""
     before, status, calls = sys.float_info.max, 0, {}
@@ -2557,7 +2562,7 @@ def settings_of(arguments):
     return config
 
 
-def command_with_flags(arguments, *words: str):
+def command_with_flags(arguments, *words):
     """A command for the user: `nanobot -s work -m /continue --workspace /tmp/ws`"""
     command = ["nanobot", *words]
     for name in ("config", "workspace", "model", "base_url", "provider"):
@@ -2567,7 +2572,7 @@ def command_with_flags(arguments, *words: str):
     return shlex.join(command)
 
 
-def kinds_to_show(settings: ChannelSettings):
+def kinds_to_show(settings):
     """The events that a user sees in addition to the answer: ["retry", "progress", "tool_hint"]."""
     kinds = ["retry"]
     if settings.send_progress:
@@ -2821,7 +2826,7 @@ def status_command(arguments):
     return status
 
 
-def status_rows(config: Config):
+def status_rows(config):
     """Yields (part, state, problem). Problem: a text, "" (ok) or None (missing, but not needed)."""
     loop = AgentLoop(config)
     file = config.path
@@ -2888,7 +2893,7 @@ def prompt_command(arguments):
     print("\n".join([*request.notes, f"Total: {config.defaults.share(request.tokens)}"]))
 
 
-def lines_of_json(records: list[dict]):
+def lines_of_json(records):
     return "\n".join(json.dumps(record, ensure_ascii=False) for record in records)
 
 
@@ -2911,12 +2916,12 @@ def sessions_command(arguments):
         print(printable(f"{number:>3}  {ago(used):>14}  {words}  ({place})"))
 
 
-def conversations(sessions: SessionManager):
+def conversations(sessions):
     """(key, time of the last use) of all sessions except those of jobs, in which nobody talks."""
     return [row for row in sessions.by_last_use() if not row[0].startswith("cron:")]
 
 
-def named_session(sessions: SessionManager, name: str):
+def named_session(sessions, name):
     """`work` → `cli:work`; `telegram:7` → `telegram:7`; `3` → the third of `nanobot sessions` (the
     numbers change with each use)"""
     if not name.isdecimal():
@@ -2927,7 +2932,7 @@ def named_session(sessions: SessionManager, name: str):
     return rows[int(name) - 1][0]
 
 
-def ago(moment: float):
+def ago(moment):
     """The time since `moment`, which is in seconds: "2 hours ago" """
     seconds = int(time.time() - moment)
     for unit, length in (("day", 86_400), ("hour", 3_600), ("minute", 60)):
@@ -2936,7 +2941,7 @@ def ago(moment: float):
     return "a moment ago"
 
 
-def short_path(path: Path):
+def short_path(path):
     """/home/ada/kit → ~/kit. A newline in a name must not look like a line of the program."""
     text, home = str(path).replace("\n", "\\n"), Path.home()
     return "~" + text[len(str(home)) :] if path.is_relative_to(home) else text
@@ -3002,7 +3007,7 @@ def web_command(arguments):
         file.unlink(missing_ok=True)
 
 
-def connect_page(loop: AgentLoop, page: WebPage, arguments):
+def connect_page(loop, page, arguments):
     """Let the page show the sessions and each turn, and ask the questions of a turn."""
     names = [key[4:] for key in loop.sessions.list_keys() if key[:4] == "web:"]
     page.chats |= dict.fromkeys(names, False)
@@ -3119,7 +3124,7 @@ def parser():
     return main_parser
 
 
-def main(argv: list[str] | None = None):
+def main(argv=None):
     """Returns the exit status: 0 success, 1 failure, 2 wrong usage, 130 interrupted."""
     argv = sys.argv[1:] if argv is None else list(argv)
     first = argv[0] if argv else ""
@@ -3157,7 +3162,7 @@ def main(argv: list[str] | None = None):
     return 1
 
 
-def complain(text: str):
+def complain(text):
     print(f"nanobot: {printable(text)}", file=sys.stderr)
 
 

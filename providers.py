@@ -1395,6 +1395,7 @@ class AnswerReader:
     tools: dict[str, dict]  # tools that may be called as text: {"read_file": {…parameters…}}
     read_only: Collection[str] = ()  # the tools that change nothing
     shown: str = ""  # the text shown so far, without thoughts
+    has_lost_tag: bool = False  # True: after some text, </think> was removed, but not <think>
     held: str = ""  # not shown yet, because this text may begin a thought or a call
     calls: list[CallParts] = field(default_factory=list)
     text_calls: list[ToolCallRequest] = field(default_factory=list)
@@ -1468,6 +1469,7 @@ class AnswerReader:
             end = THOUGHT_END.search(self.held) if is_thought else None
             if not end:
                 return self.shown[begin:]
+            self.has_lost_tag |= bool(self.shown) and self.held.lstrip().startswith("</")
             self.held = self.held[end.end() :]
 
     @property
@@ -1501,7 +1503,7 @@ class AnswerReader:
         if not self.shown.strip():
             return True
         has_own_tag = re.match(TAG, self.held) and END_TOKENS.match(self.held, end)
-        if not has_own_tag or THOUGHT_TAG.search(self.shown):
+        if not has_own_tag or self.has_lost_tag or THOUGHT_TAG.search(self.shown):
             return False
         return all(call.name in self.read_only for call in calls)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import nanobot
-from chats import Chats, Gate, Model, serve_chats, waiting_tool
+from chats import Chats, Desk, Gate, Model, serve_chats, waiting_tool
 from fake_llm import Failure, FakeLLM, Hang, Raw, Reply, error
 from fake_llm import call as ask_for
 from channels import CronError, CronJob
@@ -221,8 +221,8 @@ def test_of_the_calls_that_a_local_model_writes_only_those_run_that_it_means(gro
 
 
 def not_thought(text: str) -> str:
-    """Without the thoughts at the start of an answer."""
-    text = re.sub(r"(?s)\A\s*<think>.*?</think>", "", text).strip()
+    """Without thoughts and tags at the start of a line (no row has one in a code fence)."""
+    text = re.sub(r"(?ms)^[ \t]*<think>.*?</think>|^</think>", "", text).strip()
     return "" if text.startswith("<think>") else text
 
 
@@ -2512,6 +2512,39 @@ def test_a_waiting_message_with_odd_files_is_set_aside_and_its_chat_goes_on(tmp_
         return "fine"
 
     serve(tmp_path, script, work)
+
+
+def test_stop_while_a_long_answer_is_being_sent_sends_no_more_of_it_and_says_so(tmp_path):
+    class Slow(Desk):
+        async def send(self, message):
+            if message.content == "long":
+                while message.parts_sent < 10_000:  # as Telegram's
+                    message.parts_sent += 1
+                    await asyncio.sleep(0.01)
+                return
+            await super().send(message)
+
+    async def script(request):
+        return "long" if users(request)[-1] == "tell me" else "short"
+
+    async def whole() -> None:
+        loop = AgentLoop(settings_for(tmp_path), Model(script))
+        async with Chats(loop, Slow()) as chats:
+            await chats.say("tell me")
+            await chats.until(lambda: "long" in chats.texts() and not loop.turns.tasks)
+            await chats.say("/stop")
+            await chats.answered(1)
+            assert "the rest of the answer is not sent" in chats.finals()[0]
+            await chats.until(lambda: not chats.session().undelivered)
+            await chats.say("go on")
+            await chats.answered(2)
+            assert chats.finals()[1] == "short"
+            await chats.at_rest()
+            await chats.say("/stop")
+            await chats.answered(3)
+            assert chats.finals()[2] == "Nothing is running."
+
+    asyncio.run(whole())
 
 
 def test_a_tool_hint_never_has_empty_quotes():
