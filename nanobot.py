@@ -1294,8 +1294,8 @@ class EventHook(AgentHook):
             await self.send("progress", text)
 
     async def after_tool(self, call: ToolCallRequest, result: ToolResult, seconds: float):
-        line = f"{tool_hint(call)} · {result.shown}"
-        await self.send("tool_hint", line.replace(f"{self.turn.cwd}{os.sep}", ""))
+        hint = tool_hint(call).replace(f"{self.turn.cwd}{os.sep}", "")
+        await self.send("tool_hint", f"{hint} · {result.shown}")
 
 
 @dataclass

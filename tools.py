@@ -1038,7 +1038,7 @@ def restore(change):
 # ---- Notebooks ----
 
 
-def notebook_text(text: str):
+def notebook_text(text):
     """Show the cells of a notebook; "" if the text is none. Long outputs are shortened.
 
     [cell 0, code] ⏎ 1 + 1 ⏎ [output] ⏎ 2
@@ -1512,7 +1512,7 @@ def check_command(command: str, turn: Turn, *, confined: bool = False):
     check_paths(named - written, turn, writes=False)
 
 
-def found_by(arguments: list[str]):
+def found_by(arguments):
     """The start folders of `find`, or patterns in them: a b -type f → a, b; . -name c → ./found*"""
     starts = list(itertools.takewhile(lambda word: word[:1] not in "-(!", arguments)) or ["."]
     if re.search(CHOOSES, " ".join(arguments).partition(" -delete")[0]):
