@@ -2727,6 +2727,9 @@ DIALOGUES = {  # what is said → what the last answer has
     "book me a ticket": "  remind me in 1 hour to book me a ticket",
     "if 3 kids share 45 euros how much is that": "  45 / 3",
     "how many pictures are there": "1: cat.png",
+    "show me the first line of the shopping list": "milk",
+    "read shopping.txt / what are the Last 1 lines of it": "eggs",
+    "how long is the readme": "README.md: 1",
     "which port does the game use?": "  which file contains port",
 }
 
@@ -2734,6 +2737,7 @@ DIALOGUES = {  # what is said → what the last answer has
 @pytest.mark.parametrize("said", DIALOGUES)
 def test_described_files_and_words_said_before_are_used(desk, said):
     (desk.folder / "shopping.txt").write_text("milk\neggs\n")
+    (desk.folder / "README.md").write_text("hello\n")
     (desk.folder / "cat.png").write_bytes(b"\x89PNG")
     (desk.folder / "game").mkdir()
     (desk.folder / "game" / "dice.py").write_text("print(4)")
