@@ -2713,6 +2713,7 @@ DIALOGUES = {  # what is said → what the last answer has
     "write hi into new.txt / write ho into new.txt / read new.txt": "1| hi\n2| ho",
     "copy the shopping list to b.txt": "  copy shopping.txt to b.txt",
     "put my shopping list into b.txt": "  list the files here",
+    "put x.txt into b.txt": "  list the files here",  # its name is not its text
     "run the dice game": "  run game/dice.py",
     "delete the shopping list": "  delete shopping.txt",
     "read shopping.txt / and also honey and two lemons": "  append honey to shopping.txt\n  append two lemons",
