@@ -1763,14 +1763,32 @@ class HumanProvider(LLMProvider):
 
 OFFLINE_RULES = "templates/offline/rules.md"  # nanobot_data/templates/… after pip install
 # the fields of a rule; any other field is an argument of its tool
-FIELDS = ("tool", "answer", "offer", "line", "without", "calculate", "reads", "title", "words")
-IMPLIED = {"command": "exec", "line": "edit_file"}  # a rule with this field needs no `tool:`
+FIELDS = (
+    "tool",
+    "answer",
+    "offer",
+    "line",
+    "without",
+    "calculate",
+    "reads",
+    "title",
+    "words",
+    "start",
+)
+IMPLIED = {  # a rule with this field needs no `tool:`; the first such field counts
+    "command": "exec",
+    "line": "edit_file",
+    "output_mode": "grep",
+    "pattern": "glob",
+    "action": "cron",
+    "url": "web_fetch",
+    "query": "web_search",
+}
 BUILT_IN = "<result> <Time> <memory> <file> <count> <can> <calls> <last> <left>"  # filled in here
 WORD = r"<(\w+)>"
 TYPED_WORD = r"(?<![\w./'’-])[a-z]{3,20}(?![\w/'’-]|\.\w)"  # not the `txt` of a.txt
 # the signs of a sentence as parts of a regex; `...` stands for any words
 MARKS = {"[": "(?:", "]": ")?", "(": "(?:", ")": ")", "|": "|", "...": r"[^\w\s]*(?:\s+\S+)*?"}
-Steps = list[tuple[dict, dict]]  # the rule of each step, and what its <words> are
 
 
 class Rules:
@@ -1783,10 +1801,7 @@ class Rules:
         self.kinds = defaultdict(lambda: "(?!)")  # {"url": "(?:https?://\\S+)"}
         self.sentences = []  # (the regex of a sentence, its rule)
         self.problems = []
-        self.otherwise = {
-            "title": "no rules",
-            "offer": "",
-        }  # the rule for sentences that no other rule has
+        self.otherwise = {"offer": ""}  # the rule for sentences that no other rule has
         self.last = {}  # the rule of the current line
         for number, line in enumerate(text.split("\n"), 1):
             try:
@@ -1859,7 +1874,7 @@ class Rules:
         a blank line), words are misspelt or something is not to be done (`don't change it`).
         """
 
-        def only_read(steps: Steps):
+        def only_read(steps):
             tools = {rule.get("tool", "") for rule, _ in steps if "reads" not in rule}
             return tools <= {"", *read_only}
 
@@ -1927,8 +1942,9 @@ RUNTIME_END = "[/Runtime Context]"
 QUOTED = "(?s)^[\"'`“‘](.+)[\"'`”’]$"
 MEMORY_PATH = r"[:`] ?((?:/|~|\w:\\)[^\n:`]*MEMORY\.md)"  # - Facts: /home/a b/memory/MEMORY.md
 # tool → pattern for a successful result; any other result is an error
-SUCCESS = {"read_file": r"\d+\| ", "edit_file": "--- ", "exec": r"(?s).*Exit code: 0$"}
-NOISE = r"(?m)^\S*MEMORY\.md:\d+: (?:- )?|^Exit code: 0\Z|\nExit code: \d+\Z"  # not shown
+SUCCESS = {"read_file": r"\d+\| ", "edit_file": "--- |Wrote ", "exec": r"(?s).*Exit code: 0$"}
+# not shown to the user
+NOISE = r"(?m)^\S*MEMORY\.md:\d+: (?:- )?|^Exit code: 0\Z|\nExit code: \d+\Z| Tell the user\."
 MISSING = "No such file|There is no folder"  # in the error text of a tool
 WHICH_FILE = "Which file do you mean? Name it, like: read a.txt (or say: list the files here)"
 
@@ -2045,7 +2061,7 @@ class Plan:
         place, line = arguments_of(rule, known), fill(rule["line"], known)
         text = self._result("read_file", place)
         page = re.findall(r"(?m)^\d+\| (.*)$", text)
-        if text.endswith(" is empty)"):
+        if re.search(rule.get("start", r"^[^|]* is empty\)$"), text):
             return self._result("write_file", {**place, "content": line})
         if "go on with offset=" in text:
             return "That file is too long for me: I can only read one page."
@@ -2083,10 +2099,8 @@ def arguments_of(rule: dict, known: dict):
 SIGNS = {  # what is said → what it means to Python; the first one is for 1,000
     r",(?=\d{3})": "",
     ",": ".",
-    "=": "",
     r"\b(?:an?|one|every(?= [a-z])) ": "1 ",
-    "every": "",
-    r"\bsec(?:ond)?s?\b": "",
+    r"=|every|\bsec(?:ond)?s?\b": "",
     r"\bmin(?:ute)?s?\b": "*60",
     r"\b(?:hour|hr)s?\b": "*3600",
     r"\bdays?\b": "*86400",

@@ -2499,7 +2499,7 @@ DESK = {
 def test_the_offline_model_calls_a_tool_and_shows_its_result_as_it_is(desk, question):
     tool, answer = DESK[question]
     text, tools = desk.ask(question)
-    read_first = ["read_file"] if question.startswith("remember") else []  # to append a line
+    read_first = ["read_file"] if question.startswith(("remember", "write")) else []  # to append
     assert tools == [*read_first, tool] and answer in text
 
 
@@ -2684,7 +2684,7 @@ def test_it_is_the_file_that_exists_and_a_name_is_looked_up_for_reading(desk):
     (desk.folder / "My Essay.md").write_text("The sea.\n")
     assert "The sea." in desk.ask("could you please read the essay for me")[0]
     assert "The sea." in desk.ask("and now show it to me")[0]
-    assert desk.ask("delete the essay")[1] == [] and desk.read("My Essay.md")
+    assert "  delete My Essay.md" in desk.ask("delete the essay")[0] and desk.read("My Essay.md")
     (desk.folder / "essay2.md").write_text("2")
     assert "The sea." in desk.ask("read my essay")[0]  # it was named before
     desk.ask("read a.txt")
@@ -2706,6 +2706,49 @@ def test_what_was_said_before_counts(desk):
     assert "write_file" not in desk.ask("did you change anything?")[0]
     desk.ask("write hello to new.txt")
     assert "- write_file {'path': 'new.txt'" in desk.ask("what did you change?")[0]
+
+
+DIALOGUES = {  # what is said → what the last answer has
+    "write four into a.txt": "+four",  # the old lines stay
+    "read a.txt / write four into a.txt": "+four",
+    "write hi into new.txt / write ho into new.txt / read new.txt": "1| hi\n2| ho",
+    "copy the shopping list to b.txt": "  copy shopping.txt to b.txt",
+    "put my shopping list into b.txt": "  list the files here",
+    "put x.txt into b.txt": "  list the files here",  # its name is not its text
+    "run the dice game": "  run game/dice.py",
+    "delete the shopping list": "  delete shopping.txt",
+    "read shopping.txt / and also honey and two lemons": "  append honey to shopping.txt\n  append two lemons",
+    "read shopping.txt / how many things are on it now": "shopping.txt has 2 lines",
+    "find milk in shopping.txt / and eggs?": "2:eggs",
+    "read shopping.txt / now add the line to get more": "  append to get more to shopping.txt",
+    "what does it say in my shopping list about the milk": "shopping.txt:1: milk",
+    "don't change anything in the shopping list, I only want to know how long it is": "shopping.txt: 2",
+    "my name is jule and im 13 / how old am i": "The user's name is jule\nThe user's age is 13",
+    "my favrite food is soup / what do i like to eat": "favrite food is soup",
+    "delete a.txt / no wait dont": "is not taken back",
+    "how many days is it till christmas": "I cannot count the days",
+    "book me a ticket": "  remind me in 1 hour to book me a ticket",
+    "if 3 kids share 45 euros how much is that": "  45 / 3",
+    "how many pictures are there": "1: cat.png",
+    "show me the first line of the shopping list": "milk",
+    "read shopping.txt / what are the Last 1 lines of it": "eggs",
+    "how long is the readme": "README.md: 1",
+    "which port does the game use?": "  which file contains port",
+}
+
+
+@pytest.mark.parametrize("said", DIALOGUES)
+def test_described_files_and_words_said_before_are_used(desk, said):
+    (desk.folder / "shopping.txt").write_text("milk\neggs\n")
+    (desk.folder / "README.md").write_text("hello\n")
+    (desk.folder / "cat.png").write_bytes(b"\x89PNG")
+    (desk.folder / "game").mkdir()
+    (desk.folder / "game" / "dice.py").write_text("print(4)")
+    for sentence in said.split(" / "):
+        answer = desk.ask(sentence)[0]
+    assert DIALOGUES[said] in answer and not answer.rstrip().endswith("or:")
+    assert desk.read("shopping.txt") == "milk\neggs\n"
+    assert "  read a.txt" not in answer
 
 
 def test_words_around_the_text_are_not_searched_for(desk):
