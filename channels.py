@@ -37,12 +37,12 @@ import time
 import urllib.parse
 import zoneinfo
 from collections import defaultdict, deque
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime, timedelta, tzinfo
 from pathlib import Path
-from typing import Annotated, BinaryIO, Literal, TextIO
+from typing import Annotated, Literal, TextIO
 
 # ---- Many channels, one agent ----
 
@@ -177,7 +177,7 @@ class Channel:
 log = logging.getLogger("nanobot.channels")
 
 
-async def deliver(channel: Channel, waiting: deque, sleep: Callable):
+async def deliver(channel, waiting, sleep):
     """Send the messages for one chat in order, until none is waiting. Send each event once. Retry
     each answer or file until it arrives or is refused, with pauses of 1, 2, 4, … up to 60 s."""
     while waiting:
@@ -202,7 +202,7 @@ async def deliver(channel: Channel, waiting: deque, sleep: Callable):
         waiting.popleft()  # not earlier, because `MessageBus.send` starts a task if none is waiting
 
 
-async def end_all(tasks: Iterable[asyncio.Task], seconds: float | None = None):
+async def end_all(tasks, seconds=None):
     """Cancel all unfinished tasks; wait at most `seconds` until the tasks have ended."""
     running = [task for task in tasks if not task.done()]
     for task in running:
@@ -226,16 +226,16 @@ JOINERS = "[\xad\u200c\u200d]"  # "می\u200cخواهم"; a joiner in a shell co
 BLANKS = r"\s{4,}"  # "true                                    ; rm -rf ~"
 
 
-def printable(text: str):
+def printable(text):
     """Show each unsafe character as text: ESC, which starts a color code, becomes `\\x1b`."""
     return encodable(escaped(UNSAFE, text))
 
 
-def escaped(letters: str, text: str):
+def escaped(letters, text):
     return re.sub(letters, lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
-def encodable(text: str):
+def encodable(text):
     return text.encode(errors="replace").decode()  # a lone surrogate → "?"
 
 
@@ -247,7 +247,7 @@ class PrintableFormatter(logging.Formatter):
         return printable(super().format(record)).replace("\n", "\n    ")
 
 
-def approval_question(name: str, arguments: dict):
+def approval_question(name, arguments):
     """Shows the whole call as one line, so that an argument cannot imitate the question below.
 
     ("exec", {"command": "ls\\nRun it?"}) → `exec {"command": "ls\\\\nRun it?"}`, then `Run it? [y…`
@@ -271,7 +271,7 @@ def terminate(*_):
     raise Terminated
 
 
-def end_on_signals(handler: Callable = terminate):
+def end_on_signals(handler=terminate):
     """SIGTERM and SIGHUP call `handler`; a signal that was ignored at the start stays ignored."""
     for name in ("SIGTERM", "SIGHUP"):
         number = getattr(signal, name, None)  # there is no SIGHUP on Windows
@@ -297,7 +297,7 @@ def prepare_streams():
 # A `y` that was typed before the question appeared approves nothing.
 
 
-def read_answer(question: str):
+def read_answer(question):
     """Print a question, which may have several lines. Returns the user's answer."""
     before, line_end, prompt = printable(question).rpartition("\n")
     with contextlib.suppress(ImportError):  # there is no termios on Windows
@@ -309,7 +309,7 @@ def read_answer(question: str):
     return type_at(prompt)
 
 
-def type_at(prompt: str):
+def type_at(prompt):
     """Read a line from the keyboard. If stdout is not a terminal, print the prompt to stderr."""
     if sys.stdout.isatty():
         return input(prompt)
@@ -593,7 +593,7 @@ class CLI(Channel):
         return text
 
 
-def is_partly_read(stream: TextIO):
+def is_partly_read(stream):
     """True for the list of `while read name; do nanobot -m "…"; done < list`: a file from which
     another program reads line by line."""
     try:
@@ -602,7 +602,7 @@ def is_partly_read(stream: TextIO):
         return False
 
 
-def not_yet_shown(text: str, streamed: str):
+def not_yet_shown(text, streamed):
     """("Hello.", "Hel") → "lo."; ("Bye.", "Hel") → "\\nBye.": a different text gets a new line."""
     shown = streamed.strip()  # providers remove blanks at both ends of the final text
     if shown and text.lstrip().startswith(shown):
@@ -616,7 +616,7 @@ def not_yet_shown(text: str, streamed: str):
 MOST_PIPED = 100_000  # the maximum number of characters of standard input in a message
 
 
-def text_of_pipe(stream: BinaryIO, folder: Path):
+def text_of_pipe(stream, folder):
     """Return the text, or save a long text in a file and return the start and the path."""
     beginning = stream.read(4 * MOST_PIPED + 1)  # a character has up to four bytes
     text = beginning.decode(errors="replace")
@@ -639,7 +639,7 @@ def text_of_pipe(stream: BinaryIO, folder: Path):
 MOST_UPLOADED = 50_000_000  # bytes of a file that Telegram accepts from a bot
 
 
-async def in_thread(function: Callable, /, *args):
+async def in_thread(function, /, *args):
     """Run a blocking function on a daemon thread, because asyncio's own threads delay the exit."""
     future = Future()
     future.set_running_or_notify_cancel()  # if the caller is cancelled, the thread still finishes
@@ -731,7 +731,7 @@ class BotAPI:
         return text.replace(self.token, "<token>")
 
 
-def fetch(url: str, body, headers: dict, seconds: float):
+def fetch(url, body, headers, seconds):
     import urllib.request
 
     request = urllib.request.Request(url, body, headers)
@@ -972,25 +972,25 @@ class Telegram(Channel):
         await self._send_text(as_html(f"[{path.name} cannot be sent: {problem}]"), target)
 
 
-def album_of(update: dict):
+def album_of(update):
     """The id that all messages of an album have in common, or else the update's own id."""
     return update["message"].get("media_group_id", update["update_id"])
 
 
-def name_of(sender: dict):
+def name_of(sender):
     """{"first_name": "Ada\\n", "last_name": "Lovelace"} → "Ada Lovelace", at most 40 characters"""
     names = f"{sender.get('first_name', '')} {sender.get('last_name', '')}"
     return " ".join(names.split())[:40]
 
 
-def file_name(file: dict, place: str):
+def file_name(file, place):
     """ "../a b.pdf" → "AgADBQ-.._a_b.pdf": the file's unique id and the end of its name, because
     file systems allow at most 255 bytes."""
     name = file.get("file_name", Path(place).name)
     return re.sub(r"[^\w.-]+", "_", f"{file['file_unique_id']}-{name[-60:]}")
 
 
-def words_in(message: dict):
+def words_in(message):
     """The text, or what stands for it: {"location": {…}} → `[location: {"latitude": 52.5, …}]`"""
     words = message.get("text") or message.get("caption")
     if words:
@@ -1001,7 +1001,7 @@ def words_in(message: dict):
     return message.get("sticker", {}).get("emoji", "")
 
 
-def with_quote(message: dict):
+def with_quote(message):
     """The text after the text that it replies to. A command stays as it is."""
     text, quote = words_in(message), message.get("quote", {})  # a part that the user has chosen
     quoted = quote.get("text") or words_in(message.get("reply_to_message", {}))
@@ -1010,7 +1010,7 @@ def with_quote(message: dict):
     return f"[in reply to: {quoted[:1_000]}]\n{text}"
 
 
-def file_in(message: dict):
+def file_in(message):
     """{"photo": [{small}, {"file_id": "A", …}]} → {"file_id": "A", …}; no file → {}"""
     if message.get("photo"):
         return message["photo"][-1]  # the last picture is the largest
@@ -1018,7 +1018,7 @@ def file_in(message: dict):
     return next((message[key] for key in keys if message.get(key)), {})
 
 
-def is_call(message: dict, bot: dict):
+def is_call(message, bot):
     """True if a message mentions the bot ("@my_bot, what…", "/stop@my_bot") or replies to it."""
     author = message.get("reply_to_message", {}).get("from", {})
     name = rf"@{re.escape(bot['username'])}(?!\w)"
@@ -1051,7 +1051,7 @@ ATOM = rf"(?s:{TAG}|&#?\w+;|[^<&])"  # <b>   &lt;   a
 WHOLE_WORDS = r"(?s).*\n|.* (?![^<>]*>)"
 
 
-def as_html(markdown: str):
+def as_html(markdown):
     """ "# Plan\\n**a** < `b`" → "<b>Plan</b>\\n<b>a</b> &lt; <code>b</code>"
 
     Placeholders replace code and links, because a `_` in code does not mean italic.
@@ -1077,11 +1077,11 @@ def as_html(markdown: str):
     return re.sub(ASIDE, lambda match: aside[int(match[1])], text)
 
 
-def plain_text(html_text: str):
+def plain_text(html_text):
     return html.unescape(re.sub(TAG, "", html_text))
 
 
-def split_html(text: str, limit: int = 4_096):
+def split_html(text, limit=4_096):
     """Parts of at most `limit` UTF-16 units (Telegram counts "🙂" as 2), not counting the closing
     tags that are added to a part. A part ends after a newline or, if there is none, after a space:
 
@@ -1104,7 +1104,7 @@ def split_html(text: str, limit: int = 4_096):
     return parts
 
 
-def beginning(text: str, limit: int):
+def beginning(text, limit):
     """At most `limit` UTF-16 units from the start of `text`, but more than tags that open."""
     head = text.encode("utf-16-le")[: 2 * limit].decode("utf-16-le", "ignore")
     if head == text:
@@ -1129,7 +1129,7 @@ CRON_FIELDS = {  # the lowest number, the highest, and names for the numbers fro
 PART = r"(?:\*|([0-9]{1,2})-([0-9]{1,2}))(?:/([1-9][0-9]?))?|([0-9]{1,2})"
 
 
-def cron_numbers(field: str, text: str):
+def cron_numbers(field, text):
     """("minute", "1-3,20") → {1, 2, 3, 20}; ("day of week", "sat-sun") → {6, 7}"""
     lowest, highest, names = CRON_FIELDS[field]
     text = text.replace("-sun", "-7")  # at the end of a range, Sunday is 7
@@ -1227,7 +1227,7 @@ class CronJob:
         return self.at or cron or f"every {self.every_seconds} s"
 
 
-def zone_named(name: str, default: tzinfo):
+def zone_named(name, default):
     try:
         return zoneinfo.ZoneInfo(name) if name else default
     except (KeyError, ValueError, OSError):  # "Mars/Olympus", "../x", "Europe"
@@ -1464,7 +1464,7 @@ class CronService:
         )
 
 
-def machine_zone(path: Path = Path("/etc/localtime")):
+def machine_zone(path=Path("/etc/localtime")):
     """A zone that knows daylight saving time, because `astimezone()` gives only today's offset."""
     with contextlib.suppress(OSError, ValueError, KeyError):
         if name := os.environ.get("TZ", "").lstrip(":"):
@@ -1483,7 +1483,7 @@ DONE = r"(?m)^([ \t]*)[-*+] \[[xX]\].*(\n\1[ \t]+(?![-*+] \[ )\S.*)*"
 NO_TASK = r"\s*(#+(\s.*)?|[-*+]\s*(\[ ?\]\s*)?|[-*_]{3,}\s*)?"  # ## Tasks   - [ ]   ---
 
 
-def active_tasks(text: str):
+def active_tasks(text):
     """The text without comments and ticked tasks; "" if no open task is left:
 
     "# Tasks\\n- [x] call Ann\\n- [ ] water the plants" → "# Tasks\\n\\n- [ ] water the plants"
@@ -1651,7 +1651,7 @@ class WebPage(Channel):
             yield ""
 
 
-def text_behind(path: Path, position: int):
+def text_behind(path, position):
     try:
         with open(path, "rb") as file:
             file.seek(position)

@@ -1021,9 +1021,12 @@ def read_own(turn, path):
 
 
 def own_text(turn, path):
-    """The text of a file for the prompt; "" if there is no file, or if it cannot be read."""
+    """The text of a file for the prompt; "" if there is no file, or if it cannot be read, or if it
+    is a form that nobody has filled in."""
     try:
-        return plain_text(read_own(turn, path)).strip()
+        text = plain_text(read_own(turn, path)).strip()
+        is_form = path.name in ("USER.md", "MEMORY.md") and text == template(path.stem)
+        return "" if is_form else text
     except FileNotFoundError:
         return ""
     except (OSError, ValueError) as problem:
