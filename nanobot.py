@@ -240,6 +240,8 @@ class AgentRunner:
         late = [name for name in names_of(state.tools) if known and name not in known]
         if late and not state.note:  # an MCP server has connected during the turn
             state.note = f"[New tools: {', '.join(late)}]"
+        if spec.max_iterations - state.context.iteration == 5 and not state.note:
+            state.note = "[Five more steps are allowed in this turn.]"
         tools = estimate(lines_of_json(state.tools)) if state.tools else 0
         budget = spec.context_window - spec.max_tokens - 1_024
         if budget <= 0:
@@ -1263,12 +1265,13 @@ class ApprovalHook(AgentHook):
         answer = await self.ask(question) if self.ask else None
         if answer is None:
             return NOBODY
-        answer = answer.strip().lower()
-        if answer in ("a", "always"):
+        answer = answer.strip()
+        if answer.lower() in ("a", "always"):
             self.always.add(call.name)
-        if answer in ("y", "yes", "a", "always"):
+        if answer.lower() in ("y", "yes", "a", "always"):
             return ""
-        return "The user did not approve this call."
+        reason = answer.partition(" ")[2]  # n because it is used elsewhere
+        return f"The user did not approve this call. {reason}".rstrip()
 
 
 @dataclass

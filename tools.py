@@ -1504,7 +1504,7 @@ def check_command(command: str, turn: Turn, *, confined: bool = False):
         named.update(words)
         if "/" in names and name not in ("awk", "cut", "sed", "tr"):
             named.add("/.")
-    if len(deleted) > 100 or any(len(name) > 1_000 for name, _ in deleted):
+    if len(deleted) > 100 or sum(len(name) for name, _ in deleted) > 3_000:
         raise Refused(TOO_LONG)
     for name, folder in deleted if not confined else []:
         check_deleted(name, folder, turn)

@@ -674,7 +674,9 @@ def test_approval_shows_the_escaped_command_and_obeys_what_is_typed_after_the_qu
         terminal.type("yes\n")  # before the question: no answer to it
         is_typed.set()
         terminal.expect("\\u001b[2J", "[y/n/always]")
-        terminal.say("n", "· refused: The user did not approve this call.", "I may not.", "> ")
+        refusal = "The user did not approve this call. It is used Elsewhere"
+        terminal.say("n It is used Elsewhere", f"· refused: {refusal}", "I may not.", "> ")
+        assert server.bodies[1]["messages"][-1]["content"] == refusal
         assert "did not approve" in server.bodies[1]["messages"][-1]["content"]
         assert not target.exists()
         terminal.say("again", "[y/n/always]")

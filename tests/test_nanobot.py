@@ -1120,6 +1120,13 @@ def test_a_lookup_repeated_over_the_whole_turn_is_warned_about(tmp_path):
     assert ["already" in text for text in results(result.messages)] == [False] * 4 + [True] * 2
 
 
+def test_the_model_is_told_when_five_steps_are_left():
+    steps = [[call("look", f"c{n}", n=n)] for n in range(8)]
+    _, provider = run([*steps, "done"], [look], max_iterations=8)
+    last = [str(request.messages[-1]["content"]) for request in provider.requests]
+    assert [n for n, text in enumerate(last, 1) if "Five more steps" in text] == [3]
+
+
 def test_a_tool_that_comes_during_the_turn_is_named_to_the_model():
     registry = ToolRegistry([look])
 
