@@ -795,7 +795,7 @@ class AgentLoop:
 # ---- The function `run`, locks for turns, and background tasks ----
 
 
-def run(text, session_key="", config=None):
+def run(text: str, session_key: str = "", config: Config | None = None) -> str:
     """Answer `text`. Tools use the current folder. To continue a conversation, give all its calls
     the same key, like "cli:lesson". Raises RuntimeError if there is no answer."""
     loop = AgentLoop(config or load_config())

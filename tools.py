@@ -350,9 +350,12 @@ class Turn:
         real_home = home.resolve()
         if write and any(real.is_relative_to(real_home / name) for name in AGENT_FILES):
             raise Refused(f"{real} is the agent's own record: tools may not write to it.")
-        roots = [home, here, *(() if write else (*self.readable, self.store("results")))]
-        if self.restrict and not any(real.is_relative_to(root.resolve()) for root in roots):
-            raise Refused(f"{real} is outside of {home} and {here}. Use a path inside them.")
+        if self.restrict:
+            roots = [home, here]
+            if not write:
+                roots += [*self.readable, self.store("results")]
+            if not any(real.is_relative_to(root.resolve()) for root in roots):
+                raise Refused(f"{real} is outside of {home} and {here}. Use a path inside them.")
         return real
 
     def is_secret(self, real: Path) -> bool:
@@ -947,6 +950,9 @@ def change_file(turn: Turn, path: Path, old: bytes | None, new: bytes):
     """Write a file, after its version before this turn was kept (`old` is None if the file is new).
     Returns "" or, if the change cannot be undone, the reason."""
     store, note = turn.store("undo"), ""
+    version, is_first = old or b"", True
+    was_known = turn.lines_read(path, version) == count_lines(version)
+    found = digest(old)
     about = {
         "session": turn.session_key,
         "turn": turn.started,
@@ -954,17 +960,16 @@ def change_file(turn: Turn, path: Path, old: bytes | None, new: bytes):
         "path": str(path),
         "new_folders": [str(folder) for folder in path.parents if not folder.exists()],
         "is_new": old is None,
-        "written": digest(old),
+        "written": found,
     }
     kept = store / f"undo-{time.time_ns()}"  # is_secret knows this name, also in a search
-    version, is_first = old or b"", True
     for change in kept_changes(store):
         if change["turn"] == turn.started and change["path"] == str(path):
             kept, about, is_first = change.pop("file"), change, False
             version = kept.read_bytes().partition(b"\n")[2]
     if len(version) > UNDO_FILE_BYTES:
         note, version = " (too large to undo)", b""
-    is_ours = about["written"] == digest(old)  # else something has changed the file in between
+    is_ours = about["written"] == found  # else something has changed the file in between
     about["written"] = digest(new) if is_ours and not note else ""
     try:
         store.mkdir(0o700, parents=True, exist_ok=True)
@@ -979,7 +984,7 @@ def change_file(turn: Turn, path: Path, old: bytes | None, new: bytes):
         if is_first:
             kept.unlink(missing_ok=True)
         raise
-    if turn.lines_read(path, old or b"") == count_lines(old or b""):  # a known file stays known
+    if was_known:
         turn.note_read(path, new, 1, count_lines(new))
     return note
 
