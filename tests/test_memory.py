@@ -30,7 +30,7 @@ from memory import (
     SessionManager,
 )
 from memory import SkillsLoader, counted, estimate, total_tokens
-from nanobot import AgentLoop, Config, JobRunner
+from nanobot import AgentLoop, Config, JobRunner, Program
 from providers import LLMProvider, LLMResponse, OfflineProvider, ToolCallRequest, legal
 from tools import FILE_TOOLS, Tool, ToolRegistry, tool
 
@@ -84,8 +84,8 @@ def make_loop(workspace: Path, model: LLMProvider, *tools: Tool, **defaults: obj
     config = Config()
     for name, value in ({"workspace": str(workspace)} | defaults).items():
         setattr(config.defaults, name, value)
-    config.cwd = config.workspace
-    return AgentLoop(config, model, ToolRegistry([*FILE_TOOLS, *tools]))
+    registry = ToolRegistry([*FILE_TOOLS, *tools])
+    return AgentLoop(config, model, registry, program=Program(config.workspace))
 
 
 def say(loop: AgentLoop, *texts: str, key: str = KEY) -> list[str]:
