@@ -233,13 +233,12 @@ def legal(messages: list[dict], reply: bool = True) -> list[dict]:
     """
     clean = [message for message in map(clean_message, messages) if message]
     system = [message for message in clean if message["role"] == "system"]
-    talk = [message for message in clean if message["role"] != "system"]
-    lawful = with_neighbours_joined([*system, *with_results(talk)])
-    while reply and lawful and lawful[-1]["role"] == "assistant":
+    talk = with_results([message for message in clean if message["role"] != "system"])
+    if not talk or talk[0]["role"] != "user":
+        talk.insert(0, {"role": "user", "content": "(earlier messages are left out)"})
+    lawful = with_neighbours_joined([*system, *talk])
+    while reply and lawful[-1]["role"] == "assistant":
         lawful.pop()
-    first = 1 if system else 0
-    if len(lawful) == first or lawful[first]["role"] != "user":
-        lawful.insert(first, {"role": "user", "content": "(earlier messages are left out)"})
     return with_whole_letters(lawful)
 
 
@@ -294,8 +293,11 @@ class OpenAIProvider(LLMProvider):
                 error = explanation(failure, self.endpoint)
                 if failure.kind == "model":
                     error += f" {await self.check() or 'Choose another with --model.'}"
-                is_overflow = failure.kind == "overflow"
-                return failed(error, content=failure.shown or None, is_overflow=is_overflow)
+                return failed(
+                    error,
+                    content=failure.shown or None,
+                    is_overflow=failure.kind == "overflow",
+                )
             tries += 1
             wait = f"{failure.cause}; asking again in {seconds:.0f} s"
             await request.tell(wait, error=failure.cause)
@@ -417,7 +419,7 @@ def clean_content(content):
     """Text or blocks. Blank blocks are removed, and blank text becomes ""."""
     if isinstance(content, list):
         return [each for each in content if each["type"] != "text" or clean_content(each["text"])]
-    text = content if isinstance(content, str) else to_json(content)
+    text = str(content)
     return text if text.strip() else ""
 
 
@@ -461,12 +463,11 @@ def with_results(messages):
             if old_id is None or old_id in used_ids:
                 call["id"] = f"{len(used_ids):09d}"  # nine digits, because Mistral wants nine
             used_ids.add(call["id"])
-            name = call["function"]["name"]  # Gemini requires the name
             result = {
                 "role": "tool",
                 "tool_call_id": call["id"],
                 "content": NO_RESULT,
-                "name": name,
+                "name": call["function"]["name"],  # Gemini requires the name
             }
             waiting[old_id].append(result)
             paired.append(result)
@@ -677,7 +678,7 @@ class Endpoint:
 
     def without_secrets(self, text: str):
         """Hide API keys and URL passwords, because error texts of servers may contain them."""
-        for secret in [self.api_key, *map(str, self.extra_headers.values())]:
+        for secret in [self.api_key, *self.extra_headers.values()]:
             if len(secret) > 7:  # but not "ollama"
                 text = text.replace(secret, "[key]")
         return re.sub("//[^/@ ]*@", "//", text)
@@ -717,8 +718,8 @@ def choose_endpoint(
     if maker == spec.name and ("/" in rest or not spec.is_gateway):  # but keep openrouter/auto
         model = rest
     if host and not host.env_key:  # the user's own server
-        if spec.env_key and base_url != chosen.api_base:
-            chosen.api_key, chosen.extra_headers = "", {}
+        if spec.env_key:
+            chosen = Endpoint(spec)
         chosen.api_key = chosen.api_key or general_key
     if spec.is_local and not urlsplit(address).path.strip("/"):
         address = address.rstrip("/") + "/v1"
@@ -745,8 +746,8 @@ def row_of_model(known, model):
     if maker and maker.is_local:
         return maker
     for row in PROVIDERS:  # the names `gpt-5` and `hf.co/gpt-5` match the row openai
-        fits = re.search(f"(?i)(?<![a-z0-9])({row.keywords})", model)
-        if row.keywords and fits and not maker:
+        start = f"(?i)(?<![a-z0-9])({row.keywords})"
+        if row.keywords and not maker and re.search(start, model):
             maker = row
     usable = []
     for row in PROVIDERS:
@@ -876,8 +877,9 @@ def explanation(failure, endpoint):
 
 def kind_of(text):
     """Find the row of TROUBLES: "429 {'error': 'Slow down'}" → "busy"."""
-    fitting = (kind for kind, row in TROUBLES.items() if re.search(f"(?is){row.pattern}", text))
-    return next(fitting)
+    for kind, row in TROUBLES.items():
+        if re.search(f"(?is){row.pattern}", text):
+            return kind
 
 
 def as_failure(problem):
@@ -905,9 +907,9 @@ def refusal(body, status=None, wait=""):
 
     [{"error":{"code":400,"message":"Unknown name"}}]  → Failure("Unknown name", …)
     """
-    fields = body if isinstance(body, dict) else {}
-    if status is None and isinstance(fields.get("code"), int):
-        status = fields["code"]
+    code = body.get("code") if isinstance(body, dict) else None
+    if status is None and isinstance(code, int):
+        status = code
     text = str(body or "")[:4_000]  # enough text for each pattern, and the search stays fast
     said = ": ".join(map(JSON.decode, re.findall(ERROR_TEXT, json.dumps(body))))
     line = " ".join((said or text).split())[:500]
@@ -923,13 +925,10 @@ def refusal(body, status=None, wait=""):
 # can list such rules for each model, but the endpoint's error text contains the necessary change.
 
 
-Change = Callable[[dict], dict]  # the body of a request → a changed copy
-
-
 class Remedy(NamedTuple):  # a row of HEALING
     complaint: str  # a regular expression for the endpoint's error text
     notice: str  # shown to the user
-    change: Change
+    change: Callable  # the body of a request → a changed copy
     is_remembered: bool = True  # True: all later requests to this model need the change, too
 
 
@@ -964,7 +963,7 @@ def refused_parameters(body, complaint):
     if not re.search(REFUSAL, complaint):  # a server may repeat the whole request in its error
         return refused
     for name in body.keys() - {"model", "messages", "tools"}:
-        word = re.escape(name).replace("_", "_?")
+        word = name.replace("_", "_?")  # xAI writes reasoningEffort
         named = rf"['\"`]{word}\\*['\"`]|(: |support |parameter |invalid ){word}\b"
         if "_" in name:
             named = rf"\b{word}\b"
@@ -975,8 +974,8 @@ def refused_parameters(body, complaint):
 
 def difference(old, new):
     """The parameters that a remedy has changed: {"stop": None}. The long ones are left out."""
-    names = [name for name in old | new if old.get(name) != new.get(name)]
-    return {name: new.get(name) for name in names if name not in ("messages", "tools")}
+    short = (old | new).keys() - {"messages", "tools"}
+    return {name: new.get(name) for name in short if old.get(name) != new.get(name)}
 
 
 def setting(**values):
@@ -1068,12 +1067,13 @@ def calls_as_text(message):
         return message
     lines = [text] if text else []
     for call in message["tool_calls"]:
-        name, arguments = to_json(call["function"]["name"]), call["function"]["arguments"]
-        lines.append(f'<tool_call>{{"name": {name}, "arguments": {arguments}}}</tool_call>')
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        lines.append(f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>')
     return {"role": "assistant", "content": "\n".join(lines)}
 
 
-SCHEMA_WORDS = (
+UNWANTED = (
+    "cache_control",
     "additionalProperties",
     "$schema",
     "$id",
@@ -1165,7 +1165,7 @@ HEALING = [
     Remedy(
         "unknown name.{0,200}(schema|parameters|function)|top level|cache_control",
         "some schema keywords and all cache marks are left out",
-        partial(without_keys, unwanted=(*SCHEMA_WORDS, "cache_control")),
+        partial(without_keys, unwanted=UNWANTED),
     ),
     # Anthropic "image exceeds 5 MB maximum: 6093312 bytes > 5242880 bytes"
     Remedy(
@@ -1210,9 +1210,11 @@ def request_body(endpoint, request, learnt):
 def cache_marks(body):
     """Mark the system message, so that the endpoint caches the tools and the system message."""
     first, *rest = body["messages"]
-    mark = {"cache_control": {"type": "ephemeral"}}
-    marked = {**first, "content": [{"type": "text", "text": as_text(first)["content"], **mark}]}
-    return {**body, "messages": [marked, *rest]} if first["role"] == "system" else body
+    if first["role"] != "system":
+        return body
+    text = as_text(first)["content"]
+    block = {"type": "text", "text": text, "cache_control": {"type": "ephemeral"}}
+    return {**body, "messages": [{**first, "content": [block]}, *rest]}
 
 
 @cache
@@ -1227,31 +1229,31 @@ def load_sdk():
     return openai
 
 
+@dataclass
 class Connection:
     """Creates the SDK's client at the first request, and reads the answers as plain JSON."""
 
-    def __init__(self, endpoint: Endpoint, request_timeout: float, idle_timeout: float):
-        self.endpoint = endpoint
-        self.request_timeout, self.idle_timeout = request_timeout, idle_timeout
-        self._loop: asyncio.AbstractEventLoop | None = None  # the event loop of the connections
+    endpoint: Endpoint
+    request_timeout: float
+    idle_timeout: float
+    _loop: asyncio.AbstractEventLoop | None = None  # the event loop of the connections
 
     def client(self):
         here = asyncio.get_running_loop()
         if self._loop is here:
             return self._client
         openai, where = load_sdk(), self.endpoint
-        http = openai.DefaultAsyncHttpxClient(
-            verify=where.api_base.startswith("https://"),  # loading certificates takes 30 ms
-            trust_env=not where.spec.is_local,
-            follow_redirects=False,
-        )
         self._client = openai.AsyncOpenAI(
             api_key=where.api_key or "none",
             base_url=where.api_base,
             max_retries=0,
             timeout=openai.Timeout(self.request_timeout, connect=10.0),
             default_headers=where.extra_headers,
-            http_client=http,
+            http_client=openai.DefaultAsyncHttpxClient(
+                verify=where.api_base.startswith("https://"),  # loading certificates takes 30 ms
+                trust_env=not where.spec.is_local,
+                follow_redirects=False,
+            ),
         )
         if row_of_address(where.api_base).name != "openai":  # only OpenAI may get OPENAI_ORG_ID
             self._client.organization = self._client.project = None
@@ -1272,9 +1274,10 @@ class Connection:
         chunk = None
         raw = {"headers": {"X-Stainless-Raw-Response": "stream"}, "security": {"bearer_auth": True}}
         try:
-            post = self.client().post
             async with asyncio.timeout(self.request_timeout) as clock:
-                response = await post("/chat/completions", cast_to=object, body=body, options=raw)
+                response = await self.client().post(
+                    "/chat/completions", cast_to=object, body=body, options=raw
+                )
                 try:
                     async for chunk in chunks_of(response):
                         clock.reschedule(None)
@@ -1290,8 +1293,7 @@ class Connection:
     async def models(self):
         """The ids of the models that the endpoint offers; raises Failure."""
         try:
-            list_models = self.client().models.with_raw_response.list
-            response = await list_models(timeout=10.0)
+            response = await self.client().models.with_raw_response.list(timeout=10.0)
             rows = parse_answer(response.content).get("data") or []
             return [str(row.get("id")).removeprefix("models/") for row in rows]  # Gemini's prefix
         except Exception as problem:
@@ -1319,7 +1321,7 @@ def parse_answer(data):
         answer = json.loads(data)
         if isinstance(answer, dict):
             return answer
-    start = " ".join(data[:2_000].decode("utf-8", errors="replace").split())
+    start = " ".join(data[:2_000].decode(errors="replace").split())
     kind = "cut" if not start or start.startswith("{") else "nonsense"
     raise Failure(f"not a JSON object but: {start[:120] or 'nothing'}", kind)
 
@@ -1384,7 +1386,7 @@ class AnswerReader:
 
     def _add(self, choice):
         self.finish_reason = choice.get("finish_reason") or self.finish_reason
-        self.is_whole = self.is_whole or "delta" not in choice
+        self.is_whole |= "delta" not in choice
         message = choice.get("delta") or choice.get("message") or {}
         for piece in message.get("tool_calls") or []:
             self._add_call(piece)
@@ -1392,10 +1394,8 @@ class AnswerReader:
             if message.get(name):
                 before = self.extra.get(name)
                 self.extra[name] = before + message[name] if before else message[name]
-        text = message.get("content") or message.get("refusal") or ""
-        if not isinstance(text, str):
-            text = "".join([block.get("text") or "" for block in text])
-        return self._ready(text)
+        blocks = as_blocks(message.get("content") or "")
+        return self._ready("".join([block.get("text") or "" for block in blocks]))
 
     def _add_call(self, piece):
         """Begin a call, or continue an earlier call. Examples with read_file({…}) and now({}):
@@ -1410,7 +1410,7 @@ class AnswerReader:
         name, arguments = function.get("name"), function.get("arguments")
         fitting = [call for call in self.calls if index in (None, call.index)]
         call = fitting[-1] if fitting else CallParts(index)
-        is_repeated = id_ and id_ == call.id and index is not None
+        is_repeated = id_ and id_ == call.id and index is not None  # the same name in each piece
         if not fitting or (name and call.name and not is_repeated):
             call = CallParts(index)
             self.calls.append(call)
@@ -1477,8 +1477,9 @@ class AnswerReader:
         calls = self.text_calls
         for call in self.calls:
             arguments, error = parse_arguments(call.arguments, repair=is_finished)
-            id_ = call.id or new_id()
-            calls.append(ToolCallRequest(id_, call.name, arguments, error, extra=call.extra))
+            calls.append(
+                ToolCallRequest(call.id or new_id(), call.name, arguments, error, extra=call.extra)
+            )
         # keep the line break at the end of a cut answer, because the model will continue the answer
         text = self.text if reason == "length" else self.text.rstrip("\n")
         text = with_whole_letters(text) if text.strip() else None
@@ -1486,8 +1487,9 @@ class AnswerReader:
         if reason == "error" or (reason is None and is_cut):
             raise Failure("the answer broke off" if text or calls else "it sent no answer", "cut")
         thoughts = self.extra.get("reasoning_content") or self.extra.get("reasoning")
-        answer = LLMResponse(text, calls, reason, {}, thoughts, extra=self.extra)
-        answer.unclear_at = self.unclear_at
+        answer = LLMResponse(
+            text, calls, reason, {}, thoughts, extra=self.extra, unclear_at=self.unclear_at
+        )
         answer.usage = self.usage or estimate_usage(request, answer)
         return answer
 
@@ -1496,19 +1498,18 @@ class Usage(dict):
     """Token counts: `usage.total_tokens` is the same as `usage["total_tokens"]`."""
 
     def __getattr__(self, name: str):
-        try:
-            return self[name]
-        except KeyError:
-            raise AttributeError(name) from None
+        if name not in self:
+            raise AttributeError(name)
+        return self[name]
 
 
 def read_usage(usage):
     """Return the endpoint's token counts, or {}. Endpoints use three names for cached tokens."""
-    sent = int(usage.get("prompt_tokens") or 0)
+    sent = usage.get("prompt_tokens") or 0
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
     cached = cached or usage.get("cached_tokens") or usage.get("prompt_cache_hit_tokens")
-    received = int(usage.get("completion_tokens") or 0)
-    return counted(sent, received, int(cached or 0), False) if sent else Usage()
+    received = usage.get("completion_tokens") or 0
+    return counted(sent, received, cached or 0, False) if sent else {}
 
 
 def estimate_usage(request, answer):
@@ -1621,7 +1622,7 @@ def text_call(name, written, tools):
     properties = schema.get("properties")
     if properties and not schema.get("additionalProperties"):
         arguments = {key: value for key, value in arguments.items() if key in properties}
-    missing = set(schema.get("required", [])) - set(arguments)
+    missing = set(schema.get("required", [])) - arguments.keys()
     if written is None or error or missing:
         raise ValueError(error or "an argument is missing")
     return ToolCallRequest(new_id(), name, arguments)
