@@ -362,12 +362,12 @@ class Turn:
         if real.parts[1:2] == ("proc",) and real.name in ("environ", "mem"):
             return True  # /proc/1/environ and /proc/1/mem can contain API keys
         for secret in self.secret:
-            for path in (real, *real.parents):  # `secret` may be a folder
-                if path.parent == secret.parent and path.name.startswith(secret.name):
-                    return True  # `startswith` also finds copies, like config.json.bak.
-            # `samefile` also finds hard links, and CONFIG.JSON on systems that ignore case
-            if real.exists() and secret.exists() and real.samefile(secret):
+            if str(real).startswith(str(secret)):  # it, a copy like config.json.bak, a file in it
                 return True
+            # `samefile` also finds hard links, and CONFIG.JSON on systems that ignore case
+            with contextlib.suppress(OSError):  # one of them does not exist
+                if real.samefile(secret):
+                    return True
         return False
 
     def store(self, name: str) -> Path:
@@ -525,12 +525,6 @@ JSON_TYPES = {
     "object": dict,
     "null": types.NoneType,
 }
-LIMITS = {
-    str: ("minLength", "maxLength"),
-    list: ("minItems", "maxItems"),
-    int: ("minimum", "maximum"),
-    float: ("minimum", "maximum"),
-}
 # An object whose schema has one of these keywords may have keys that `properties` does not name.
 OPENING = ("additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref", "if")
 
@@ -540,47 +534,19 @@ def union_schema(options: list[dict]):
 
     integer, null → {"type": ["integer", "null"]};  "a", integer → {"anyOf": [{"enum": …}, …]}
     """
-    has_details = any(option.keys() - {"type"} for option in options)
-    is_optional = len(options) == 2 and {"type": "null"} in options
-    if has_details and not is_optional:
-        return {"anyOf": options}
-    merged = functools.reduce(dict.__or__, options)
-    is_typed = all("type" in option for option in options)  # `Path` has no JSON type
-    return {**merged, "type": sum(map(kinds, options), [])} if is_typed else {}
+    first, *others = options
+    is_optional = others == [{"type": "null"}] and "type" in first
+    if is_optional or all(option.keys() == {"type"} for option in options):
+        return {**first, "type": [kind for option in options for kind in kinds(option)]}
+    return {"anyOf": options}
 
 
 def kinds(schema: dict):
     """The JSON types that a schema allows; [] means any type."""
     names = schema.get("type", [])
-    return [names] if isinstance(names, str) else list(names)
-
-
-KEYWORDS = {
-    "type": str | list,
-    "properties": dict,
-    "items": dict,
-    "enum": list,
-    "anyOf": list,
-    "required": list,
-    "minimum": int | float,
-    "maximum": int | float,
-    "minLength": int,
-    "maxLength": int,
-    "minItems": int,
-    "maxItems": int,
-}
-
-
-def is_sane(schema):
-    """Can `cast` and `validate` read this schema of a foreign server?"""
-    if not isinstance(schema, dict):
-        return False
-    if not all(isinstance(value, KEYWORDS.get(name, object)) for name, value in schema.items()):
-        return False
-    parts = [*schema.get("properties", {}).values(), *schema.get("anyOf", ())]
-    if "items" in schema:
-        parts.append(schema["items"])
-    return all(str(kind) in JSON_TYPES for kind in kinds(schema)) and all(map(is_sane, parts))
+    if isinstance(names, str):
+        names = [names]
+    return [name for name in names if name in JSON_TYPES]  # a server may write "any"
 
 
 def fits(value, wanted: list[str]):
@@ -593,28 +559,32 @@ def fits(value, wanted: list[str]):
 
 def cast(value, schema: dict):
     """Convert a value to its schema's type if possible: "120" → 120, "True" → True, "[1]" → [1]."""
+    if not isinstance(schema, dict):  # a server may write `true`, or one schema for each item
+        return value
     wanted = kinds(schema)
-    with contextlib.suppress(ValueError, RecursionError):  # invalid JSON, or an overlong integer
-        if isinstance(value, str) and not fits(value, wanted):
+    if isinstance(value, str) and not fits(value, wanted):
+        with contextlib.suppress(ValueError, RecursionError):  # invalid JSON, an overlong integer
             read = json.loads(value.lower() if value in ("True", "False") else value)
             value = read if fits(read, wanted) else value
-        elif "string" in wanted and not fits(value, wanted) and fits(value, ["number"]):
-            value = str(value)
+    elif "string" in wanted and not fits(value, wanted) and fits(value, ["number"]):
+        value = str(value)
     for option in schema.get("anyOf", ()):
         if not validate(cast(value, option), option):
             return cast(value, option)
     if isinstance(value, float) and value.is_integer() and "integer" in wanted:
         return int(value)
-    properties = schema.get("properties", {})
-    if isinstance(value, dict) and properties:
+    if isinstance(value, dict):
+        properties = schema.get("properties", {})
         return {key: cast(item, properties.get(key, {})) for key, item in value.items()}
-    if isinstance(value, list) and "items" in schema:
-        return [cast(item, schema["items"]) for item in value]
+    if isinstance(value, list):
+        return [cast(item, schema.get("items", {})) for item in value]
     return value
 
 
 def validate(value, schema: dict, path: str = ""):
     """Find values that the schema forbids: ["size must be <= 6", "rows[0].name is required"]"""
+    if not isinstance(schema, dict):
+        return []
     name, wanted = path or "value", kinds(schema)
     if not fits(value, wanted):
         return [f"{name} must be {' or '.join(wanted)}, not {json.dumps(value, default=str)[:80]}"]
@@ -640,18 +610,21 @@ def validate(value, schema: dict, path: str = ""):
     return errors
 
 
-def wrong_size(value, schema: dict, name: str):
-    low, high = (schema.get(limit) for limit in LIMITS.get(type(value), ("", "")))
+def wrong_size(value, schema, name):
     if isinstance(value, str | list):
         value, name = len(value), f"{name}: its length"
-    if low is not None and value < low:
-        return [f"{name} must be >= {low}"]
-    return [f"{name} must be <= {high}"] if high is not None and value > high else []
+    if isinstance(value, int | float):
+        for keyword, limit in schema.items():  # minimum, minLength, minItems, maximum, …
+            if keyword.startswith("min") and value < limit:
+                return [f"{name} must be >= {limit}"]
+            if keyword.startswith("max") and value > limit:
+                return [f"{name} must be <= {limit}"]
+    return []
 
 
-def unexpected_keys(params: dict, schema: dict):
+def unexpected_keys(params, schema):
+    is_open = any(schema.get(word) not in (None, False) for word in OPENING)
     known = schema.get("properties")
-    is_open = not all(schema.get(word) in (None, False) for word in OPENING)
     if is_open or known is None:
         return []
     names = ", ".join(known) or "none"
@@ -2293,16 +2266,12 @@ class MCPTool(Tool):
         about = item.get("description") or f"{kind[:-1]} {item['name']} of {server.name}"
         seen = "".join(letter for letter in about if letter.isprintable() or letter == "\n")
         self.description = (seen if kind == "tools" else label + seen)[:2_000]  # only printable
-        schema = item.get("inputSchema", {})
+        schema = {"properties": {}, **item.get("inputSchema", {}), "type": "object"}
         if arguments := item.get("arguments"):  # only prompts have arguments
             texts = {each["name"]: StringSchema(each.get("description")) for each in arguments}
             required = [each["name"] for each in arguments if each.get("required")]
             schema = ObjectSchema(texts, required=required)
-        kept = {name: value for name, value in schema.items() if is_sane({name: value})}
-        parts = dict(schema.get("properties") or {}).items()
-        # a parameter with an odd schema may have any value: the server checks it
-        properties = {name: part if is_sane(part) else {} for name, part in parts}
-        self.parameters = {**kept, "type": "object", "properties": properties}
+        self.parameters = schema
 
     async def execute(self, /, **arguments):
         if "uri" not in self.request:

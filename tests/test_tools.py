@@ -226,7 +226,6 @@ OPTIONAL = {
     ],
 )
 def test_a_legal_value_passes_whatever_keywords_a_server_uses(schema, value, wanted):
-    schema = schema if tools.is_sane(schema) else {}  # as an MCP server's schema is read
     result = cast(value, schema)
     assert result == wanted and type(result) is type(wanted)
     assert validate(result, schema) == []
@@ -365,7 +364,6 @@ def test_a_tool_that_raises_is_told_in_one_line_and_its_traceback_only_with_logs
         (int | str | None, {"type": ["integer", "string", "null"]}),
         (None, {}),
         (Path, {}),
-        (Path | None, {}),
         (Literal[5, "all"], {"type": ["integer", "string"], "enum": [5, "all"]}),
         (Annotated[str, {"minLength": 2}], {"type": "string", "minLength": 2}),
     ],
