@@ -787,11 +787,8 @@ def numbered_page(lines: list[str], first: int, most: int, room: int):
 
 def write_atomic(path: Path, data: bytes):
     """Write the whole file or change nothing, even if the power fails; keeps the file mode."""
-    if path.exists():
-        if not path.is_file():
-            raise ToolError(f"{path} is not a regular file: nothing was written.")
-        if not (path.stat().st_mode & 0o222 and os.access(path, os.W_OK)):
-            raise ToolError(f"{path} is read-only. Ask the user whether it may be changed.")
+    if path.exists() and not (path.stat().st_mode & 0o222 and os.access(path, os.W_OK)):
+        raise ToolError(f"{path} is read-only. Ask the user whether it may be changed.")
     temporary = path.with_name(f".{path.name[:40]}.{os.getpid()}-{time.time_ns()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -882,25 +879,19 @@ def diff(before: str, after: str, name: str):
 def replace_passage(text: str, old: str, new: str, replace_all: bool = False):
     """Replace `old` with `new`; raises ToolError if `old` is missing or occurs more than once. If
     `new` is empty and a whole line is deleted, its line break is deleted, too."""
-    if replace_all and old in text:
-        return text.replace(old, new)
-    places, start = [], text.find(old)
-    while start >= 0 and len(places) < 20:  # the message names at most 20 places
-        places.append(start)
-        start = text.find(old, start + 1)
+    places = [match.start() for match in re.finditer(re.escape(old), text)]
     if not places:
         raise ToolError(f"old_text is not in the file.{nearest(text, old)}")
-    if len(places) > 1:
-        lines = ", ".join(str(text.count("\n", 0, place) + 1) for place in places)
+    if len(places) > 1 and not replace_all:
+        lines = ", ".join(str(text.count("\n", 0, place) + 1) for place in places[:20])
         raise ToolError(
             f"old_text occurs at lines {lines}. Add the lines before and after the right place, or "
             "set replace_all."
         )
-    before, after = text[: places[0]], text[places[0] + len(old) :]
-    starts_line = not before or before.endswith("\n")
-    if not new and starts_line and not old.endswith("\n"):
-        after = after.removeprefix("\n")
-    return before + new + after
+    is_line = not old.endswith("\n") and f"\n{old}\n" in f"\n{text}"
+    if is_line and not new and not replace_all:
+        old += "\n"
+    return text.replace(old, new)
 
 
 def nearest(text: str, old: str):
@@ -919,37 +910,37 @@ def nearest(text: str, old: str):
 UNDO_CHANGES, UNDO_BYTES, UNDO_FILE_BYTES = 200, 50_000_000, 10_000_000
 
 
-def change_file(turn: Turn, path: Path, old: bytes | None, new: bytes):
+def change_file(turn, path, old, new):
     """Write a file, after its version before this turn was kept (`old` is None if the file is new).
     Returns "" or, if the change cannot be undone, the reason."""
-    store, note = turn.store("undo"), ""
-    version, is_first = old or b"", True
+    version = old or b""
     was_known = turn.lines_read(path, version) == count_lines(version)
-    found = digest(old)
-    about = {
+    change = {
         "session": turn.session_key,
         "turn": turn.started,
         "folder": str(turn.cwd),
         "path": str(path),
         "new_folders": [str(folder) for folder in path.parents if not folder.exists()],
         "is_new": old is None,
-        "written": found,
+        "written": digest(version),
     }
-    kept = store / f"undo-{time.time_ns()}"  # is_secret knows this name, also in a search
-    for change in kept_changes(store):
-        if change["turn"] == turn.started and change["path"] == str(path):
-            kept, about, is_first = change.pop("file"), change, False
-            version = kept.read_bytes().partition(b"\n")[2]
-    if len(version) > UNDO_FILE_BYTES:
-        note, version = " (too large to undo)", b""
-    is_ours = about["written"] == found  # else something has changed the file in between
-    about["written"] = digest(new) if is_ours and not note else ""
+    # one file for each path and turn; is_secret knows the start of the name, also in a search
+    kept = turn.store("undo") / f"undo-{turn.started}-{digest(str(path).encode())[:16]}"
+    is_first = not kept.exists()
+    note = ""
     try:
-        store.mkdir(0o700, parents=True, exist_ok=True)
+        if not is_first:
+            description, _, version = kept.read_bytes().partition(b"\n")
+            change = json.loads(description)
+        if len(version) > UNDO_FILE_BYTES:
+            note, version = " (too large to undo)", b""
+        is_ours = change["written"] == digest(old or b"")  # else something else has changed it
+        change["written"] = digest(new) if is_ours and not note else ""
+        kept.parent.mkdir(0o700, parents=True, exist_ok=True)
         kept.touch(0o600)
-        write_atomic(kept, json.dumps(about).encode() + b"\n" + version)
-        forget_old_changes(store)
-    except (OSError, ToolError) as problem:
+        write_atomic(kept, json.dumps(change).encode() + b"\n" + version)
+        forget_old_changes(kept.parent)
+    except (OSError, ValueError, ToolError) as problem:
         note = f" (cannot be undone: {problem})"
     try:
         write_atomic(path, new)
@@ -963,7 +954,7 @@ def change_file(turn: Turn, path: Path, old: bytes | None, new: bytes):
 
 
 def digest(data):
-    return hashlib.sha256(data or b"").hexdigest()
+    return hashlib.sha256(data).hexdigest()
 
 
 def forget_old_changes(store):
@@ -1055,29 +1046,33 @@ def change_cell(text: str, index: int, source: str, kind: str, mode: str):
     """Change one cell in a notebook's JSON; the rest of the notebook stays the same."""
     try:
         book = json.loads(text)
-        cells = book["cells"] if book["nbformat"] == 4 else None
-        taken = 0 if mode == "insert" else 1
-        if index + taken > len(cells):
-            raise ToolError(f"There is no cell {index}: the notebook has {len(cells)}, from 0.")
-        old = {"metadata": {}, "id": os.urandom(4).hex()} if mode == "insert" else cells[index]
-        new = lawful_cell({**old}, source, kind or old.get("cell_type", "code"), book)
-        cells[index : index + taken] = [] if mode == "delete" else [new]
+        cells = book["cells"]
+        count = len(cells)
+        if mode == "insert":
+            cells.insert(index, {"id": os.urandom(4).hex(), "metadata": {}, "cell_type": "code"})
+        if index >= len(cells):
+            raise ToolError(f"There is no cell {index}: the notebook has {count}, from 0.")
+        cell = cells.pop(index)
+        if mode != "delete":
+            has_ids = book.get("nbformat_minor", 0) >= 5
+            cells.insert(index, valid_cell(cell, source, kind or cell["cell_type"], has_ids))
         layout = re.match(r"\s*\{\n([ \t]*)", text)  # the file's indentation (Jupyter: one space)
         after = json.dumps(book, ensure_ascii=False, indent=layout and layout[1])
-        after.encode()  # raises ValueError for lone surrogates (invalid UTF-8)
-    except (ValueError, KeyError, TypeError, RecursionError) as problem:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
         why = f"{type(problem).__name__}: {problem}"
         raise ToolError(f"Not a notebook of nbformat 4: {why}. Use edit_file.") from None
     return after + text[len(text.rstrip()) :]
 
 
-def lawful_cell(cell: dict, source: str, kind: str, book: dict):
-    """Make a valid cell: sorted keys, outputs only in code cells, ids only from nbformat 4.5 on."""
+def valid_cell(cell, source, kind, has_ids):
+    """Returns the cell with a new source and kind, sorted keys, and only what this kind may have."""
     cell |= {"cell_type": kind, "source": source.splitlines(keepends=True)}
-    foreign = {"attachments"} if kind == "code" else {"execution_count", "outputs"}
     if kind == "code":
+        foreign = {"attachments"}
         cell |= {"execution_count": None, "outputs": []}
-    if book.get("nbformat_minor", 0) < 5:
+    else:
+        foreign = {"execution_count", "outputs"}
+    if not has_ids:
         foreign.add("id")
     return {key: cell[key] for key in sorted(cell) if key not in foreign}
 

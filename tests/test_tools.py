@@ -1169,8 +1169,7 @@ def test_edits_of_what_stands_there_exactly_are_those_of_str_replace():
         old = text[start : start + chance.randint(1, 5)]
         new = "".join(chance.choices(["a", "c\nd", "”", "\\1"], k=chance.randint(0, 3)))
         assert tools.replace_passage(text, old, new, replace_all=True) == text.replace(old, new)
-        places = [index for index in range(len(text)) if text.startswith(old, index)]
-        if len(places) == 1:
+        if text.count(old) == 1:
             without_lines = re.sub(
                 rf"(?m)^{re.escape(old)}(?<!\n)\n", "", text
             )  # whole lines are deleted as such
@@ -1319,7 +1318,6 @@ def test_edit_file_changes_the_passage_and_nothing_else(turn, before, old, new, 
             "count = 0",
             "^old_text occurs at lines 2, 3",
         ),
-        ("aba-aba-aba", "aba-aba", "^old_text occurs at lines 1, 1"),
         (
             "if a:\n    go()\n",
             "if a:\n  go()",
@@ -1457,16 +1455,7 @@ def test_a_cell_is_what_nbformat_wants(turn, minor, arguments, cells, made):
         (b'{"nbformat": 4, "cells": []}', 0, "There is no cell 0"),
         (b"{", 0, "Not a notebook of nbformat 4: JSONDecodeError"),
         (b"{}", 0, "Not a notebook of nbformat 4: KeyError"),
-        (
-            notebook().replace(b"markdown", b"\xe9"),
-            0,
-            "Not a notebook of nbformat 4: UnicodeEncodeError",
-        ),
-        (
-            notebook().replace(b"markdown", rb"\udce9"),
-            0,
-            "Not a notebook of nbformat 4: UnicodeEncodeError",
-        ),
+        (notebook().replace(b"markdown", rb"\ud83d"), 2, "UnicodeEncodeError"),
         (b'{"nbformat": 3, "worksheets": []}', 0, "Not a notebook of nbformat 4"),
         (b'{"nbformat": 4, "cells": [7]}', 0, "Not a notebook of nbformat 4: TypeError"),
         (b"[" * 100_000, 0, "Not a notebook"),
@@ -3472,8 +3461,9 @@ def test_old_versions_are_private_bounded_and_their_loss_is_said(turn, monkeypat
     monkeypatch.setattr(tools, "UNDO_BYTES", 5_000)
     monkeypatch.setattr(tools, "UNDO_FILE_BYTES", 500)
     for number in range(5):
-        call(turn, "write_file", path=f"f{number}", content="x" * number)
-    assert undo(turn) == {"f4": True, "f3": True, "f2": True}
+        at = replace(turn, started=f"1{number}")
+        call(at, "write_file", path=f"f{number}", content="x" * number)
+    assert [undo(turn) for _ in range(4)] == [{"f4": True}, {"f3": True}, {"f2": True}, {}]
     (turn.cwd / "big").write_text("x" * 501)
     big = call(turn, "edit_file", path="big", old_text="x" * 501, new_text="y")
     assert "(too large to undo)" in big.text and "(too large to undo)" in big.shown
