@@ -1101,7 +1101,7 @@ def find_files(turn: Turn, path: str, *globs: str):
         return [(path, str(root))]
     if not root.is_dir():
         raise ToolError(f"There is no folder {root}.{similar_names(root)}")
-    patterns = [glob_pattern(glob) for glob in globs if glob not in ("", "*")]
+    wanted = [plain_globs(glob) for glob in globs if glob not in ("", "*")]
     prefix = "" if path in ("", ".") else os.path.join(path, "")
     start, deadline = len(os.path.join(root, "")), time.monotonic() + SEARCH_SECONDS
     suspects = ("environ", "mem", *(path.name for path in turn.secret))
@@ -1111,7 +1111,7 @@ def find_files(turn: Turn, path: str, *globs: str):
         if time.monotonic() > deadline:
             raise ToolError(f"{root} has too many files: search in one of its folders.")
         name = entry.path[start:].replace(os.sep, "/")  # on Windows: src\a.py → src/a.py
-        if all(pattern.match(name) for pattern in patterns):
+        if all(any(is_match(name, glob) for glob in choices) for choices in wanted):
             is_suspect = entry.name.startswith(suspects) or entry.inode() in inodes
             if not (is_suspect and turn.is_secret(Path(entry.path))):
                 files.append((prefix + name, entry.path))
@@ -1168,39 +1168,34 @@ def ignored_by_git(folder: str):
 
 
 Limit = Annotated[int, IntegerSchema(minimum=1)]
-GLOB_TOKEN = r"(?s)\\.|\[[!^]?\]?[^\]]{0,99}\]|\*\*/|\*\*|."  # tokens such as \[, [!a-z], **/
-GLOB_MEANINGS = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]", "{": "(?:", "}": ")"}
 
 
-def glob_pattern(glob: str):
-    """Convert a glob to a regular expression. A glob without a slash matches in every folder.
+def plain_globs(glob):
+    """Replace braces, which Python's globs do not know: src/*.{py,js} → src/*.py, src/*.js"""
+    if glob.startswith("!") or glob.count(",") > 20:
+        raise ToolError(f"{glob[:99]}: name the files to find, with few commas, like *.{{js,ts}}.")
+    start, brace, rest = glob.partition("{")
+    options, _, end = rest.partition("}")
+    if not brace:
+        return [glob]
+    return [start + option + more for option in options.split(",") for more in plain_globs(end)]
 
-    "src/*.{py,js}" → r"src/[^/]*\\.(?:py|js)\\Z";  Python's own globs have no braces.
-    """
-    if glob.startswith("!"):
-        raise ToolError("A glob cannot exclude files. Name the files to find, like *.{js,ts}.")
-    whole = glob.removeprefix("./") if "/" in glob else f"**/{glob}"
-    parts = whole.split("/")
-    stars = max(len(re.findall(r"\*+", part)) for part in parts)
-    if parts.count("**") > 4 or stars > 4 or len(glob) > 1_000:  # matching would take hours
-        raise ToolError(f"{glob[:99]} has too many stars: use at most four between two slashes.")
-    regex, depth = "", 0
-    for token in re.findall(GLOB_TOKEN, whole):
-        depth += {"{": 1, "}": -1}.get(token, 0)
-        if token == "," and depth > 0:
-            regex += "|"
-        elif token[0] == "[" and len(token) > 1:
-            negated = "^" if token[1] in "!^" else ""
-            characters = re.sub(r"[\\\[\]^&~|]", r"\\\g<0>", token[1 + len(negated) : -1])
-            regex += f"(?!/)[{negated}{characters}]"
+
+def is_match(name, glob):
+    """Does a file's name, like src/app.py, match a glob? One without a slash matches everywhere."""
+    glob = glob.removeprefix("./") if "/" in glob else f"**/{glob}"
+    names = name.split("/")
+    places = {0}  # how many of the names the glob can have matched so far
+    for part in re.sub(r"\\([*?[])", r"[\1]", glob).split("/"):  # a\*b → a[*]b
+        if part == "**":  # any number of folders
+            places = {after for place in places for after in range(place, len(names) + 1)}
         else:
-            regex += GLOB_MEANINGS.get(token) or re.escape(token[-1])
-    try:
-        return re.compile(regex + r"\Z", re.DOTALL)  # a file name can contain a line break
-    except (re.error, RecursionError) as problem:
-        raise ToolError(
-            f"{glob[:99]!r}: {problem}. Close each {{ and [, or escape it: \\["
-        ) from None
+            places = {
+                place + 1
+                for place in places
+                if place < len(names) and fnmatch.fnmatchcase(names[place], part)
+            }
+    return len(names) in places
 
 
 @tool(read_only=True)
