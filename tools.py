@@ -475,9 +475,12 @@ def temporary_folder():
 
 
 def fitted(text, most, name, turn):
-    """Return a text; if it is too long, its first and last lines, and a file with all of it."""
+    """Return a text; if it is too long, its first and last lines, and how to read the others."""
     if len(text) <= most:
         return text
+    head, tail = ends(text, most - 400)
+    first = text.count("\n", 0, len(head) + 1) + 1
+    last = text.count("\n", 0, -len(tail) - 1) + 1
     folder = turn.store("results")
     path = folder / f"{time.time_ns()}-{name[:64]}.txt"
     try:
@@ -485,10 +488,10 @@ def fitted(text, most, name, turn):
         path.write_bytes(text.encode("utf-8", errors="replace"))
         for old in sorted(folder.glob("*-*.txt"))[:-200]:
             old.unlink(missing_ok=True)  # another program may have deleted the file
-        note = f"; the text is in {path}: use read_file or grep"
+        how = f"the text is in {path}: read_file offset={first} limit={last - first + 1}"
     except OSError as problem:
-        note = f"; the whole text could not be saved: {problem}"
-    return shorten(text, most - 300, note)
+        how = f"the text could not be saved: {problem}"
+    return f"{head}\n… lines {first}–{last} are missing; {how} …\n{tail}"
 
 
 def outcome(result):
@@ -503,14 +506,18 @@ def counted(count, one, many):
     return f"{count:,} {one if count == 1 else many}"
 
 
-def shorten(text: str, limit: int, note: str = ""):
-    """Drop the middle of a text longer than `limit` characters, whole lines if possible."""
+def ends(text, room):
+    """The start and the end of a text, `room` characters together, whole lines if possible."""
+    head, tail = text[: room // 2], text[-(room // 2) :]
+    return head.rpartition("\n")[0] or head, tail.partition("\n")[2] or tail
+
+
+def shorten(text, limit):
+    """Drop the middle of a text longer than `limit` characters."""
     if len(text) <= limit:
         return text
-    head, tail = text[: limit // 2], text[-(limit // 2) :]
-    head, tail = head.rpartition("\n")[0] or head, tail.partition("\n")[2] or tail
-    left_out = len(text) - len(head) - len(tail)
-    return f"{head}\n… {left_out:,} characters left out{note} …\n{tail}"
+    head, tail = ends(text, limit)
+    return f"{head}\n… {len(text) - len(head) - len(tail):,} characters left out …\n{tail}"
 
 
 # ---- Schemas: which arguments are valid ----
@@ -1260,20 +1267,21 @@ async def grep(
     """Search lines with a regular expression. output_mode "content" returns `path:line: text`."""
     type_glob = TYPES.get(type, f"*.{type}")  # an unlisted type like rb means *.rb
     root, files = turn.path(path), await in_thread(find_files, turn, path, glob, type_glob)
-    answer = await search_lines(
-        {
-            "source": re.escape(pattern) if fixed_strings else pattern,
-            "mode": output_mode,
-            "flags": int(re.IGNORECASE) if case_insensitive else 0,
-            "most": head_limit + 1,
-            "context": context,
-            "files": files,
-            "most_bytes": 1_000_000_000 if root.is_file() else 2_000_000,
-        }
-    )
-    if problem := answer.get("problem"):
-        raise ToolError(f"{pattern!r} is no regular expression: {problem}. Or set fixed_strings.")
-    items, skipped = answer["lines"], answer["skipped"]
+    source = re.escape(pattern) if fixed_strings else pattern
+    try:
+        await in_thread(re.compile, source)
+    except (re.error, OverflowError, RecursionError) as problem:
+        why = f"{pattern!r} is no regular expression: {problem}. Or set fixed_strings."
+        raise ToolError(why) from None
+    request = {
+        "source": source,
+        "mode": output_mode,
+        "flags": int(re.IGNORECASE) if case_insensitive else 0,
+        "most": head_limit + 1,
+        "context": context,
+        "most_bytes": 1_000_000_000 if root.is_file() else 2_000_000,
+    }
+    items, hits, skipped = await search_files(files, request)
     nothing = f"No match for {pattern!r} in {len(files):,} files of {root}."
     for syntax, advice in OF_OTHER_PROGRAMS.items():
         if not fixed_strings and re.search(syntax, pattern):
@@ -1282,27 +1290,25 @@ async def grep(
     if skipped:
         more = f" and {len(skipped) - 10} more" if len(skipped) > 10 else ""
         text = f"NOT searched: {', '.join(skipped[:10])}{more}\n{text}"
-    hits = answer["hits"]
     where = counted(len(hits), "file", "files")
     return ToolResult(text, shown=f"{counted(sum(hits), 'match', 'matches')} in {where}")
 
 
-async def search_lines(request: dict):
+async def search_files(files, request):
     """Search in several processes, one per CPU, if there are many files. Raises ToolError after
-    SEARCH_SECONDS. Returns {"lines": […], "hits": [3, 1], "skipped": ["a.log (binary)"]}, or
-    {"problem": …}"""
-    files = request["files"]
+    SEARCH_SECONDS. Returns the lines to show, the number of matches in each file that has some, and
+    what was not searched: ["a.py:3: x = 1"], [1], ["a.log (binary)"]"""
     size = max(1_000, len(files) // (os.cpu_count() or 1) + 1)
-    parts = [files[start : start + size] for start in range(0, len(files), size)] or [[]]
-    work = (search_part(request | {"files": part}) for part in parts)
-    first, *others = await asyncio.gather(*work)
-    for other in others:
-        for name in {"lines", "hits", "skipped"} & first.keys():
-            first[name] += other[name]
-    return first
+    parts = [files[start : start + size] for start in range(0, len(files), size)]
+    lines, hits, skipped = [], [], []
+    for answer in await asyncio.gather(*(search_part(part, request) for part in parts)):
+        lines += answer["lines"]
+        hits += answer["hits"]
+        skipped += answer["skipped"]
+    return lines, hits, skipped
 
 
-async def search_part(request: dict):
+async def search_part(files, request):
     process = subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", CHILD],
         start_new_session=True,
@@ -1311,7 +1317,7 @@ async def search_part(request: dict):
         stderr=subprocess.PIPE,
     )
     program = {function.__name__: function.__code__ for function in CHILD_FUNCTIONS}
-    work = marshal.dumps([CHILD_VALUES, program, request])
+    work = marshal.dumps([CHILD_VALUES, program, files, request])
     searching = asyncio.ensure_future(in_thread(process.communicate, work))
     try:
         await asyncio.wait([searching], timeout=SEARCH_SECONDS)
@@ -1325,22 +1331,22 @@ async def search_part(request: dict):
     return json.loads(output)
 
 
-def search_child(request: dict):
+def search_child(files, request):
     """The main function of the child: print the answer to a request."""
     if hasattr(signal, "alarm"):
         signal.alarm(SEARCH_SECONDS + 10)  # the alarm ends this child even if its parent has died
     shown, hits, skipped = [], [], []  # `hits`: the number of matches, for each file with matches
-    try:
-        pattern = re.compile(request["source"], request["flags"])
-    except (re.error, OverflowError, RecursionError) as problem:
-        print(json.dumps({"problem": str(problem)}))
-        return
-    for name, path in request["files"]:
+    find = re.compile(request["source"], request["flags"]).search
+    for name, path in files:
         data, problem = searched_bytes(path, request["most_bytes"])
         if problem:
             skipped.append(f"{name} ({problem})")
-        elif data:
-            shown += shown_lines(name, plain_text(data), pattern.search, request, hits)
+            continue
+        lines = plain_text(data).split("\n") if data else []
+        found = [number for number, line in enumerate(lines) if find(line)]
+        if found:
+            hits.append(len(found))
+            shown += shown_lines(name, lines, found, request)
         if len(shown) >= request["most"]:
             break
     print(json.dumps({"lines": shown, "hits": hits, "skipped": skipped}))
@@ -1358,21 +1364,17 @@ def searched_bytes(path: str, most: int):
     return (b"", "binary") if is_binary(data) else (data, "")
 
 
-def shown_lines(name: str, text: str, find: Callable, request: dict, hits: list):
-    """Format each match as `name:12: text` and each context line as `name-13- text`. Appends the
-    number of matches to `hits`."""
-    lines = text.split("\n")
-    found = [number for number, line in enumerate(lines) if find(line)]
-    if not found:
-        return []
-    hits.append(len(found))
-    if request["mode"] != "content":
-        return [name if request["mode"] == "files_with_matches" else f"{name}: {len(found)}"]
+def shown_lines(name, lines, found, request):
+    """Format each match as `name:12: text` and each context line as `name-13- text`."""
+    if request["mode"] == "files_with_matches":
+        return [name]
+    if request["mode"] == "count":
+        return [f"{name}: {len(found)}"]
     marks, context = {}, request["context"]
     for hit in found:
-        last = min(hit + context, len(lines) - 1)
-        marks |= dict.fromkeys(range(max(hit - context, 0), last + 1), "-")
-    shown = sorted((marks | dict.fromkeys(found, ":")).items())
+        for near in range(max(hit - context, 0), min(hit + context + 1, len(lines))):
+            marks[near] = ":" if near == hit else marks.get(near, "-")
+    shown = sorted(marks.items())
     return [f"{name}{mark}{number + 1}{mark} {lines[number][:500]}" for number, mark in shown]
 
 
@@ -1382,11 +1384,11 @@ CHILD_FUNCTIONS = (open_file, plain_text, is_binary, search_child, searched_byte
 CHILD_VALUES = {name: globals()[name] for name in ("READING", "UTF8_MARK", "UTF16_MARKS")}
 CHILD_VALUES["SEARCH_SECONDS"] = SEARCH_SECONDS
 CHILD = """import json, marshal, os, re, signal, sys, types
-values, program, request = marshal.load(sys.stdin.buffer)
+values, program, files, request = marshal.load(sys.stdin.buffer)
 globals().update(values)
 for name, code in program.items():
     globals()[name] = types.FunctionType(code, globals())
-search_child(request)"""
+search_child(files, request)"""
 
 
 FILE_TOOLS = [read_file, write_file, edit_file, notebook_edit, list_dir, glob, grep]
@@ -2087,22 +2089,28 @@ class WebFetch(Tool):
     read_only = True
 
     async def execute(
-        self, url: str, max_chars: Annotated[int, IntegerSchema(minimum=1, maximum=50_000)] = 12_000
+        self,
+        url: str,
+        max_chars: Annotated[int, IntegerSchema(minimum=1, maximum=50_000)] = 12_000,
+        *,
+        turn: Turn,
     ):
         response, body = await self.web.ask(url, redirects=5)
-        failed, pictures = response.status >= 300, list(filter(None, [image_block(body)]))
-        text = "(an image)" if pictures else await in_thread(readable, response, body)
-        advice = ADVICE.get(response.status, "Try another source.") if failed else ""
-        is_cut = len(text) > max_chars or len(body) > MAX_WEB_BYTES
-        end = "\n(cut: there is more)" if is_cut else ""
+        is_error = response.status >= 300
+        advice = ADVICE.get(response.status, "Try another source.") if is_error else ""
         head = f"{UNTRUSTED}\nURL: {response.url}\nStatus: {response.status} {advice}".strip()
-        return ToolResult(f"{head}\n{text[:max_chars]}{end}", failed, pictures)
+        if image := image_block(body):
+            return ToolResult(f"{head}\n(an image)", is_error, [image])
+        text = f"{head}\n{await in_thread(readable, response, body)}"
+        return ToolResult(fitted(text, max(max_chars, 1_000), self.name, turn), is_error)
 
 
 def readable(response, body: bytes):
     """Convert HTML to plain text, keep other text, and describe binary data by type and size."""
     kind = response.getheader("Content-Type", "").lower()
     text = decode_page(body, kind).replace("\r\n", "\n")
+    if len(body) > MAX_WEB_BYTES:
+        text += f"\n(cut after {MAX_WEB_BYTES:,} bytes)"
     if "\0" in text[:8_192] or re.match("(audio|video|font)/|application/pdf", kind):
         return f"(not text but {kind.partition(';')[0][:80] or 'binary'}, {len(body):,} bytes)"
     if "html" in kind or re.match(r"\s*<(!doctype html|html)\b", text, re.I):

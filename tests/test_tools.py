@@ -471,8 +471,8 @@ def test_a_result_that_cannot_be_saved_is_cut_in_the_middle(turn):
     (turn.workspace / ".nanobot").write_text("a file where the folder should be")
     big = tool(lambda: "head" + "x" * 50_000 + "tail", name="big")
     text = asyncio.run(ToolRegistry([big]).execute("big", {}, turn)).text
-    assert text.startswith("head") and text.endswith("tail") and "left out" in text
-    assert turn.max_result_chars - 250 < len(text) <= turn.max_result_chars
+    assert text.startswith("head") and text.endswith("tail") and "lines 1–1 are missing" in text
+    assert turn.max_result_chars - 400 < len(text) <= turn.max_result_chars
     assert "could not be saved" in text and "directory" in text
 
 
@@ -2214,6 +2214,22 @@ def test_a_server_that_drips_cannot_hold_the_fetch(site):
     )  # neither our thread nor the server's is left
 
 
+def test_a_long_page_names_the_lines_that_are_missing_and_read_file_shows_them(site, turn):
+    lines = [f"line {number}" for number in range(9_000)]
+    site.pages["/"] = (200, {"Content-Type": "text/plain"}, "\n".join(lines).encode())
+    call_of = ToolRegistry([WebFetch(Web(LOOPBACK))]).execute("web_fetch", {"url": site.url}, turn)
+    text = asyncio.run(call_of).text
+    first, path, limit = re.search(
+        r"… lines (\d+)–\d+ are missing; the text is in (\S+): read_file offset=\1 limit=(\d+) …",
+        text,
+    ).groups()
+    head, _, tail = text.partition("\n… lines")
+    page = call(turn, "read_file", path=path, offset=int(first), limit=1).text.split("\n")[0]
+    assert head.endswith(f"\nline {int(page.split()[-1]) - 1}") and page.startswith(f"{first}| ")
+    last = call(turn, "read_file", path=path, offset=int(first) + int(limit), limit=1).text
+    assert tail.split("\n")[1] == last.split("\n")[0].partition("| ")[2] and len(text) < 12_000
+
+
 @pytest.mark.parametrize(
     "kind, body",
     [
@@ -3032,7 +3048,14 @@ def test_a_long_output_is_shown_in_part_and_kept_in_a_file(turn):
     text = run(turn, "seq 1 300000; echo the end")
     path = Path(re.search(r"text is in (\S+\.txt)", text)[1])
     assert text.startswith("1\n2\n") and text.endswith("\nthe end\nExit code: 0")
-    assert len(text) < 10_200 and re.search(r"\n(\d+)\n…", text)[1] == "1191"
+    before, first, last, offset, limit, after = map(
+        int,
+        re.search(
+            r"\n(\d+)\n… lines (\d+)–(\d+) are missing.* offset=(\d+) limit=(\d+) …\n(\d+)\n", text
+        ).groups(),
+    )
+    assert len(text) < 10_200 and (first, last) == (before + 1, after - 1)
+    assert (offset, limit) == (first, last - first + 1)
     assert path.read_text().split("\n") == [*map(str, range(1, 300_001)), "the end"]
     huge = run(turn, "yes 123456789 | head -c 30000000; echo end")
     kept = Path(re.search(r"text is in (\S+\.txt)", huge)[1])
