@@ -1072,7 +1072,7 @@ def change_cell(text: str, index: int, source: str, kind: str, mode: str):
 
 
 def valid_cell(cell, source, kind, has_ids):
-    """Returns the cell with a new source and kind, sorted keys, and only what this kind may have."""
+    """Returns the cell with a new source and kind, keys in order, and only what this kind has."""
     cell |= {"cell_type": kind, "source": source.splitlines(keepends=True)}
     if kind == "code":
         foreign = {"attachments"}
@@ -1267,14 +1267,8 @@ async def grep(
     """Search lines with a regular expression. output_mode "content" returns `path:line: text`."""
     type_glob = TYPES.get(type, f"*.{type}")  # an unlisted type like rb means *.rb
     root, files = turn.path(path), await in_thread(find_files, turn, path, glob, type_glob)
-    source = re.escape(pattern) if fixed_strings else pattern
-    try:
-        await in_thread(re.compile, source)
-    except (re.error, OverflowError, RecursionError) as problem:
-        why = f"{pattern!r} is no regular expression: {problem}. Or set fixed_strings."
-        raise ToolError(why) from None
     request = {
-        "source": source,
+        "source": re.escape(pattern) if fixed_strings else pattern,
         "mode": output_mode,
         "flags": int(re.IGNORECASE) if case_insensitive else 0,
         "most": head_limit + 1,
@@ -1324,8 +1318,9 @@ async def search_part(files, request):
     finally:  # kill the child even if the turn is cancelled, so that `communicate` returns
         process.kill()
     output, errors = await searching
-    if not output.endswith(b"\n") and errors:
-        raise ToolError(f"The search failed: {errors.decode(errors='replace').splitlines()[-1]}")
+    if not output.endswith(b"\n") and errors:  # for example "re.error: missing ) at position 3"
+        why = errors.decode(errors="replace").splitlines()[-1]
+        raise ToolError(f"The search failed: {why}. Correct the pattern, or set fixed_strings.")
     if not output.endswith(b"\n"):  # the child was killed
         raise ToolError(f"The search was stopped after {SEARCH_SECONDS} s: simplify the pattern.")
     return json.loads(output)
@@ -1825,33 +1820,26 @@ def sandbox_problem():
 # Host names are not checked, only the IP addresses that they resolve to.
 
 PORTS = {"http": 80, "https": 443}
-CARRIERS = [
-    ipaddress.ip_network(network)
-    for network in (  # contain IPv4 addresses: ::ffff:1.2.3.4
-        "::ffff:0:0/96",
-        "64:ff9b::/96",
-        "::/96",
-    )
-]
-NOT_PUBLIC = [
-    ipaddress.ip_network(network)
-    for network in (  # 168.63.129.16 belongs to Azure
-        "168.63.129.16",
-        "192.0.0.0/24",
-        "192.88.99.0/24",
-        "2002::/16",
-        "3fff::/20",
-        "fec0::/10",
-    )
-]
+CARRIERS = ("::ffff:0:0/96", "64:ff9b::/96", "::/96")  # contain IPv4 addresses: ::ffff:1.2.3.4
+NOT_PUBLIC = (
+    "168.63.129.16",  # belongs to Azure
+    "192.0.0.0/24",
+    "192.88.99.0/24",
+    "2002::/16",
+    "3fff::/20",
+    "fec0::/10",
+)
 
 
 def is_public(ip):
     """Is the address on the public internet? `is_global` alone accepts multicast and tunnels."""
-    if any(ip in network for network in CARRIERS):  # check the IPv4 address that `ip` contains
+    if is_in(ip, CARRIERS):  # check the IPv4 address that `ip` contains
         ip = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
-    is_refused = any(ip in network for network in NOT_PUBLIC)
-    return ip.is_global and not (ip.is_multicast or ip.is_reserved or is_refused)
+    return ip.is_global and not (ip.is_multicast or ip.is_reserved or is_in(ip, NOT_PUBLIC))
+
+
+def is_in(ip, networks):
+    return any(ip in ipaddress.ip_network(network) for network in networks)
 
 
 def web_url(text: str):
@@ -1863,14 +1851,11 @@ def web_url(text: str):
     with contextlib.suppress(ValueError):  # an invalid host or port: http://[::1/, http://a:x
         url = urllib.parse.urlsplit(text)
         host = url.netloc.encode("idna").decode()
-        port = url.port or PORTS.get(url.scheme, 0)
-        quote = functools.partial(urllib.parse.quote, safe="%/:=&?~+!$,;'@()*")
         reads_alike = "@" not in host and not re.search(r"[\\\x00-\x1f\x7f]", text)
-        has_web_port = port in (80, 443) or port >= 1_024
-        if url.scheme in PORTS and url.hostname and reads_alike and has_web_port:
-            path = quote(url.path or "/")
-            return urllib.parse.SplitResult(url.scheme, host, path, quote(url.query), "")
-    raise ToolError("Give a URL like https://example.com/page: no user name, no unusual port.")
+        if url.scheme in PORTS and url.hostname and url.port != 0 and reads_alike:
+            quoted = urllib.parse.urlsplit(urllib.parse.quote(text, safe="%/:=&?~+!$,;'@()*#"))
+            return quoted._replace(netloc=host, path=quoted.path or "/", fragment="")
+    raise ToolError("Give a URL like https://example.com/page, without a user name.")
 
 
 # ---- The web: a connection to an address that was checked ----
@@ -1893,17 +1878,12 @@ class Web:
         self.whitelist = [ipaddress.ip_network(network) for network in whitelist]
         self.resolve, self.seconds = resolve, seconds
         self.proxy = urllib.parse.urlsplit(proxy)
-        place = self.proxy.hostname and self.proxy.port
-        if proxy and not (self.proxy.scheme == "http" and place):
-            kind = "a SOCKS proxy, which does not work here" if "socks" in proxy else "no proxy"
-            raise ValueError(
-                f"{self.proxy.hostname} is {kind}. Write it like http://proxy.example:3128"
-            )
+        if proxy and not (self.proxy.scheme == "http" and self.proxy.port):
+            raise ValueError("Write the proxy like http://proxy.example:3128 (no SOCKS, no https)")
         self.login = {}
-        if self.proxy.username:
-            pair = f"{self.proxy.username}:{self.proxy.password or ''}"
-            login = base64.b64encode(urllib.parse.unquote(pair).encode()).decode()
-            self.login = {"Proxy-Authorization": f"Basic {login}"}
+        if login := urllib.parse.unquote(self.proxy.netloc.rpartition("@")[0]):  # ada:secret
+            code = base64.b64encode(login.encode()).decode()
+            self.login = {"Proxy-Authorization": f"Basic {code}"}
 
     async def ask(self, url: str, redirects: int = 0, **request):
         """Return http.client's response and the body. Options: `trusted`, `body`, `headers`."""
@@ -1940,8 +1920,7 @@ class Web:
         addresses = [answer[4][:2] for answer in answers]
         for address, _ in addresses:
             ip = ipaddress.ip_address(address)
-            is_listed = any(ip in network for network in self.whitelist)
-            if not (trusted or is_listed or is_public(ip)):
+            if not (trusted or is_in(ip, self.whitelist) or is_public(ip)):
                 advice = "The user may allow this address in tools.ssrfWhitelist."
                 raise ToolError(f"Refused: {url.hostname} is {ip}, which is not public. {advice}")
         return addresses
@@ -2198,7 +2177,7 @@ class WebSearch(Tool):
         for number, result in enumerate(results, 1):
             title, snippet = one_line(result.get("title")), one_line(result.get(service.snippet))
             lines += [f"{number}. {title}", f"   {result.get('url')}", f"   {snippet[:500]}"]
-        return ToolResult("\n".join(lines).replace(self.key or "\0", "[key]"))
+        return "\n".join(lines)
 
     async def _ask(self, service, query, count):
         parameters = {service.query: query} | ({service.count: count} if service.count else {})
@@ -2224,12 +2203,13 @@ def search_results(page: str, where: str):
         return duckduckgo_results(page)
     try:
         value = json.loads(page)
+        for key in where.split("."):
+            value = value[key]
+        return [result for result in value if isinstance(result, dict)]
+    except (KeyError, TypeError):  # {"web": null}: nothing was found
+        return []
     except (ValueError, RecursionError):
         raise ToolError("The answer is not JSON. The user may change tools.web.search.") from None
-    for key in where.split("."):
-        value = value.get(key) if isinstance(value, dict) else None
-    results = value if isinstance(value, list) else []
-    return [result for result in results if isinstance(result, dict)]
 
 
 def duckduckgo_results(page: str):
@@ -2300,7 +2280,7 @@ def mcp_result(answer: dict):
 # A server may hang, exit or send invalid data. Each connection has a task of its own, because in
 # anyio the same task must open and close a connection.
 
-MAX_MCP_TOOLS, MAX_MCP_CHARS = 128, 20_000  # limits per server and per tool keep requests small
+MAX_MCP_TOOLS = 128  # per server: every request carries all schemas
 
 
 class MCPServer:
@@ -2438,25 +2418,21 @@ class MCPServer:
                 wanted = {"*", item["name"], name} & set(self.settings.enabled_tools)
                 if kind == "tools" and not wanted:
                     continue
-                try:
-                    is_large = len(json.dumps(item)) > MAX_MCP_CHARS
-                    if is_large or len(self.tools) >= MAX_MCP_TOOLS or self.registry.get(name):
-                        raise ValueError("too many, too large, or its name is in use")
-                    self.registry.register(MCPTool(self, name, kind, item))
-                    self.tools.append(name)
-                except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as problem:
-                    left_out.append(f"{item['name'][:64]} ({problem})")
+                if len(self.tools) >= MAX_MCP_TOOLS or self.registry.get(name):
+                    left_out.append(f"{item['name'][:64]} (too many, or its name is in use)")
+                    continue
+                self.registry.register(MCPTool(self, name, kind, item))
+                self.tools.append(name)
         if left_out:
             log.warning("MCP server %s, left out: %s", self.name, shorten(", ".join(left_out), 900))
 
     async def _list(self, client, kind):
         items, cursor = [], None
-        for _ in range(20 if getattr(client.server_capabilities, kind) else 0):  # at most 20 pages
+        has_more = getattr(client.server_capabilities, kind)
+        while has_more:  # endless pages end at `time_limit`
             page = await getattr(client, f"list_{kind}")(cursor=cursor)
             items += page.model_dump(mode="json", by_alias=True, exclude_none=True)[kind]
-            cursor = page.next_cursor
-            if not cursor:
-                break
+            has_more = cursor = page.next_cursor
         return items
 
 

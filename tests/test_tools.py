@@ -3,7 +3,6 @@
 import asyncio
 import base64
 import contextlib
-import fnmatch
 import http.server
 import inspect
 import ipaddress
@@ -772,7 +771,7 @@ def test_a_program_that_ends_in_a_call_tells_why_and_is_started_by_the_next(shel
 def test_one_odd_schema_does_not_cost_the_server_and_what_is_left_out_is_told(runner, caplog):
     odd = {"name": "odd", "inputSchema": {"type": "object", "properties": {"a": [["x"]]}}}
     names = ["a.b", "a/b", *(f"t{number}" for number in range(130))]
-    many = [plain_tool("huge", description="x" * 20_001), *map(plain_tool, names)]
+    many = [*map(plain_tool, names)]
     kit = MCPKit(
         runner,
         odd=scripted({**SHELF, "tools/list": {"tools": [odd]}}),
@@ -782,8 +781,8 @@ def test_one_odd_schema_does_not_cost_the_server_and_what_is_left_out_is_told(ru
     assert kit.call("mcp_odd_resource_two").text == "one\ntwo" and "all tools (" in caplog.text
     names = [name for name in names if name.startswith("mcp_many")]
     assert len(names) == 128 and {"mcp_many_a_b", "mcp_many_t0"} < set(names)
-    told = "(too many, too large, or its name is in use)"
-    assert f"MCP server many, left out: huge {told}, a/b {told}, t127 {told}" in caplog.text
+    told = "(too many, or its name is in use)"
+    assert f"MCP server many, left out: a/b {told}, t127 {told}" in caplog.text
     runner.run(kit.servers.close())
 
 
@@ -1739,7 +1738,7 @@ def test_search_never_shows_a_file_with_keys_or_what_was_put_aside(turn):
             "main.py\nsrc/app.py\n(there are more",
         ),
         ("grep", {"pattern": "TODO", "type": "js", "glob": "src/*"}, "No match for 'TODO'"),
-        ("grep", {"pattern": "("}, "is no regular expression: "),
+        ("grep", {"pattern": "("}, "missing )"),
         ("grep", {"pattern": "e = main.p", "fixed_strings": True}, "main.py"),
         (
             "grep",
@@ -2078,7 +2077,6 @@ def test_this_machine_is_refused_however_it_is_written(site, host):
         "http://exa\tmple.com/",
         "http://[::1/",
         "http://example.com:99999/",
-        "http://example.com:22/",
         "http://example.com:x/",
         f"http://{'a' * 70}.com/",
         "http://example.com/\ud800",
@@ -2563,13 +2561,8 @@ def test_what_a_search_service_refuses_is_an_error_that_says_why(
     assert "The user may " in result.text and "tools.web.search" in result.text
 
 
-def test_a_key_that_a_service_sends_back_is_not_shown(site):
-    site.pages["/search"] = (
-        200,
-        {},
-        json.dumps({"results": [{"title": "key sk-key", "url": "u"}]}).encode(),
-    )
-    assert "1. key [key]" in search(site, "tavily").text
+def test_a_key_with_line_breaks_is_sent_without_them_and_an_odd_one_is_not_shown(site):
+    site.pages["/search"] = (200, {}, b'{"results": []}')
     odd = answer(WebSearch(Web(), "tavily", "sk-ä…", site.url), query="x")
     assert odd.is_error and "sk-" not in odd.text
     assert search(site, "tavily", key="sk\n-key\n").text.startswith(
@@ -2606,8 +2599,8 @@ def test_a_proxy_gets_every_request_and_decides_on_addresses(site, https_site):
     assert "by proxy" in fetch("http://intranet.example/", web=web).text
     assert fetch("https://example.com/", web=web).is_error
     assert (site.asked[-1][0], site.asked[-1][1]) == ("CONNECT", "example.com:443")
-    for proxy, told in {"http://x": "is no proxy", "socks5://x:1": "is a SOCKS proxy"}.items():
-        with pytest.raises(ValueError, match=f"{told}.* Write it like"):
+    for proxy in ("http://x", "socks5://x:1", "x:3128"):
+        with pytest.raises(ValueError, match="Write the proxy like http://"):
             Web(proxy=proxy)
 
 
