@@ -2455,7 +2455,8 @@ def test_nothing_that_reads_foreign_text_takes_long(turn, name):
         start = time.thread_time()  # other programs do not count
         with contextlib.suppress(ToolError):
             readers(turn)[name](piece * (size // len(piece)))
-        assert time.thread_time() - start < 1, (name, piece)
+        most = 6 if name == "command" else 1  # 0.5 ms for each of 4,000 deletes
+        assert time.thread_time() - start < most, (name, piece)
 
 
 DUCK = """<div class="result results_links result--ad"><h2><a rel="nofollow" class="result__a"
@@ -2722,9 +2723,7 @@ def test_a_folder_below_the_working_folder_may_be_deleted(turn, command):
 )
 def test_any_other_recursive_delete_is_refused(turn, command):
     (turn.workspace / "memory").mkdir()
-    with pytest.raises(
-        Refused, match="rm -rf may only|agent's own record|holds keys|too long to check"
-    ):
+    with pytest.raises(Refused, match="rm -rf may only|agent's own record|holds keys"):
         check_command(command.replace("{tmp}", str(turn.workspace.parent)), turn)
 
 
@@ -2958,16 +2957,12 @@ WORST_COMMANDS = {
 
 @pytest.mark.parametrize("name", WORST_COMMANDS)
 def test_no_command_takes_long_to_check(fenced, name):
-    """`exit` ends the command, so this is the time of the check: under 0.1 s on a machine without load."""
+    """`exit` ends the command, so this is the time of the check, which runs in a thread."""
     for number in range(4_000 if name == "existing files" else 0):
         (fenced.cwd / f"f{number}").touch()
-
-    def seconds() -> float:
-        start = time.process_time()  # not slowed down by other programs
-        call(fenced, "exec", command=f"exit\n{WORST_COMMANDS[name]}"[:20_000])
-        return time.process_time() - start
-
-    assert min(seconds() for _ in range(3)) < 0.25
+    start = time.process_time()  # not slowed down by other programs
+    call(fenced, "exec", command=f"exit\n{WORST_COMMANDS[name]}"[:20_000])
+    assert time.process_time() - start < 6
 
 
 @pytest.mark.parametrize(
