@@ -775,21 +775,16 @@ def numbered_page(lines: list[str], first: int, most: int, room: int):
 
     ["a", "b", "c"], first=2, most=1 → ("2| b ⏎ (lines 2-2 of 3; go on with offset=3)", 2)
     """
-    page: list[str] = []
-    left = room
-    for number, line in enumerate(lines[first - 1 :][:most], first):
-        shown = f"{number}| {line}"
-        if len(shown) > left:
-            break
-        page.append(shown)
-        left -= len(shown) + 1
-    last_whole = first + len(page) - 1
+    numbered = [f"{number}| {line}" for number, line in enumerate(lines[first - 1 :][:most], first)]
+    page = "\n".join(numbered)
+    if len(page) > room:
+        page = page[:room].rpartition("\n")[0]
+    last = last_whole = first + page.count("\n")
     if not page:
-        page.append(f"{shown[:room]}… (line cut)")
-    last = first + len(page) - 1
+        page, last_whole = f"{numbered[0][:room]}… (line cut)", first - 1
     if last < len(lines):
-        page.append(f"(lines {first}-{last} of {len(lines)}; go on with offset={last + 1})")
-    return "\n".join(page), last_whole
+        page += f"\n(lines {first}-{last} of {len(lines)}; go on with offset={last + 1})"
+    return page, last_whole
 
 
 def write_atomic(path: Path, data: bytes):
@@ -1143,8 +1138,7 @@ def walk(folder: str, ignored: set[str] | None = None):
 
 def ignored_by_git(folder: str):
     """List the paths that git ignores. git must not start programs, such as fsmonitor or fetch."""
-    environment = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
-    environment |= {"GIT_ALLOW_PROTOCOL": "", "GIT_NO_LAZY_FETCH": "1"}
+    environment = {**os.environ, "GIT_ALLOW_PROTOCOL": "", "GIT_NO_LAZY_FETCH": "1"}
     command = [
         "git",
         "-c",
@@ -1175,6 +1169,7 @@ def ignored_by_git(folder: str):
 
 
 Limit = Annotated[int, IntegerSchema(minimum=1)]
+BEFORE_PATTERN = r"[^*?\[{]*(/|$)|"  # src/ in src/*.py, the whole of src/a.py, nothing in *.py
 
 
 def plain_globs(glob):
@@ -1209,7 +1204,7 @@ def is_match(name, glob):
 def glob(pattern: str, path: str = ".", head_limit: Limit = 250, *, turn: Turn):
     """Find files by name, newest first. `*.py` finds files in all folders below path."""
     if pattern.startswith(("/", "~", "..")):  # /etc/*.conf → path /etc/, pattern ./*.conf
-        folder = re.match(r"(?:[^*?\[{]*/)?", pattern)[0]
+        folder = re.match(BEFORE_PATTERN, pattern)[0]
         start = "" if folder.startswith("~") else path
         path = os.path.normpath(os.path.join(start, folder))
         pattern = f"./{pattern.removeprefix(folder)}"
@@ -1446,8 +1441,11 @@ def check_command(command: str, turn: Turn, *, confined: bool = False):
         line = " ".join([name, *arguments, ""]).replace(str(Path.home()), "~")
         if re.match(FATAL, line):
             raise Refused(f"{name} is too dangerous here. Ask the user to run it.")
-        inner = names if name in SHELLS else [program] if " " in program else []
-        programs[number:number] = itertools.chain(*map(programs_of, inner))  # they run next
+        inner = names if name in SHELLS else []
+        if " " in program:
+            inner = [program]
+        for script in inner:
+            programs[number:number] = programs_of(script)  # these programs run next
         if name in ("cd", "pushd", "popd"):
             here = real_path(names[0], here, turn) if names else None
         if name == "find":
@@ -1490,9 +1488,8 @@ def real_path(name: str, here: Path | None, turn: Turn):
 def check_deleted(name: str, here: Path | None, turn: Turn):
     """Raise Refused if a recursive delete does not only name things below turn.cwd, or if these
     hold AGENT_FILES or keys. A pattern must contain a letter, or a folder must precede it."""
-    start, *pattern = re.split(r"[*?\[{]", name, maxsplit=1)
-    folder = os.path.dirname(start) if pattern else name
-    rest = name[len(folder) :].lstrip("/")  # sub/*.pyc: folder sub, rest *.pyc
+    folder = re.match(BEFORE_PATTERN, name)[0]
+    rest = name[len(folder) :]
     real = real_path(folder, here, turn)
     is_named = re.search(r"\w", re.sub(r"\[[^]]*", "", rest)) or (
         re.search(r"\w", folder) and real != turn.cwd.resolve()
@@ -2090,19 +2087,17 @@ def readable(response, body: bytes):
 
 class SearchService(NamedTuple):
     url: str  # for a path without a host, like /search, the user must set baseUrl
-    query: str  # the name of the parameter for the search words
-    count: str = ""
+    query: str = "q"  # the name of the parameter for the search words
+    count: str = "count"
     headers: dict[str, str] = {}  # {key} is replaced by the user's key
     results: str = ""  # the path to the results in the JSON, or "" for DuckDuckGo's HTML
     snippet: str = "snippet"  # the name of the JSON field with a short text from the page
 
 
 SEARCH_SERVICES = {
-    "duckduckgo": SearchService("https://html.duckduckgo.com/html/", query="q"),
+    "duckduckgo": SearchService("https://html.duckduckgo.com/html/"),
     "brave": SearchService(
         "https://api.search.brave.com/res/v1/web/search",
-        query="q",
-        count="count",
         headers={"X-Subscription-Token": "{key}"},
         results="web.results",
         snippet="description",
@@ -2115,12 +2110,9 @@ SEARCH_SERVICES = {
         results="results",
         snippet="content",
     ),
-    "searxng": SearchService(
-        "/search?format=json", query="q", results="results", snippet="content"
-    ),
+    "searxng": SearchService("/search?format=json", results="results", snippet="content"),
     "jina": SearchService(
         "https://s.jina.ai/",
-        query="q",
         count="num",
         results="data",
         snippet="description",
@@ -2169,7 +2161,7 @@ class WebSearch(Tool):
         return "\n".join(lines)
 
     async def _ask(self, service, query, count):
-        parameters = {service.query: query} | ({service.count: count} if service.count else {})
+        parameters = {service.query: query, service.count: count}
         url, body = service.url, None
         if self.base:  # the user's own server may have any address
             url = self.base + re.sub("^https://[^/]+", "", url)
@@ -2229,10 +2221,10 @@ class MCPTool(Tool):
         self.server, self.name, self.method = server, name, MCP_METHODS[kind]
         self.request = {"uri": item["uri"]} if kind == "resources" else {"name": item["name"]}
         self.read_only = kind != "tools"
-        label = f"[MCP {kind[:-1]} {server.name}: {item.get('uri', item['name'])}] "
         about = item.get("description") or f"{kind[:-1]} {item['name']} of {server.name}"
-        seen = "".join(letter for letter in about if letter.isprintable() or letter == "\n")
-        self.description = (seen if kind == "tools" else label + seen)[:2_000]  # only printable
+        # what people cannot see is left out
+        seen = [letter for letter in about[:2_000] if letter.isprintable() or letter == "\n"]
+        self.description = "".join(seen)
         schema = {"properties": {}, **item.get("inputSchema", {}), "type": "object"}
         if arguments := item.get("arguments"):  # only prompts have arguments
             texts = {each["name"]: StringSchema(each.get("description")) for each in arguments}

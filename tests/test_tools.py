@@ -807,13 +807,8 @@ def test_enabled_tools_filters_tools_only_and_the_others_say_what_they_are(runne
         and kit.schema("mcp_s_b")["description"] == "tool b of s"
     )
     assert kit.schema("mcp_s_look")["parameters"]["properties"] == {"place": place}
-    assert kit.schema("mcp_s_resource_two")["description"].startswith(
-        "[MCP resource s: note://two]"
-    )
-    plan = kit.schema("mcp_s_prompt_plan")
-    assert plan["description"].startswith("[MCP prompt s: plan]") and plan["parameters"][
-        "required"
-    ] == ["goal"]
+    assert kit.schema("mcp_s_resource_two")["description"] == "resource two of s"
+    assert kit.schema("mcp_s_prompt_plan")["parameters"]["required"] == ["goal"]
     assert (
         kit.call("mcp_s_resource_two").text == "one\ntwo"
         and kit.call("mcp_s_prompt_plan", goal="x").text == "hi\nhi"
