@@ -536,7 +536,7 @@ JSON_TYPES = {
 OPENING = ("additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref", "if")
 
 
-def union_schema(options: list[dict]):
+def union_schema(options):
     """One of several schemas. Not all endpoints know anyOf, so it is used only if it is needed.
 
     integer, null → {"type": ["integer", "null"]};  "a", integer → {"anyOf": [{"enum": …}, …]}
@@ -548,7 +548,7 @@ def union_schema(options: list[dict]):
     return {"anyOf": options}
 
 
-def kinds(schema: dict):
+def kinds(schema):
     """The JSON types that a schema allows; [] means any type."""
     names = schema.get("type", [])
     if isinstance(names, str):
@@ -556,7 +556,7 @@ def kinds(schema: dict):
     return [name for name in names if name in JSON_TYPES]  # a server may write "any"
 
 
-def fits(value, wanted: list[str]):
+def fits(value, wanted):
     """Does a value have one of these types? 5.0 is an integer, True is not; [] means any type."""
     if isinstance(value, bool):  # in Python True is an int, in JSON it is not
         return not wanted or "boolean" in wanted
@@ -752,11 +752,11 @@ def plain_text(data: bytes):
     return (text.replace("\r\n", "\n") if "\r" in text else text).removesuffix("\n")
 
 
-def is_binary(data: bytes):
+def is_binary(data):
     return data.find(b"\0", 0, 8_192) >= 0 and not data.startswith(UTF16_MARKS)
 
 
-def similar_names(path: Path):
+def similar_names(path):
     """For an error: what there is instead, such as " In /home/ada: a.txt, b.txt" """
     if path.exists():
         return " Use list_dir." if path.is_dir() else ""
@@ -766,11 +766,11 @@ def similar_names(path: Path):
     return f" In {folder}: {', '.join(near)}"
 
 
-def count_lines(data: bytes):
+def count_lines(data):
     return len(plain_text(data).split("\n")) if data else 0
 
 
-def numbered_page(lines: list[str], first: int, most: int, room: int):
+def numbered_page(lines, first, most, room):
     """Returns the page and the number of its last whole line; a line longer than `room` is cut.
 
     ["a", "b", "c"], first=2, most=1 → ("2| b ⏎ (lines 2-2 of 3; go on with offset=3)", 2)
@@ -787,7 +787,7 @@ def numbered_page(lines: list[str], first: int, most: int, room: int):
     return page, last_whole
 
 
-def write_atomic(path: Path, data: bytes):
+def write_atomic(path, data):
     """Write the whole file or change nothing, even if the power fails; keeps the file mode."""
     if path.exists() and not (path.stat().st_mode & 0o222 and os.access(path, os.W_OK)):
         raise ToolError(f"{path} is read-only. Ask the user whether it may be changed.")
@@ -845,7 +845,7 @@ def edit_file(path: str, old_text: str, new_text: str, replace_all: bool = False
     return rewrite(path, turn, lambda text: replace_passage(text, old, new, replace_all))
 
 
-def rewrite(path: str, turn: Turn, change: Callable):
+def rewrite(path, turn, change):
     """Apply `change` to a text file; returns the diff. BOM, CRLF and invalid UTF-8 are kept."""
     real = turn.path(path, write=True)
     data = read_bytes(real)
@@ -862,7 +862,7 @@ def rewrite(path: str, turn: Turn, change: Callable):
     return ToolResult(text + note, shown=shown + note)
 
 
-def diff(before: str, after: str, name: str):
+def diff(before, after, name):
     """Returns the difference for people (the count "+3 −1", then at most 12 lines), and for the
     model."""
     if len(before) + len(after) > 2_000_000:  # the comparison would take seconds
@@ -878,7 +878,7 @@ def diff(before: str, after: str, name: str):
     return "\n".join(shown).rstrip(), shorten(text, 4_000) or "(the text is the same)"
 
 
-def replace_passage(text: str, old: str, new: str, replace_all: bool = False):
+def replace_passage(text, old, new, replace_all=False):
     """Replace `old` with `new`; raises ToolError if `old` is missing or occurs more than once. If
     `new` is empty and a whole line is deleted, its line break is deleted, too."""
     places = [match.start() for match in re.finditer(re.escape(old), text)]
@@ -896,7 +896,7 @@ def replace_passage(text: str, old: str, new: str, replace_all: bool = False):
     return text.replace(old, new)
 
 
-def nearest(text: str, old: str):
+def nearest(text, old):
     lines, wanted = text.split("\n"), old.strip("\n").split("\n")
     starts = [line[:100] for line in lines[:5_000]]  # the limits keep the comparison fast
     close = difflib.get_close_matches(wanted[0][:100], starts, n=1, cutoff=0.5)
@@ -1044,7 +1044,7 @@ def notebook_edit(
     return result
 
 
-def change_cell(text: str, index: int, source: str, kind: str, mode: str):
+def change_cell(text, index, source, kind, mode):
     """Change one cell in a notebook's JSON; the rest of the notebook stays the same."""
     try:
         book = json.loads(text)
@@ -1095,7 +1095,7 @@ SKIPPED_FOLDERS = {
 }
 
 
-def find_files(turn: Turn, path: str, *globs: str):
+def find_files(turn, path, *globs):
     """Find regular, non-secret files that match all globs: [(name for the next call, full path),
     …]. A file that is named itself is found whatever the globs are."""
     root = turn.path(path)
@@ -1120,7 +1120,7 @@ def find_files(turn: Turn, path: str, *globs: str):
     return files
 
 
-def walk(folder: str, ignored: set[str] | None = None):
+def walk(folder, ignored=None):
     try:
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
     except OSError:  # skip a folder that cannot be read
@@ -1136,7 +1136,7 @@ def walk(folder: str, ignored: set[str] | None = None):
             yield from walk(entry.path, ignored)
 
 
-def ignored_by_git(folder: str):
+def ignored_by_git(folder):
     """List the paths that git ignores. git must not start programs, such as fsmonitor or fetch."""
     environment = {**os.environ, "GIT_ALLOW_PROTOCOL": "", "GIT_NO_LAZY_FETCH": "1"}
     command = [
@@ -1214,7 +1214,7 @@ def glob(pattern: str, path: str = ".", head_limit: Limit = 250, *, turn: Turn):
     return ToolResult(text, shown=counted(len(names), "file", "files"))
 
 
-def first_lines(lines: list[str], limit: int):
+def first_lines(lines, limit):
     more = ["(there are more: raise head_limit or narrow the search)"] if len(lines) > limit else []
     return "\n".join(lines[:limit] + more)
 
@@ -1342,7 +1342,7 @@ def search_child(files, request):
     print(json.dumps({"lines": shown, "hits": hits, "skipped": skipped}))
 
 
-def searched_bytes(path: str, most: int):
+def searched_bytes(path, most):
     """Read a file; returns its bytes, and why it cannot be searched."""
     try:
         with open_file(path) as file:
@@ -1477,7 +1477,7 @@ def found_by(arguments):
     return starts
 
 
-def real_path(name: str, here: Path | None, turn: Turn):
+def real_path(name, here, turn):
     """The path of a name if it is plain and in the working folder, else None."""
     if here is None or re.search(UNKNOWN, name):
         return None
@@ -1485,7 +1485,7 @@ def real_path(name: str, here: Path | None, turn: Turn):
     return real if real.is_relative_to(turn.cwd.resolve()) else None
 
 
-def check_deleted(name: str, here: Path | None, turn: Turn):
+def check_deleted(name, here, turn):
     """Raise Refused if a recursive delete does not only name things below turn.cwd, or if these
     hold AGENT_FILES or keys. A pattern must contain a letter, or a folder must precede it."""
     folder = re.match(BEFORE_PATTERN, name)[0]
@@ -1505,7 +1505,7 @@ def check_deleted(name: str, here: Path | None, turn: Turn):
     turn.path(str(real), write=True)  # raises Refused if it is inside a record
 
 
-def programs_of(command: str):
+def programs_of(command):
     """Split a command into its programs. A redirection becomes a program that writes, `tee`:
     sudo ls -a >b && c "d e" # f  →  [[tee, b], [sudo, ls, -a], [c, d e]]"""
     command = without_here_documents(command)
@@ -1527,7 +1527,7 @@ def programs_of(command: str):
     return programs
 
 
-def without_here_documents(command: str):
+def without_here_documents(command):
     """Drop text that no shell runs: cat > a <<'E' ⏎ rm -rf x ⏎ E ⏎ ls  →  cat > a <<'E' ⏎ ls"""
     kept, ends = [], []
     for line in command.split("\n"):
@@ -1540,7 +1540,7 @@ def without_here_documents(command: str):
     return command if ends else "\n".join(kept)  # if the end is missing, it was none
 
 
-def check_paths(words: set[str], turn: Turn, *, writes: bool):
+def check_paths(words, turn, *, writes):
     """Raise ToolError if a path in the words may not be written, or exists and may not be read."""
     for path in {path for word in words for path in paths_in(word)}:
         if writes and path.startswith("/dev/"):
@@ -1549,7 +1549,7 @@ def check_paths(words: set[str], turn: Turn, *, writes: bool):
             turn.path(path, write=writes)
 
 
-def paths_in(word: str):
+def paths_in(word):
     """Find the paths in a word, like -I/usr/lib, --file=~/x, host:/etc, {a,b}, /etc/pass*"""
     word = re.sub(HOME, "~", re.sub(URL, "", word))
     for part in set(re.split(r"[=:,{}]|^-\w(?=[/~])", word)):
@@ -1828,7 +1828,7 @@ def is_in(ip, networks):
     return any(ip in ipaddress.ip_network(network) for network in networks)
 
 
-def web_url(text: str):
+def web_url(text):
     """Split and encode a URL: http://münchen.de/a b#c → http, xn--mnchen-3ya.de, /a%20b
 
     Raises ToolError for other schemes, and for URLs that two programs could read differently.
@@ -2006,7 +2006,7 @@ def page_text(source: str, url: str = ""):
     return re.sub("\1", block_of_code, text).strip()
 
 
-def link_text(match: re.Match, url: str):
+def link_text(match, url):
     """<a href="b?x=1"> <b>go</b> </a> → [go](https://example.com/b?x=1)"""
     words = re.sub(TAG, "", re.sub(rf"(?i)<({BLOCK}|br|t[dh])\b", r" \g<0>", match[2])).split()
     text, href, target = " ".join(words), attribute(match[1], "href"), ""
@@ -2016,14 +2016,14 @@ def link_text(match: re.Match, url: str):
     return f"[{text}]({html.escape(target)})" if is_link else match[2]
 
 
-def attribute(attributes: str, name: str):
+def attribute(attributes, name):
     """Read the href in ` class=x href="/b?x=1&amp;y=2"` → /b?x=1&y=2, or "" if it is missing."""
     value = rf"""(?i)(?<![\w-]){name}\s*=\s*("[^"]*"|'[^']*'|[^\s"'>]+)"""
     match = re.search(value, attributes)
     return html.unescape(match[1].strip("\"' ")) if match else ""
 
 
-def decode_page(body: bytes, kind: str):
+def decode_page(body, kind):
     """Decode by the charset in header or page, else UTF-8. Rare codecs are not used: some hang."""
     named = re.search(  # charset=ISO-8859-2
         r"(?i)(?:charset|encoding)\s*=\s*[\"']?((?:utf|iso|windows|cp|gb|big5|euc|koi8|shift)"
@@ -2070,7 +2070,7 @@ class WebFetch(Tool):
         return ToolResult(fitted(text, max(max_chars, 1_000), self.name, turn), is_error)
 
 
-def readable(response, body: bytes):
+def readable(response, body):
     """Convert HTML to plain text, keep other text, and describe binary data by type and size."""
     kind = response.getheader("Content-Type", "").lower()
     text = decode_page(body, kind).replace("\r\n", "\n")
@@ -2178,7 +2178,7 @@ def one_line(source):
     return " ".join(page_text(str(source or "")).split())
 
 
-def search_results(page: str, where: str):
+def search_results(page, where):
     """Read [{title, url, …}] from JSON at a path like `web.results`, or from DuckDuckGo's HTML."""
     if not where:
         return duckduckgo_results(page)
@@ -2193,7 +2193,7 @@ def search_results(page: str, where: str):
         raise ToolError("The answer is not JSON. The user may change tools.web.search.") from None
 
 
-def duckduckgo_results(page: str):
+def duckduckgo_results(page):
     """The links are redirects: //duckduckgo.com/l/?uddg=https%3A%2F%2Fa.org → https://a.org"""
     results: list[dict] = []
     # <a rel="nofollow" class="result__a" href="…">Title</a>
@@ -2238,7 +2238,7 @@ class MCPTool(Tool):
         return mcp_result(await self.server.call(self.method, arguments or self.request, self.name))
 
 
-def mcp_result(answer: dict):
+def mcp_result(answer):
     """Collect texts and images: a tool's `content`, a resource's `contents`, a prompt's `messages`.
 
     A text block becomes its text; a link becomes its type and URI: [text/plain: file:///a.txt].
