@@ -1808,7 +1808,7 @@ def test_a_setting_is_read_in_both_spellings_with_variables_filled_in(own_home, 
         (
             '{"tools": {"web": {"proxy": "socks5://x"}}}',
             "tools.web.proxy",
-            "x is a SOCKS proxy, which does not work here. Write it like",
+            "Write the proxy like http:",
         ),
         (
             '{"tools": {"ssrfWhitelist": ["10.1.2.3/8"]}}',
