@@ -38,7 +38,6 @@ import shlex
 import string
 import subprocess
 import sys
-import threading
 import time
 import uuid
 import warnings
@@ -71,6 +70,7 @@ from channels import (
     end_all,
     end_on_signals,
     machine_zone,
+    on_thread,
     prepare_streams,
     printable,
     zone_named,
@@ -1771,7 +1771,7 @@ class JobRunner:
         self.is_gateway = tell is not None
         self.tell = tell or self._into_inbox
         self.clock = CronService(
-            JobStore(loop.workspace / "cron" / "jobs.json", locked),
+            JobStore(loop.workspace / "cron" / "jobs.json", locked, write_atomically),
             self.run_job,
             loop.context.zone,
             now=lambda: loop.program.now().timestamp(),
@@ -2723,7 +2723,7 @@ class Talk:
             raise
 
     def converse(self):
-        threading.Thread(target=self.loop.provider.warm_up, daemon=True).start()
+        on_thread(self.loop.provider.warm_up)
         self.loop.program.patience = 5.0  # the tools of a slow MCP server come with a later turn
         history = self.folder / "prompt-history"
         if not history.exists():
@@ -3070,7 +3070,7 @@ def web_command(arguments):
         if not arguments.no_open:  # each account can read command lines, but not this file
             file.touch(0o600)
             file.write_text(f'<meta http-equiv="refresh" content="0; url={page.address}">')
-            threading.Thread(target=webbrowser.open, args=[file.as_uri()], daemon=True).start()
+            on_thread(webbrowser.open, file.as_uri())
         Gateway(loop, page).run()
     finally:
         file.unlink(missing_ok=True)

@@ -2405,7 +2405,7 @@ FAILING = {  # the tool's error is the whole answer
 
 @pytest.mark.parametrize("question", FAILING)
 def test_an_error_of_a_tool_is_shown_as_the_tool_gave_it(desk, question, monkeypatch):
-    monkeypatch.setattr("tools.shutil.which", lambda name: None)
+    monkeypatch.setattr("tools.shutil.which", lambda name, path: None)
     monkeypatch.setattr("tools.os.replace", no_permission)
     assert re.fullmatch(FAILING[question], desk.ask(question)[0])
 

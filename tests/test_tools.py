@@ -3019,6 +3019,8 @@ def test_exec_sees_a_clean_environment(turn, monkeypatch):
         "LANG",
         "TERM",
         "PATH",
+        "USERPROFILE",
+        "TEMP",
         "ALLOWED",
         "PWD",
         "SHLVL",
