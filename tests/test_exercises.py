@@ -181,12 +181,6 @@ def test_the_list_names_each_exercise_and_a_wrong_number_is_told():
     command = [sys.executable, str(ROOT / "nanobot.py"), "exercises"]
     done = subprocess.run([*command, "99"], capture_output=True, text=True, encoding="utf-8")
     assert done.returncode == 2 and "There is no exercise 99" in done.stderr
-    if os.name == "posix":  # a pipe that is closed early is no error
-        done = subprocess.run(
-            f'"{sys.executable}" "{command[1]}" exercises | true', shell=True, capture_output=True
-        )
-        assert not done.stderr
-    assert len(STUBS) >= 14
     for name, file in STUBS.items():
         task = about(file)
         assert task.startswith("★"), file
