@@ -66,11 +66,11 @@ AFTER = {  # what was learnt, what to try next
     ),
     "13": (
         "A hook sees each request and each call, so limits need no change in the loop.",
-        "python tests/exercises/agent.py 13 --offline opens the page with your hook. Set a limit of 0 in `BudgetHook`.",
+        "python agent.py 13 --offline (in `course`) opens the page with your hook. Set a limit of 0 in `BudgetHook`.",
     ),
     "14": (
         "The program decides which calls run, not the prompt. A model that was convinced by a file still cannot act.",
-        "python tests/exercises/agent.py 14 --provider human opens the page with your hook: play a model that obeys the file.",
+        "python agent.py 14 --provider human (in `course`) opens the page with your hook: play a model that obeys the file.",
     ),
     "15": (
         "A model sees the request, and nothing else. All that it does is text; the program turns it into actions.",

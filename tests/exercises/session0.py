@@ -19,6 +19,13 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent.parent), str(HERE)]
 
 
+LAUNCHER = """# Starts the agent with what you have made: python agent.py 14 --provider human
+import runpy
+
+runpy.run_path({file!r}, run_name="__main__")
+"""
+
+
 def make_folder(folder: Path) -> None:
     """Copy the files, the exercises and the example of a project into the folder; nothing is overwritten."""
     pairs = [(file, folder / file.name) for file in (HERE / "files").iterdir()]
@@ -29,6 +36,8 @@ def make_folder(folder: Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         if not target.exists():
             shutil.copy(source, target)
+    launcher = LAUNCHER.format(file=str(HERE / "agent.py"))
+    (folder / "agent.py").write_text(launcher, encoding="utf-8")  # the kit may have moved
 
 
 def turn_problem(folder: Path) -> str:
