@@ -36,7 +36,6 @@ import re
 import runpy
 import shlex
 import string
-import subprocess
 import sys
 import time
 import uuid
@@ -3106,13 +3105,10 @@ def recording_command(arguments):
 
 def lesson_command(arguments):
     """Runs `exercises` or `walk`, which only a checkout of the source contains."""
-    lessons = HERE / "tests" / "exercises"
-    if not lessons.exists():
+    file = HERE / "tests" / "exercises" / f"{arguments.command}.py"
+    if not file.exists():
         raise ConfigError("This command needs a checkout of the source: run nanobot.py there.")
-    if arguments.command == "exercises":
-        return subprocess.run([sys.executable, lessons / "grading.py", *arguments.more]).returncode
-    walk = runpy.run_path(str(lessons / "walk.py"))["walk"]
-    return walk(AgentLoop(settings_of(arguments)), arguments.message, HERE, is_long=arguments.all)
+    return runpy.run_path(str(file))["main"](arguments, lambda: AgentLoop(settings_of(arguments)))
 
 
 COMMAND_LINE = {  # command: (function, description in --help)
@@ -3176,7 +3172,13 @@ OPTIONS = (  # rows: commands ("" means all), spellings, help, more settings of 
     ("web", "--no-open", "do not open the browser", SWITCH),
     ("walk", "-m --message", "", TEXT | {"default": "read a.txt"}),
     ("walk", "--all", "also show functions of second readings", SWITCH),
-    ("exercises", "more", "", {"nargs": "*", "metavar": "NUMBER"}),
+    ("exercises", "numbers", "", {"nargs": "*", "metavar": "NUMBER"}),
+    (
+        "exercises",
+        "--class",
+        "who solved what: a folder for each student",
+        FILE | {"dest": "folder"},
+    ),
 )
 
 

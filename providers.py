@@ -1677,41 +1677,61 @@ def keyless_json(named):
 class HumanProvider(LLMProvider):
     """Shows each request to a person, who types the answer or a tool call. `ask(question, what,
     **details)` returns the typed line, or None if nobody can answer. Typed calls are checked like
-    the calls of a model."""
+    the calls of a model. A line that only looks like a call is asked about, and never answers."""
 
     ask: Callable | None = None
-    seen: LLMRequest = field(default_factory=lambda: LLMRequest([], [], "", {}))
     model = "human"
 
     async def answer(self, request: LLMRequest):
-        question = "\n".join([*self.news(request), "model> "])
-        line = None
-        if self.ask:
-            line = await self.ask(question, "model", messages=request.messages, tools=request.tools)
-        if line is None:
-            return failed("`--provider human` needs a terminal. On the page, open a window.")
-        line = line.strip()
-        name, _, written = line.partition(" ")
-        answer = LLMResponse(line)
-        if name in parameters_by_name(request.tools) or written.startswith("{"):
-            arguments, error = parse_arguments(written, repair=False)
-            answer = calling(name, arguments, error)
+        question, line, answer = request_text(request), None, None
+        while answer is None:
+            if self.ask:
+                about = {"messages": request.messages, "tools": request.tools, "refused": line}
+                line = await self.ask(f"{question}\n{HOW_TO_ANSWER}\nmodel> ", "model", **about)
+            if line is None:
+                return failed("`--provider human` needs a terminal. On the page, open a window.")
+            answer = typed(line.strip(), parameters_by_name(request.tools))
+            question = "This line looks like a call, but is no call of a tool above."
         answer.usage = estimate_usage(request, answer)
         return answer
 
-    def news(self, request: LLMRequest):
-        """Return the messages that the last request did not have, and the tools if they changed."""
-        before, self.seen = self.seen, request
-        lines = []
-        for number, message in enumerate(request.messages):
-            if before.messages[number : number + 1] != [message]:
-                text = as_text(calls_as_text(message))["content"]
-                lines.append(f"---- {message['role']} ----\n{text}")
-        if request.tools != before.tools:
-            tools = [to_json(tool["function"]) for tool in request.tools]
-            how = 'You are the model. Answer in a line, or call a tool: NAME {"path": "a"}'
-            lines += ["---- tools ----", *tools, how]
-        return lines
+
+HOW_TO_ANSWER = """You are the model. Answer in words, or call a tool: read_file("a.txt")
+or read_file {"path": "a.txt"}. `nanobot prompt` prints the whole prompt and all parameters."""
+
+
+def request_text(request: LLMRequest):
+    """What a person reads of a request: the tools with their parameters, the headings of the
+    prompt, and the messages since the model's last one."""
+    lines = ["---- tools ----"]
+    for name, schema in parameters_by_name(request.tools).items():
+        lines.append(f"{name}({', '.join(schema.get('properties', []))})")
+    for message in request.messages:
+        text = as_text(message)["content"]
+        if message["role"] == "system":
+            text = "\n".join(re.findall(r"(?m)\A.*|^#.*", text))
+        lines.append(f"---- {message['role']} ----\n{text}")
+        if message["role"] == "assistant":
+            lines.clear()
+    return "\n".join(lines)
+
+
+def typed(line: str, tools: dict[str, dict]):
+    """Return the answer that a person has typed, or None for a call that cannot be read.
+
+    'read_file("a.txt")', 'read_file {"path": "a.txt"}' → a call;  'read_file("a.txt' → None
+    """
+    name, written = re.match(r"(?s)([\w-]*)\s*(.*)", line).groups()
+    if name not in tools and not re.match(r"[\w-]*[({<$]|[\w-]+ {", line):
+        return LLMResponse(line)
+    try:
+        schema = tools[name]
+        if written.startswith("("):  # the values in the order of the parameters
+            values = ast.literal_eval(f"[{written[1:-1]}]")
+            return calling(name, dict(zip(schema["properties"], values, strict=False)))
+        return calling(name, dict(load_json(written or "{}", repair=False)))
+    except (ValueError, SyntaxError, KeyError, TypeError):
+        return None
 
 
 # ---- The offline model ----

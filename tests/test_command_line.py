@@ -693,19 +693,19 @@ def test_a_person_can_be_the_model_and_leave_in_mid_turn(own_home, tmp_path):
     terminal.expect("> ")
     terminal.say(
         "what is in a.txt?",
+        "read_file(path, ",
         "---- system ----",
         "You are nanobot",
         "---- user ----",
         "what is in a.txt?",
+        "model> ",
     )
-    terminal.expect("---- tools ----", '{"name": "read_file"', "Read a page", "model> ")
-    wrong = ['read_file {"path": "a.txt", "colour": 1}', 'read_file {"path": ', "read_file"]
-    complaints = ["colour", "JSON", "call"]
+    wrong = ['read_file {"path": "a.txt", "colour": 1}', 'read_file("a.txt', "read_file"]
+    complaints = ["colour", "looks like a call", "call"]
     for line, complaint in zip(wrong, complaints, strict=True):
         terminal.say(f"{line}", complaint, "model> ")
-    terminal.type('read_file {"path": "a.txt"}\n')
+    terminal.type('read_file("a.txt")\n')
     before = len(terminal.everything)
-    terminal.expect('<tool_call>{"name": "read_file", "arguments": {"path": "a.txt"}}</tool_call>')
     terminal.expect("---- tool ----", "\\x1b[31mred\\u202e", "model> ")
     terminal.say("It is red.", "> ")
     terminal.say("thank you", "thank you", "model> ")
@@ -714,7 +714,7 @@ def test_a_person_can_be_the_model_and_leave_in_mid_turn(own_home, tmp_path):
     terminal.type("\x04")
     terminal.expect("/continue", "> ")
     assert terminal.close() == 0
-    calls_made = ["assistant", "tool"] * 4  # the three wrong calls failed as a model's would
+    calls_made = ["assistant", "tool"] * 3  # two of the calls failed as a model's would
     roles = ["user", *calls_made, "assistant", "user"]
     assert [line["role"] for line in journal(own_home)] == roles
     with FakeLLM(["went on"]) as server:

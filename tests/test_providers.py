@@ -2101,38 +2101,63 @@ def test_a_script_is_played_back_and_keeps_what_it_was_asked():
     assert model.requests[2].options == {"max_tokens": 5}
 
 
-def in_person(*lines, **more):
+def in_person(*lines):
     """A person who says these lines as the model, and the questions that were asked."""
     rest, questions = iter(lines), []
 
     async def ask_person(question, what, **details):
-        questions.append(question)
+        questions.append(question.partition("\nYou are the model")[0])
         return next(rest)
 
-    return HumanProvider(ask_person, **more), questions
+    return HumanProvider(ask_person), questions
 
 
-def test_a_person_sees_what_a_model_sees_and_later_only_what_is_new():
-    person, questions = in_person("read_file {}", "Hi.", "Bye.")
-    asked = ask(person, tools=[TOOL])[0].tool_calls[0]
-    tool = '{"name": "read_file", "description": "Read.", "parameters": {}}'
-    how = 'You are the model. Answer in a line, or call a tool: NAME {"path": "a"}'
+READ_A_FILE = {"name": "read_file", "parameters": {"properties": {"path": {}, "offset": {}}}}
+
+
+@pytest.mark.parametrize(
+    "line, arguments",
+    [  # a text is an answer; None: it is asked about, and never an answer
+        ('read_file("a.txt")', {"path": "a.txt"}),
+        ("read_file('a.txt', 5)", {"path": "a.txt", "offset": 5}),
+        ('read_file {"path": "a.txt", "colour": 1}', {"path": "a.txt", "colour": 1}),
+        ("read_file", {}),
+        ('read_file("a.txt"', None),
+        ('read_file {"path": ', None),
+        ('raed_file("a.txt")', None),
+        ('raed_file {"path": "a.txt"}', None),
+        ('<tool_call>{"name": "read_file"}</tool_call>', None),
+        ("$ ls", None),
+        ("I read a.txt (twice): {x}", "I read a.txt (twice): {x}"),
+        ("", ""),
+    ],
+)
+def test_a_person_types_a_call_as_it_is_shown_and_a_broken_call_is_never_the_answer(
+    line, arguments
+):
+    person, questions = in_person(line, "The second line.")
+    answer = ask(person, tools=[{"type": "function", "function": READ_A_FILE}])[0]
+    if isinstance(arguments, dict):
+        assert [call.arguments for call in answer.tool_calls] == [arguments]
+    else:
+        assert answer.content == ("The second line." if arguments is None else arguments)
+    asked_again = ["This line looks like a call, but is no call of a tool above."]
+    assert questions[1:] == (asked_again if arguments is None else [])
+
+
+def test_a_person_sees_the_headings_of_the_prompt_the_tools_and_what_is_new():
+    person, questions = in_person("read_file", "Hi.")
+    system = {"role": "system", "content": "You are a test.\n# Memory\n- Ada\n\n## Skills\n- none"}
+    talk = [system, user("Hello")]
+    asked = ask(person, talk, tools=[TOOL])[0].tool_calls[0]
     assert questions.pop() == (
-        f"---- system ----\nYou are a test.\n---- user ----\nHello\n---- tools ----\n{tool}\n{how}\nmodel> "
+        "---- tools ----\nread_file()\n"
+        "---- system ----\nYou are a test.\n# Memory\n## Skills\n---- user ----\nHello"
     )
-    talk = [*HELLO, called(asked.id, name="read_file"), result(asked.id)]
-    assert ask(person, talk, [TOOL])[0].content == "Hi."
-    call_as_text = '<tool_call>{"name": "read_file", "arguments": {}}</tool_call>'
-    assert questions.pop() == (
-        f"---- assistant ----\n{call_as_text}\n---- user ----\n<tool_result>\nnoon\n</tool_result>\nmodel> ".replace(
-            "---- user ----\n<tool", "---- tool ----\n<tool"
-        )
-    )
-    ask(person, [*talk, said("Hi."), user([IMAGE])], [])
-    assert questions.pop() == (
-        "---- assistant ----\nHi.\n---- user ----\n[an image: this model cannot see it]\n---- tools ----\n"
-        f"{how}\nmodel> "
-    )
+    talk += [called(asked.id, name="read_file"), result(asked.id), user([IMAGE])]
+    ask(person, talk, [TOOL])
+    image = "[an image: this model cannot see it]"
+    assert questions.pop() == f"---- tool ----\nnoon\n---- user ----\n{image}"
 
 
 # ---- The events of a request, without keys ----
