@@ -120,7 +120,6 @@ from tools import (
     SEARCH_SERVICES,
     Exec,
     MCPServers,
-    Tool,
     ToolError,
     ToolRegistry,
     ToolResult,
@@ -743,7 +742,7 @@ class AgentLoop:
         self.started = time.time()
         self.turns = RunningTurns(self.sessions)
         self.background = Background()
-        self.notes = {}  # session key → notice for the next turn
+        self.tell = None  # a prompt's function, which gets what background work has changed
         self.is_ending = False  # True if the gateway is stopping; the next start resumes open turns
 
     async def process_direct(
@@ -764,8 +763,6 @@ class AgentLoop:
             async with self.turns.hold(session_key) as session:
                 session.origin = session.origin or {"folder": str(events.turn.cwd)}
                 result, images = None, []
-                if note := self.notes.pop(session_key, ""):
-                    await events.on_retry(note)
                 if command:
                     result = await self.commands.begin(command, session)
                 else:
@@ -874,18 +871,10 @@ class AgentLoop:
             await events.on_retry(told)
         return session.without_saved(messages) if told else messages
 
-    async def remember_terminals(self):
-        """Work for idle programs: save ended conversations in the memory, at most once an hour."""
-        while True:
-            await self.program.sleep(60.0)
-            if not self.turns.tasks:
-                await logged(remember_terminals(self.consolidator), "the memory")
-                await self.program.sleep(3_540.0)
-
     async def after_turn(self, session: Session):
         told = await self.consolidator.after_turn(session)
-        if told and session.key.startswith("cli:"):
-            self.notes[session.key] = told
+        if told and self.tell:
+            await self.tell(told)
 
     async def run(self, bus: MessageBus):
         """Serve a bus until cancelled. If the program is killed, no message is lost:
@@ -996,10 +985,13 @@ class Background:
         task.add_done_callback(self.tasks.discard)
 
     async def settled(self, seconds: float = 60.0):
-        """Wait up to `seconds`, then cancel the tasks. Later turns redo cancelled memory work."""
+        """Wait up to `seconds`, then cancel the tasks. Returns the number of the cancelled ones;
+        later turns redo their memory work."""
         if self.tasks:
             await asyncio.wait(self.tasks, timeout=seconds)
+        left = len(self.tasks)
         await end_all(self.tasks)
+        return left
 
 
 async def logged(work, name):
@@ -1715,7 +1707,6 @@ class Gateway:
         parts = (
             self.loop.run(self.bus),
             jobs.run(),
-            self.loop.remember_terminals(),
             stop.wait(),
         )
         work = [asyncio.create_task(part) for part in parts]
@@ -1802,6 +1793,7 @@ class JobRunner:
     async def run_job(self, job: CronJob, run: str):
         """Run a job and send its answer or error to its chat. The report gets the id `run`."""
         if job.channel == "system":
+            remember_terminals(self.loop.sessions)
             await {"dream": self.loop.dream.run, "heartbeat": self._beat}[job.id]()
             return
         GATEWAY_LOG.info("cron %s: %s", job.id, job.message[:80])
@@ -1913,11 +1905,11 @@ async def edit_memory(loop, run, messages, refuse):
 class FencedTools(ToolRegistry):
     """Tools for Dream. `refuse(name, arguments)` returns why a call is forbidden, or ""."""
 
-    def __init__(self, tools: Iterable[Tool], refuse: Callable):
+    def __init__(self, tools, refuse):
         super().__init__(tools)
         self.refuse = refuse
 
-    def prepare_call(self, name: str, params):
+    def prepare_call(self, name, params):
         tool, arguments, problem = super().prepare_call(name, params)
         return tool, arguments, problem or self.refuse(name, arguments)
 
@@ -2699,10 +2691,13 @@ class Talk:
         if loop.turn(self.key).cwd != folder:
             closed = f"The settings do not allow access to {folder}"
             self.terminal.note(f"{closed}; nanobot works in {loop.workspace}.")
+        self.background.complete(logged(self.begin(), "the memory"))
         status = self.converse() if self.is_conversation else self.answer_once()
         self.terminal.waiting.begin("the memory")
         with contextlib.suppress(KeyboardInterrupt):  # a later turn does the cancelled memory work
-            self.background.complete(self.loop.background.settled())
+            seconds = 5.0 if self.is_conversation else 60.0  # a single message seldom has such work
+            if self.background.complete(self.loop.background.settled(seconds)):
+                self.terminal.note("The work for the memory goes on next time.")
         return status
 
     def answer_once(self):
@@ -2714,7 +2709,6 @@ class Talk:
         if not text:
             complain("there is no message: pass one with -m TEXT or on standard input")
             return 2
-        self.background.complete(logged(self.show_reports(), "reports"))
         try:
             return self.answer(text)
         except KeyboardInterrupt:
@@ -2723,18 +2717,16 @@ class Talk:
 
     def converse(self):
         on_thread(self.loop.provider.warm_up)
+        self.loop.tell = self.tell
         self.loop.program.patience = 5.0  # the tools of a slow MCP server come with a later turn
         history = self.folder / "prompt-history"
         if not history.exists():
             self.terminal.note(template("welcome", version=__version__))
         self.terminal.note(self.first_line())
         self.follow_project()
-        self.background.complete(logged(self.show_reports(), "reports"))
         for work in (
             JobRunner(self.loop).run(),
             self.watch_reports(),
-            self.loop.remember_terminals(),
-            self.dream_daily(),
         ):
             asyncio.run_coroutine_threadsafe(logged(work, "jobs"), self.background.loop)
         return self.terminal.converse(self.answer, history)
@@ -2796,19 +2788,29 @@ class Talk:
             self.terminal.note(NOT_FOLLOWED.format(project, self.trust))
         self.loop.context.project = project.part()
 
-    async def dream_daily(self):
-        """One dream a day, if a history entry of an earlier day is unread. A gateway, which dreams
-        every two hours, leaves no such entry."""
-        unread = self.loop.memory.unread()
+    async def begin(self):
+        """Show the reports. Write entries about earlier conversations, so that the next request has
+        them. At most once a day, start a dream if an entry of an earlier day is unread; a single
+        message does so only if ten entries are unread, because its end waits for the dream."""
+        await self.show_reports()
+        loop = self.loop
+        remember_terminals(loop.sessions)
+        unread = loop.memory.unread()
         last = self.folder / "last-dream"
         today = time.strftime("%Y-%m-%d")
-        if not (unread and self.loop.config.defaults.dream.interval_h):
+        if len(unread) < (1 if self.is_conversation else 10) or not self.is_watched:
             return
-        if unread[0]["timestamp"] < today and self.loop.memory.text_of(last) < today:
+        is_due = max(unread[0]["timestamp"], loop.memory.text_of(last)) < today
+        if is_due and loop.config.defaults.dream.interval_h:
             last.write_text(today)
-            told = await self.loop.dream.run()
-            async with self.loop.turns.hold(self.key):  # not in the middle of an answer
-                self.terminal.report(told)
+            loop.background.start(self.dream(), "the dream")
+
+    async def dream(self):
+        await self.tell(await self.loop.dream.run())
+
+    async def tell(self, text: str):
+        async with self.loop.turns.hold(self.key):  # not in the middle of an answer
+            self.terminal.report(text)
 
     async def watch_reports(self):
         while True:

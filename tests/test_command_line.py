@@ -654,6 +654,58 @@ def test_who_starts_no_gateway_gets_one_dream_a_day_when_a_prompt_opens(own_home
 
 
 @needs_terminal
+def test_on_each_morning_the_first_request_has_yesterdays_work(own_home, tmp_path):
+    """In any folder, after single messages only, and also if no model can save it."""
+
+    def script(body):
+        is_dream = "# History" in str(body["messages"][-1]["content"])
+        (dreams if is_dream else systems).append(str(body["messages"]))
+        return "[SKIP]" if is_dream else "Noted."
+
+    def night() -> None:
+        for path in (workspace_of(own_home) / "sessions").glob("*.jsonl"):
+            os.utime(path, (path.stat().st_mtime - 86_400,) * 2)
+        (workspace_of(own_home) / ".nanobot" / "last-dream").unlink(missing_ok=True)
+
+    def one_shot(text: str) -> str:
+        terminal = Terminal("-m", text, server=server, cwd=there)
+        terminal.expect("Noted.", "context")
+        assert terminal.process.wait(timeout=LONG) == 0
+        with contextlib.suppress(OSError):  # what it has told at its end
+            terminal.expect("\0")
+        os.close(terminal.screen)
+        return terminal.everything
+
+    systems, dreams = [], []
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    there.mkdir()
+    memory = MemoryStore(workspace_of(own_home))
+    with FakeLLM(script) as server:
+        terminal = Terminal(server=server, cwd=here)
+        terminal.expect("> ")
+        terminal.say("The report is due on Friday.", "Noted.", "> ")
+        assert terminal.close() == 0
+        night()
+        assert "reamt" not in one_shot("Which wine?")
+        assert f"In {here}:" in systems[-1] and "The report is due on Friday." in systems[-1]
+        one_shot("Buy milk.")
+        assert "Which wine?" not in systems[-1] and dreams == []
+        night()
+        terminal = Terminal(server=server, cwd=here)
+        terminal.type("And now?\n")
+        terminal.expect("Noted.", "Dreamt about 3 entries: no change")
+        assert terminal.close() == 0
+        said = ("The report is due on Friday.", "Which wine?", "Buy milk.")
+        for text in (systems[-1], dreams[-1]):
+            assert all(each in text for each in said), text
+        for n in range(9):
+            memory.append_history(f"[2026-04-03 00:0{n}] Thing {n}.")
+        night()
+        assert "Dreamt about 10 entries" in one_shot("Who am I?") and len(dreams) == 2
+
+
+@needs_terminal
 def test_approval_shows_the_escaped_command_and_obeys_what_is_typed_after_the_question(
     own_home, tmp_path
 ):

@@ -2687,80 +2687,51 @@ def test_a_job_of_a_terminal_runs_in_its_folder_and_fails_if_the_folder_is_gone(
     serve(tmp_path, echo, work)
 
 
-def test_what_people_said_at_terminals_is_remembered_together_when_it_is_an_hour_old(tmp_path):
+def test_what_people_said_at_terminals_gets_an_entry_without_a_model_when_it_is_an_hour_old(
+    tmp_path,
+):
     loop = make_loop(tmp_path)
-    asked = []
-
-    async def model(messages, tools):
-        asked.append(messages[-1]["content"])
-        entry = {"history_entry": "They spoke of the moon.", "memory_update": "- the moon"}
-        return LLMResponse(None, [call("save_memory", **entry)], "tool_calls")
-
-    loop.consolidator.ask = model
 
     def talk(key, folder, typed, text, hours):
         session = loop.sessions.get(key)
         session.origin = {"folder": folder, "typed": typed}
         stamp = datetime.fromtimestamp(time.time() - hours * 3_600, UTC).isoformat()
-        session.append(question(text) | {"timestamp": stamp, "runtime": f"Folder: {folder}"})
+        session.append(
+            question(text) | {"timestamp": stamp}, {"role": "assistant", "content": "Yes."}
+        )
         os.utime(session.path, (time.time() - hours * 3_600,) * 2)
 
     def remember():
-        asyncio.run(remember_terminals(loop.consolidator))
-        said = [re.findall(r"\] user: (.+)\nFolder: (\S+)", text) for text in asked]
-        asked.clear()
-        return said
+        known = len(loop.memory.entries())
+        remember_terminals(loop.sessions)
+        texts = [entry["content"] for entry in loop.memory.entries()[known:]]
+        assert all("assistant: Yes." in text for text in texts)
+        return [re.findall(r"In (.+):|\] user: (.+)", text) for text in texts]
 
     talk("cli:a", "/a", True, "one", 5)
     talk("cli:b", "/b", True, "two", 4)
     talk("cli:c", "/c", False, "a script", 4)
     talk("cli:d", "/d", True, "just now", 0.5)
     talk("telegram:7", "/e", True, "a chat", 0.5)
-    assert remember() == [[("one", "/a"), ("two", "/b")]]
-    assert [entry["content"] for entry in loop.memory.entries()] == ["They spoke of the moon."]
-    assert loop.memory.read_facts() == "- the moon\n" and remember() == []
+    assert remember() == [[("/a", ""), ("", "one")], [("/b", ""), ("", "two")]]
+    entry = loop.memory.entries()[1]
+    assert entry["timestamp"] == time.strftime("%Y-%m-%d %H:%M", time.localtime(entry["used"]))
+    assert 0 < time.time() - entry["used"] - 4 * 3_600 < 60, "the time of the conversation"
+    assert remember() == []
     talk("cli:a", "/a", True, "three", 2)  # somebody continued it
-    assert remember() == [[("three", "/a")]]
-    assert roles(loop.sessions.get("cli:a").history()) == ["user", "user"]
+    assert remember() == [[("/a", ""), ("", "three")]]
+    assert roles(loop.sessions.get("cli:a").history()) == ["user", "assistant"] * 2
     talk("cli:d", "/d", True, "later", 1.5)  # also what was said before others were saved
-    assert remember() == [[("just now", "/d"), ("later", "/d")]]
-    loop.sessions.get("cli:b").mark("saved", upto=1, summary="two")
-    talk("cli:b", "/b", True, "four", 1.2)
-    assert remember() == [[("four", "/b")]], "not what the journal says is saved"
-    with SessionManager(loop.workspace).lock("cli:d"):  # another program has it open
-        talk("cli:d", "/d", True, "five", 1.1)
-        assert remember() == [[("five", "/d")]]
+    assert remember() == [[("/d", ""), ("", "just now"), ("", "later")]]
+    with SessionManager(loop.workspace).lock("cli:b"):  # another program has it open
+        talk("cli:b", "/b", True, "four", 1.1)
+        assert remember() == [[("/b", ""), ("", "four")]]
     assert remember() == []
     assert loop.sessions.list_keys()[-2:] == ["cli:a", "cli:c"], "a mark is no use"
-
-
-def test_what_a_terminal_has_saved_when_idle_is_not_saved_again_when_it_moves(tmp_path):
-    loop = make_loop(tmp_path)
-    asked = []
-
-    async def model(messages, tools):
-        asked.append(messages[-1]["content"])
-        saved = {"history_entry": f"Entry {len(asked)}.", "summary": f"Summary {len(asked)}."}
-        saved["memory_update"] = f"- fact {len(asked)}"
-        return LLMResponse(None, [call("save_memory", **saved)], "tool_calls")
-
-    loop.consolidator.ask = model
-    session = loop.sessions.get("cli:a")
-    session.origin = {"folder": "/a", "typed": True}
-    session.append(question("<one>"), {"role": "assistant", "content": "Yes."})
-    os.utime(session.path, (time.time() - 4_000,) * 2)
-    asyncio.run(remember_terminals(loop.consolidator))
-    session = loop.sessions.get("cli:a")
-    assert "<one>" in str(session.history()) and time.time() - session.path.stat().st_mtime > 3_900
-    session.append(question("<two>"), {"role": "assistant", "content": "Yes."}, question("<three>"))
-    told = asyncio.run(loop.consolidator.move(session, 4))
-    assert told.startswith("4 older messages moved to the memory")
-    assert [re.findall("<.*?>", text) for text in asked] == [["<one>"], ["<one>"], ["<two>"]]
-    entries = [entry["content"] for entry in loop.memory.entries()]
-    assert entries == ["Entry 1.", "Entry 3."], "the second request was for the summary only"
-    assert "Summary 2." in asked[2] and loop.memory.read_facts() == "- fact 3\n"
-    summary, three = SessionManager(loop.workspace, loop.memory).get("cli:a").history()
-    assert "Summary 3." in summary["content"] and three["content"] == "<three>"
+    ask(loop, "/new", "cli:a")  # its turns have their entries: no model is asked
+    session = SessionManager(loop.workspace, loop.memory).get("cli:a")
+    assert (session.saved, session.messages, session.history()) == (4, [], [])
+    assert loop.provider.requests == [] and len(loop.memory.entries()) == 5
 
 
 def test_stop_in_a_chat_stops_the_job_that_runs_for_it(tmp_path):
