@@ -217,12 +217,9 @@ def take_the_tour(home: Path) -> tuple[list[str], list[str], str]:
     """The functions that the turn enters, in order; those of the first readings; all data that it leaves."""
     (home / "a.txt").write_text("hello\n", encoding="utf-8")
     config = nanobot.Config()
-    config.cwd, config.defaults.workspace, config.defaults.provider = (
-        home,
-        str(home / "ws"),
-        "offline",
-    )
-    loop, tour, told = nanobot.AgentLoop(config), Tour(ROOT, is_long=True), []
+    config.defaults.workspace, config.defaults.provider = str(home / "ws"), "offline"
+    loop = nanobot.AgentLoop(config, program=nanobot.Program(home))
+    tour, told = Tour(ROOT, is_long=True), []
     nanobot.record_events(loop, [home / "trace.jsonl"])
 
     async def note(event):
