@@ -1725,7 +1725,7 @@ class JobRunner:
         self.is_gateway = tell is not None
         self.tell = tell or self._into_inbox
         self.clock = CronService(
-            JobStore(loop.workspace / "cron" / "jobs.json", locked),
+            JobStore(loop.workspace / "cron" / "jobs.json", locked, write_atomically),
             self.run_job,
             loop.context.zone,
             now=lambda: loop.config.now().timestamp(),

