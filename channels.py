@@ -689,23 +689,24 @@ class BotAPI:
             f"--{boundary}\r\n"
             f"Content-Disposition: form-data; name={kind}; filename={file_name}\r\n\r\n"
         )
-        tail = f"\r\n--{boundary}--\r\n"
-        body = head.encode() + await in_thread(path.read_bytes) + tail.encode()
+        data = await in_thread(path.read_bytes)
+        body = head.encode() + data + f"\r\n--{boundary}--\r\n".encode()
         form = f"multipart/form-data; boundary={boundary}"
         return await self._ask(f"send{kind.title()}", body, form, 300)
 
     async def _ask(self, method, body, form, seconds):
-        address = f"bot{self.token}/{method}"
-        status, data = await self._exchange(address, seconds, body, {"Content-Type": form})
+        status, data = await self._exchange(f"bot{self.token}/{method}", seconds, body, form)
         answer = {"description": "not the Bot API"}  # if a proxy answers
         with contextlib.suppress(ValueError, TypeError):
             answer |= json.loads(data)
         if answer.get("ok"):
             return answer["result"]
         problem = self._scrub(f"{method}: {status} {answer['description']}")
-        if "ok" in answer and status in (401, 404):
+        if "ok" not in answer:
+            raise TelegramError(problem)
+        if status in (401, 404):
             raise TelegramError(BAD_TOKEN, 60)
-        if "ok" in answer and status in (400, 403, 413):
+        if status in (400, 403, 413):
             raise Refused(problem)
         raise TelegramError(problem, answer.get("parameters", {}).get("retry_after", 0))
 
@@ -717,12 +718,13 @@ class BotAPI:
             raise TelegramError(f"HTTP {status}")
         return data
 
-    async def _exchange(self, address, seconds, body=None, headers=None):
+    async def _exchange(self, address, seconds, body=None, form=""):
         """Returns the status and the body of the response."""
         import urllib.request
 
         def fetch():
-            request = urllib.request.Request(f"{self.base}/{address}", body, headers or {})
+            headers = {"Content-Type": form}
+            request = urllib.request.Request(f"{self.base}/{address}", body, headers)
             try:
                 response = urllib.request.urlopen(request, timeout=seconds)
             except urllib.error.HTTPError as refusal:  # it has a status and a body, too
@@ -731,8 +733,7 @@ class BotAPI:
                 return response.status, response.read()
 
         try:
-            async with asyncio.timeout(seconds):  # a DNS lookup has no time limit of its own
-                return await in_thread(fetch)
+            return await in_thread(fetch)
         except TimeoutError:
             problem = f"no answer in {seconds:g} s"
         except Exception as failure:  # the text of any error may contain the token
@@ -746,9 +747,6 @@ class BotAPI:
 # ---- Telegram as a channel ----
 # The server sends each message again until `getUpdates` asks for a higher offset.
 
-RIVAL = (  # 409 "Conflict: terminated by other getUpdates request; make sure that only one bot …"
-    "Another program also reads this bot's messages. Stop that program, or give it another bot."
-)
 BAD_TOKEN = (
     "Telegram does not know this bot token. Copy it again from @BotFather into "
     "channels.telegram.token (and check apiBase, if it is set), then restart nanobot"
@@ -793,8 +791,7 @@ class Telegram(Channel):
                 pause = max(10, getattr(failure, "retry_after", 0))
                 if str(failure) != told:  # log each new problem once
                     told = str(failure)
-                    hint = RIVAL if "terminated by" in told else f"Retried every {pause} s."
-                    log.warning("Telegram: %s. %s", told, hint)
+                    log.warning("Telegram: %s. Retried every %s s.", told, pause)
                 self.bot = {}  # `_poll` deletes the webhook again
                 await self.sleep(pause)
 
@@ -811,22 +808,17 @@ class Telegram(Channel):
         for _, group in itertools.groupby(updates, album_of):
             album = list(group)
             messages = [update["message"] for update in album if self._is_wanted(update)]
-            if messages:
-                await self._take(messages, bus)
+            try:
+                inbound = await self._inbound(messages) if messages else None
+            except Exception:  # otherwise Telegram would send this message again and again
+                log.warning("Telegram: an unreadable message is skipped", exc_info=True)
+                inbound = None
+            if inbound:
+                chat_id = inbound.chat_id
+                self._stop_typing(chat_id)
+                self._typing[chat_id] = asyncio.create_task(self._type(chat_id))
+                await bus.publish(inbound)
             self._offset = album[-1]["update_id"] + 1
-
-    async def _take(self, messages, bus):
-        """Publish a message, or an album, which consists of several messages."""
-        try:
-            inbound = await self._inbound(messages)
-        except Exception:  # otherwise Telegram would send this message again and again
-            log.warning("Telegram: an unreadable message is skipped", exc_info=True)
-            return
-        if inbound:
-            chat_id = inbound.chat_id
-            self._stop_typing(chat_id)
-            self._typing[chat_id] = asyncio.create_task(self._type(chat_id))
-            await bus.publish(inbound)
 
     async def _get_updates(self, seconds):
         """`allowed_updates` excludes edits and clicks; but the server still sends queued ones."""
@@ -927,9 +919,6 @@ class Telegram(Channel):
 
     async def _send_file(self, path, message, target):
         """If a file cannot be sent, send the reason, so that nobody waits for the file."""
-        # The chat shows "sending a file". In an outage this request fails, not an upload, so that
-        # the file is retried, as a text is, until Telegram can be reached again.
-        await self.api.call("sendChatAction", action="upload_document", **target)
         try:
             if path.suffix.lower() in (".jpg", ".jpeg", ".png", ".webp"):
                 with contextlib.suppress(Refused):  # 400 PHOTO_INVALID_DIMENSIONS
@@ -938,7 +927,7 @@ class Telegram(Channel):
         except (Refused, OSError) as failure:
             problem = failure
         except TelegramError as failure:
-            if message.failures < 4:  # five attempts
+            if message.failures < 12:  # in an outage, retry for six minutes
                 raise
             problem = failure
         await self._send_text(as_html(f"[{path.name} cannot be sent: {problem}]"), target)
@@ -964,19 +953,15 @@ def file_name(file, place):
 
 def words_in(message):
     """The text, or what stands for it: {"location": {…}} → `[location: {"latitude": 52.5, …}]`"""
-    words = message.get("text") or message.get("caption")
-    if words:
-        return words
     for key in ("venue", "location", "contact", "poll"):  # a venue has a location, too
         if message.get(key):
             return f"[{key}: {json.dumps(message[key], ensure_ascii=False)}]"
-    return ""
+    return message.get("text") or message.get("caption") or ""
 
 
 def with_quote(message):
     """The text after the text that it replies to. A command stays as it is."""
-    text, quote = words_in(message), message.get("quote", {})  # a part that the user has chosen
-    quoted = quote.get("text") or words_in(message.get("reply_to_message", {}))
+    text, quoted = words_in(message), words_in(message.get("reply_to_message", {}))
     if not quoted or text.startswith("/"):
         return text
     return f"[in reply to: {quoted[:1_000]}]\n{text}"
@@ -1031,9 +1016,8 @@ def as_html(markdown):
     aside = []
 
     def put_aside(match: re.Match):
-        if match["words"]:  # [`run.py`](…) → run.py
-            words = re.sub(r"`|\*\*", "", match["words"])
-            aside.append(f'<a href="{match["address"]}">{words}</a>')
+        if match["words"]:
+            aside.append(f'<a href="{match["address"]}">{match["words"]}</a>')
         elif match["code"]:
             aside.append(f"<code>{match['code']}</code>")
         else:
@@ -1174,7 +1158,6 @@ class CronJob:
     channel: str = ""  # the chat that asked for the job; "system" for the agent's own jobs
     chat_id: str = ""
     folder: str = ""  # the job runs in the folder of the terminal at which it was made
-    first: int = 0  # an `every_seconds` job runs at this time (seconds since 1970) plus multiples
     after: float = 0  # the next run is the first one that is due after this time
     error: str = ""  # the error of the last run
     enabled: bool = True
@@ -1190,7 +1173,7 @@ class CronJob:
             return moment if moment > after else None
         if self.every_seconds <= 0:
             raise ValueError("the schedule is missing or negative")
-        return after + self.every_seconds - (after - self.first) % self.every_seconds
+        return after + self.every_seconds
 
     def schedule(self):
         """0 9 * * * Europe/Berlin   2026-11-21T17:00:00+01:00   every 3600 s"""
@@ -1212,7 +1195,7 @@ class JobStore:
     methods block the thread, and wait while another thread or program changes the file."""
 
     path: Path
-    lock: Callable  # `with lock(path):` waits for other threads and programs
+    lock: Callable  # `with lock(path):` makes the folder, waits for other threads and programs
     write: (
         Callable  # `write(path, text)` replaces a file, so that a crash leaves the old or new text
     )
@@ -1222,18 +1205,15 @@ class JobStore:
         if not self.path.exists():
             return []
         try:
-            match json.loads(self.path.read_bytes()):
-                case {"jobs": list(rows)}:
-                    return rows
-            raise ValueError("the list of jobs is missing")
-        except ValueError as problem:
-            told = f"{self.path} is damaged: {problem}. Repair the file, or move it away."
-            raise OSError(told) from None
+            return list(json.loads(self.path.read_bytes())["jobs"])
+        except (ValueError, KeyError, TypeError) as problem:
+            raise OSError(
+                f"{self.path} is damaged: {problem}. Repair the file, or move it away."
+            ) from None
 
     def edit(self, id: str, changes: dict | None, is_new: bool = False):
         """Change these keys of a job; None removes the job. Without `is_new`, an unknown id changes
         nothing: another program may have removed the job."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.lock(self.path.with_suffix(".lock")):
             rows = self.read()
             found = [row for row in rows if str(row.get("id")) == id]
@@ -1286,13 +1266,12 @@ class CronService:
         return jobs
 
     async def run(self, may_go_on: Callable = lambda: True):
-        """Check the clock and the jobs file once a second. If `run` is cancelled, cancel the
-        running jobs. If `may_go_on` returns False, wait for the running jobs and return."""
+        """Check the clock and the jobs file once a second, while `may_go_on()` is true. At the
+        end, cancel the running jobs: they are run again later, with the same names."""
         try:
             while may_go_on():
                 await self.tick()
                 await self.sleep(1)
-            await asyncio.gather(*self.running.values(), return_exceptions=True)
         finally:
             await end_all(self.running.values())
 
@@ -1379,7 +1358,6 @@ class CronService:
             at,
             turn.channel,
             turn.chat_id,
-            first=int(now),
             after=now,
         )
         if turn.channel == "cli":  # a chat's jobs run in the gateway's own folder
@@ -1412,7 +1390,7 @@ class CronService:
     def _line(self, job):
         """1a2b3c4d · 0 9 * * * · next Sun 2026-11-22 09:00 CET · telegram:42 · water plants"""
         now = self.now()
-        due = job.due(job.after if job.at else now, self.zone)
+        due = job.due(job.after, self.zone)
         coming = f"next {self._shown(max(due, now))}" if due and job.enabled else "off"
         failed = f" · failed: {job.error}" if job.error else ""
         return (
