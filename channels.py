@@ -775,7 +775,8 @@ class Telegram(Channel):
         super().__init__(allow_from)
         self.api = BotAPI(token, api_base)
         self.group_policy, self.media_folder, self.sleep = group_policy, media_folder, sleep
-        self.keep_strangers, self._strangers = keep_strangers, []  # 8 (Ann), 9 (Bob)
+        self.keep_strangers = keep_strangers
+        self._strangers = []  # 8 (Ann), 9 (Bob)
         self.bot = {}  # the bot's id and username, from getMe
         self._offset = 0  # all updates with a lower id are on disk
         self._typing = {}  # chat id → task
@@ -846,11 +847,13 @@ class Telegram(Channel):
 
     async def _inbound(self, messages):
         """Combine messages into one. Returns None if the messages are empty or not for the bot."""
-        chat, sender = messages[0]["chat"], messages[0]["from"]
+        chat = messages[0]["chat"]
+        sender = messages[0]["from"]
         is_open = chat["type"] == "private" or self.group_policy == "open"
         if not is_open and not any(is_call(message, self.bot) for message in messages):
             return None
-        texts, media = [], []
+        texts = []
+        media = []
         for message in messages:
             texts.append(with_quote(message))
             try:
@@ -920,7 +923,7 @@ class Telegram(Channel):
     async def _send_file(self, path, message, target):
         """If a file cannot be sent, send the reason, so that nobody waits for the file."""
         try:
-            if path.suffix.lower() in (".jpg", ".jpeg", ".png", ".webp"):
+            if path.suffix.lower() in (".jpg", ".jpeg", ".png"):
                 with contextlib.suppress(Refused):  # 400 PHOTO_INVALID_DIMENSIONS
                     return await self.api.upload("photo", message.chat_id, path)
             return await self.api.upload("document", message.chat_id, path)
@@ -953,7 +956,7 @@ def file_name(file, place):
 
 def words_in(message):
     """The text, or what stands for it: {"location": {…}} → `[location: {"latitude": 52.5, …}]`"""
-    for key in ("venue", "location", "contact", "poll"):  # a venue has a location, too
+    for key in ("venue", "location", "contact"):  # a venue has a location, too
         if message.get(key):
             return f"[{key}: {json.dumps(message[key], ensure_ascii=False)}]"
     return message.get("text") or message.get("caption") or ""
@@ -961,7 +964,8 @@ def words_in(message):
 
 def with_quote(message):
     """The text after the text that it replies to. A command stays as it is."""
-    text, quoted = words_in(message), words_in(message.get("reply_to_message", {}))
+    text = words_in(message)
+    quoted = words_in(message.get("reply_to_message", {}))
     if not quoted or text.startswith("/"):
         return text
     return f"[in reply to: {quoted[:1_000]}]\n{text}"
@@ -1096,7 +1100,8 @@ def cron_numbers(field, text):
         match = re.fullmatch(PART, part)
         if match:
             first, last, step, single = match.groups()
-            low, high = int(first or single or lowest), int(last or single or highest)
+            low = int(first or single or lowest)
+            high = int(last or single or highest)
         if not match or not lowest <= low <= high <= highest:
             raise ValueError(
                 f"{field}: {part!r} is not like 5, 1-5, 1,5, *, */15 or 0-30/5, "
@@ -1350,7 +1355,7 @@ class CronService:
         if in_seconds:
             at = datetime.fromtimestamp(now + in_seconds, UTC).isoformat()
         job = CronJob(
-            os.urandom(4).hex(),
+            secrets.token_hex(4),
             message.strip(),
             every_seconds,
             cron_expr,
@@ -1373,7 +1378,8 @@ class CronService:
                 raise CronError(f"it never runs. It is now {self._shown(job.after)}")
             if job.at:  # stored with its offset, because other programs may have other zones
                 moment = datetime.fromtimestamp(due, self.zone)
-                job.at, job.tz = moment.isoformat(timespec="seconds"), ""
+                job.at = moment.isoformat(timespec="seconds")
+                job.tz = ""
             added = f"Added job {self._line(job)}"
         except (ValueError, OverflowError) as problem:
             raise CronError(f"No job was added for {job.schedule()!r}: {problem}.") from None
@@ -1399,7 +1405,7 @@ class CronService:
         )
 
 
-def machine_zone(path=Path("/etc/localtime")):
+def machine_zone(path="/etc/localtime"):
     """A zone that knows daylight saving time, because `astimezone()` gives only today's offset."""
     with contextlib.suppress(OSError, ValueError, KeyError):
         if name := os.environ.get("TZ"):

@@ -933,7 +933,6 @@ REPLIES = [
         '[venue: {"title": "Café",',
     ),
     ({"contact": {"first_name": "Ada", "phone_number": "+49 30"}}, '"phone_number": "+49 30"}]'),
-    ({"poll": {"question": "When?", "options": [{"text": "now"}]}}, '[poll: {"question": "When?",'),
     ({"text": "why?", "reply_to_message": {"text": "It rains."}}, "It rains.]\nwhy?"),
     ({"text": "why?", "reply_to_message": {"caption": "a cat"}}, "a cat]\nwhy?"),
     (
