@@ -869,10 +869,9 @@ def diff(before, after, name):
     model."""
     if len(before) + len(after) > 2_000_000:  # the comparison would take seconds
         return "changed", "Changed. The file is too large for a diff."
+    old = before.split("\n") if before else []  # an empty file has no line that could go
     lines = list(
-        difflib.unified_diff(
-            before.split("\n"), after.split("\n"), f"a/{name}", f"b/{name}", lineterm="", n=2
-        )
+        difflib.unified_diff(old, after.split("\n"), f"a/{name}", f"b/{name}", lineterm="", n=2)
     )
     kinds = [line[:1] for line in lines[2:]]  # after the two lines with the name
     text = "\n".join(lines).encode("utf-8", errors="replace").decode()  # invalid bytes become `?`

@@ -3373,7 +3373,7 @@ def test_where_bwrap_does_not_run_no_command_runs_and_the_fix_is_told(
         ("read_file", {"path": "none"}, "failed: Cannot read"),
         ("read_file", {"path": []}, "not run: read_file was not run: path must be string"),
         ("list_dir", {}, "7 lines"),
-        ("write_file", {"path": "new.txt", "content": "a\nb\n"}, "+2 −1\n"),
+        ("write_file", {"path": "new.txt", "content": "a\nb\n"}, "+2 −0\n"),
         ("edit_file", {"path": "a.txt", "old_text": "text", "new_text": "x\ny"}, "+2 −1\n@@ "),
         ("edit_file", {"path": "a.txt", "old_text": "gone", "new_text": ""}, "failed: old_text is"),
         ("glob", {"pattern": "*.txt"}, "2 files"),
