@@ -269,9 +269,6 @@ class ToolRegistry:
         """Return (tool or None, arguments after casting, problem or None)."""
         tool = self._tools.get(name)
         if not tool:
-            meant = OTHER_NAMES.get(name.lower())
-            if meant in self._tools:
-                return None, {}, f"There is no tool {name!r}. Use {meant}."
             near = ", ".join(difflib.get_close_matches(name[:64].lower(), self._tools, 99, 0))
             return None, {}, f"There is no tool {name[:64]!r}. The tools, closest first: {near}."
         params = cast({} if params is None else params, {"type": "object"})
@@ -432,21 +429,6 @@ def write_file(path: str, content: str, *, turn: Turn) -> ToolResult:
 
 # ======== Second reading: how tools cope with real models, file systems and servers ========
 
-OTHER_NAMES = {  # what models call tools that have another name here
-    "bash": "exec",
-    "shell": "exec",
-    "run": "exec",
-    "terminal": "exec",
-    "cat": "read_file",
-    "open": "read_file",
-    "ls": "list_dir",
-    "search": "grep",
-    "find": "glob",
-    "edit": "edit_file",
-    "write": "write_file",
-    "fetch": "web_fetch",
-}
-
 # ---- Blocking calls, long results ----
 
 
@@ -478,7 +460,9 @@ def fitted(text, most, name, turn):
     """Return a text; if it is too long, its first and last lines, and how to read the others."""
     if len(text) <= most:
         return text
-    head, tail = ends(text, most - 400)
+    room = (most - 400) // 2
+    head, tail = text[:room], text[-room:]
+    head, tail = head.rpartition("\n")[0] or head, tail.partition("\n")[2] or tail
     first = text.count("\n", 0, len(head) + 1) + 1
     last = text.count("\n", 0, -len(tail) - 1) + 1
     folder = turn.store("results")
@@ -506,18 +490,8 @@ def counted(count, one, many):
     return f"{count:,} {one if count == 1 else many}"
 
 
-def ends(text, room):
-    """The start and the end of a text, `room` characters together, whole lines if possible."""
-    head, tail = text[: room // 2], text[-(room // 2) :]
-    return head.rpartition("\n")[0] or head, tail.partition("\n")[2] or tail
-
-
 def shorten(text, limit):
-    """Drop the middle of a text longer than `limit` characters."""
-    if len(text) <= limit:
-        return text
-    head, tail = ends(text, limit)
-    return f"{head}\n… {len(text) - len(head) - len(tail):,} characters left out …\n{tail}"
+    return text if len(text) <= limit else f"{text[:limit]}… ({len(text):,} characters)"
 
 
 # ---- Schemas: which arguments are valid ----
@@ -595,12 +569,9 @@ def validate(value, schema: dict, path: str = ""):
     name, wanted = path or "value", kinds(schema)
     if not fits(value, wanted):
         return [f"{name} must be {' or '.join(wanted)}, not {json.dumps(value, default=str)[:80]}"]
-    if isinstance(value, float) and not math.isfinite(value):
-        return [f"{name} must be a finite number"]
-    choices = list(schema.get("enum", ()))
-    is_choice = json.dumps(value) in map(json.dumps, choices)  # in Python True == 1
-    if choices and value is not None and not is_choice:
-        return [f"{name} must be one of {shorten(json.dumps(choices, ensure_ascii=False), 1_000)}"]
+    choices = schema.get("enum")
+    if choices and value is not None and value not in choices:
+        return [f"{name} must be one of {json.dumps(choices, ensure_ascii=False)[:1_000]}"]
     failures = [validate(value, option, path) for option in schema.get("anyOf", ())]
     if failures and all(failures):
         return [" or ".join(failure[0] for failure in failures)]
@@ -1020,7 +991,7 @@ def notebook_text(text):
             shown += [f"[cell {number}, {cell['cell_type']}]", "".join(cell["source"])]
             for output in cell.get("outputs", []):
                 data = output.get("data", {})  # {"text/plain": "2"}, or an image
-                said = output.get("text") or output.get("traceback") or data.get("text/plain", data)
+                said = output.get("text") or output.get("evalue") or data.get("text/plain", data)
                 shown += ["[output]", shorten("".join(said), 1_000)]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return ""
@@ -1049,15 +1020,15 @@ def change_cell(text, index, source, kind, mode):
     try:
         book = json.loads(text)
         cells = book["cells"]
-        count = len(cells)
+        if index >= len(cells) + (mode == "insert"):
+            raise ToolError(f"There is no cell {index}: the notebook has {len(cells)}, from 0.")
         if mode == "insert":
-            cells.insert(index, {"id": os.urandom(4).hex(), "metadata": {}, "cell_type": "code"})
-        if index >= len(cells):
-            raise ToolError(f"There is no cell {index}: the notebook has {count}, from 0.")
+            cells.insert(index, {"cell_type": "code", "metadata": {}})
+            if book.get("nbformat_minor", 0) >= 5:
+                cells[index]["id"] = os.urandom(4).hex()
         cell = cells.pop(index)
         if mode != "delete":
-            has_ids = book.get("nbformat_minor", 0) >= 5
-            cells.insert(index, valid_cell(cell, source, kind or cell["cell_type"], has_ids))
+            cells.insert(index, new_cell(cell, source, kind or cell["cell_type"]))
         layout = re.match(r"\s*\{\n([ \t]*)", text)  # the file's indentation (Jupyter: one space)
         after = json.dumps(book, ensure_ascii=False, indent=layout and layout[1])
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
@@ -1066,17 +1037,13 @@ def change_cell(text, index, source, kind, mode):
     return after + text[len(text.rstrip()) :]
 
 
-def valid_cell(cell, source, kind, has_ids):
-    """Returns the cell with a new source and kind, keys in order, and only what this kind has."""
+def new_cell(old, source, kind):
+    """A cell with the id, the metadata and the pasted images of the old one; keys in order."""
+    cell = {key: old[key] for key in ("attachments", "id", "metadata") if key in old}
     cell |= {"cell_type": kind, "source": source.splitlines(keepends=True)}
     if kind == "code":
-        foreign = {"attachments"}
         cell |= {"execution_count": None, "outputs": []}
-    else:
-        foreign = {"execution_count", "outputs"}
-    if not has_ids:
-        foreign.add("id")
-    return {key: cell[key] for key in sorted(cell) if key not in foreign}
+    return dict(sorted(cell.items()))
 
 
 # ---- Which files are searched ----
@@ -1106,17 +1073,17 @@ def find_files(turn, path, *globs):
     wanted = [plain_globs(glob) for glob in globs if glob not in ("", "*")]
     prefix = "" if path in ("", ".") else os.path.join(path, "")
     start, deadline = len(os.path.join(root, "")), time.monotonic() + SEARCH_SECONDS
-    suspects = ("environ", "mem", *(path.name for path in turn.secret))
+    secret = ("/proc/", *map(str, turn.secret))  # as in `is_secret`, but fast
     inodes = {path.stat().st_ino for path in turn.secret if path.is_file()}
     files = []
     for entry in walk(str(root)):
         if time.monotonic() > deadline:
             raise ToolError(f"{root} has too many files: search in one of its folders.")
         name = entry.path[start:].replace(os.sep, "/")  # on Windows: src\a.py → src/a.py
+        if entry.path.startswith(secret) or entry.inode() in inodes:
+            continue
         if all(any(is_match(name, glob) for glob in choices) for choices in wanted):
-            is_suspect = entry.name.startswith(suspects) or entry.inode() in inodes
-            if not (is_suspect and turn.is_secret(Path(entry.path))):
-                files.append((prefix + name, entry.path))
+            files.append((prefix + name, entry.path))
     return files
 
 
@@ -1946,14 +1913,14 @@ ATTRIBUTES = r"""([^<>"']*(?:"[^"<]*"[^<>"']*|'[^'<]*'[^<>"']*)*)>"""  # `>` in 
 TAG = rf"(?i)<(/?[a-z][\w:-]*){ATTRIBUTES}|<(/?[a-z][\w:-]*)([^<>]*)>?|<[!?/][^<>]*>?"
 LINK = rf"(?is)<a\b{ATTRIBUTES}(.*?)(?:</a\b[^<>]*>?|(?=<a\b)|\Z)"
 NOT_TEXT = (
-    r"(?is)<(script|style|template|(?:svg|iframe)(?![^<>]*/>)|title)\b.*?(?:</\1\b[^<>]*>?|\Z)"
+    r"(?is)<(script|style|template|(?:svg|iframe)(?![^<>]*/>))\b.*?(?:</\1\b[^<>]*>?|\Z)"
     r"|<!--.*?(?:-->|\Z)|&#\d{8,};?|[\0\1]|<h\d\b[^<>]*>\s*</h\d>"
 )
 # removes <nav>menu</nav>, but not <aside class=footnote> or an element that is never closed
 BESIDE = r"(?is)<(nav|select|(?:footer|aside)(?![^<>]*note))\b.*?(?:(</\1\b[^<>]*>?)|\Z)"
 CODE = r"(?is)<pre\b[^<>]*>(.*?)(?:</pre\b[^<>]*>?|\Z)"
 BLOCK = (
-    r"/?(p|div|[uod]l|d[dt]|table|blockquote|section|article|main|header|footer|aside"
+    r"/?(title|p|div|[uod]l|d[dt]|table|blockquote|section|article|main|header|footer|aside"
     r"|details|summary|figure|figcaption|hr|h\d)"
 )
 ROW = r"(?i)<tr\b.*?(?=<tr\b|</tr\b|</?table\b|\Z)"
@@ -2079,9 +2046,7 @@ def readable(response, body):
     if "\0" in text[:8_192] or re.match("(audio|video|font)/|application/pdf", kind):
         return f"(not text but {kind.partition(';')[0][:80] or 'binary'}, {len(body):,} bytes)"
     if "html" in kind or re.match(r"\s*<(!doctype html|html)\b", text, re.I):
-        title = re.search(r"<title\b[^<>]*>([^<]*)", text, re.I)
         text = page_text(text, response.url) or "(no text: the page may need JavaScript)"
-        return f"Title: {one_line(title[1])}\n\n{text}" if title else f"\n{text}"
     return f"\n{text}"
 
 
@@ -2125,24 +2090,24 @@ SEARCH_SERVICES = {
 }
 
 
+@dataclass
 class WebSearch(Tool):
+    web: Web
+    provider: str
+    api_key: str = ""
+    base_url: str = ""
+    max_results: int = 5
     name = "web_search"
     description = "Search the web: titles, URLs, snippets. Read a result with web_fetch."
     read_only = True
-
-    def __init__(
-        self, web: Web, provider: str, api_key: str = "", base_url: str = "", max_results: int = 5
-    ):
-        self.web, self.provider, self.max_results = web, provider, max_results
-        self.key, self.base = "".join(api_key.split()), base_url.rstrip("/")
 
     async def execute(
         self, query: str, count: Annotated[int, IntegerSchema(minimum=0, maximum=20)] = 0
     ):
         service, count = SEARCH_SERVICES[self.provider], count or self.max_results
-        if service.headers and not self.key:
+        if service.headers and not self.api_key:
             raise ToolError(f"{self.provider} needs a key. Ask for tools.web.search.apiKey.")
-        if service.url.startswith("/") and not self.base:
+        if service.url.startswith("/") and not self.base_url:
             raise ToolError(f"{self.provider} has no address. Ask for tools.web.search.baseUrl.")
         response, body = await self._ask(service, query, count)
         page = body.decode(errors="replace")
@@ -2162,15 +2127,15 @@ class WebSearch(Tool):
 
     async def _ask(self, service, query, count):
         parameters = {service.query: query, service.count: count}
-        url, body = service.url, None
-        if self.base:  # the user's own server may have any address
-            url = self.base + re.sub("^https://[^/]+", "", url)
+        url, body, key = service.url, None, "".join(self.api_key.split())
+        if self.base_url:  # the user's own server may have any address
+            url = self.base_url.rstrip("/") + re.sub("^https://[^/]+", "", url)
         if "Content-Type" in service.headers:
             body = json.dumps(parameters).encode()
         else:
             url += ("&" if "?" in url else "?") + urllib.parse.urlencode(parameters)
-        headers = {name: value.format(key=self.key) for name, value in service.headers.items()}
-        return await self.web.ask(url, trusted=bool(self.base), body=body, headers=headers)
+        headers = {name: value.format(key=key) for name, value in service.headers.items()}
+        return await self.web.ask(url, trusted=bool(self.base_url), body=body, headers=headers)
 
 
 def one_line(source):
@@ -2405,7 +2370,7 @@ class MCPServer:
                 self.registry.register(MCPTool(self, name, kind, item))
                 self.tools.append(name)
         if left_out:
-            log.warning("MCP server %s, left out: %s", self.name, shorten(", ".join(left_out), 900))
+            log.warning("MCP server %s, left out: %s", self.name, ", ".join(left_out)[:900])
 
     async def _list(self, client, kind):
         items, cursor = [], None

@@ -156,8 +156,6 @@ def test_a_value_is_cast_where_nothing_is_lost(value, kind, wanted):
         (1, "array"),
         ({}, "array"),
         ([], "object"),
-        (float("nan"), "number"),
-        ("1e400", "number"),
         ("many", "number"),
         ([], "null"),
         ("", ["number", "null"]),
@@ -173,7 +171,7 @@ def test_what_cannot_be_cast_is_left_for_the_check_to_name(value, kind):
     [
         (IntegerSchema(maximum=600), 600, 601, "size must be <= 600"),
         (StringSchema(min_length=2), "ab", "a", "size: its length must be >= 2"),
-        (StringSchema(enum=["a", "b"]), "a", "c", 'size must be one of ["a", "b"]'),
+        (StringSchema(enum=("a", "b")), "a", "c", 'size must be one of ["a", "b"]'),
         (
             ArraySchema(StringSchema(), max_items=1),
             ["a"],
@@ -189,12 +187,6 @@ def test_what_cannot_be_cast_is_left_for_the_check_to_name(value, kind):
             "size.a.b must be boolean, not 1",
         ),
         (IntegerSchema(), 5.0, 5.5, "size must be integer, not 5.5"),
-        (
-            ObjectSchema({"a": NumberSchema()}),
-            {"a": 1},
-            {"a": float("inf")},
-            "size.a must be a finite number",
-        ),
     ],
 )
 def test_a_schema_says_what_is_wrong_and_where(schema, good, bad, error):
@@ -228,20 +220,6 @@ def test_a_legal_value_passes_whatever_keywords_a_server_uses(schema, value, wan
     result = cast(value, schema)
     assert result == wanted and type(result) is type(wanted)
     assert validate(result, schema) == []
-
-
-@pytest.mark.parametrize(
-    "schema, value, is_good",
-    [
-        ({"enum": [1, 2]}, True, False),
-        ({"enum": [True]}, 1, False),
-        ({"enum": [True]}, True, True),
-        (StringSchema(enum=("a", "b")), "b", True),
-        (StringSchema(enum=("a", "b")), "c", False),
-    ],
-)
-def test_an_enum_may_be_a_tuple_and_true_is_not_1_in_it(schema, value, is_good):
-    assert (validate(value, schema) == []) == is_good
 
 
 def test_a_schema_may_be_written_out():
@@ -3380,7 +3358,7 @@ def test_where_bwrap_does_not_run_no_command_runs_and_the_fix_is_told(
         ("exec", {"command": "exit 3"}, "exit 3"),
         ("exec", {"command": "sleep 9", "timeout": 1}, "timed out after 1 s"),
         ("exec", {"command": "rm -rf /"}, "refused: rm -rf may only delete named things inside"),
-        ("bash", {"command": "ls"}, "not run: There is no tool 'bash'. Use exec."),
+        ("bash", {"command": "ls"}, "not run: There is no tool 'bash'. The tools, closest first"),
     ],
 )
 def test_a_call_says_in_one_line_for_people_how_it_ended(turn, name, arguments, shown):
@@ -3609,11 +3587,11 @@ def test_a_notebook_is_read_as_numbered_cells(turn):
         {"output_type": "stream", "name": "stdout", "text": ["x" * 5_000]},
         {"output_type": "execute_result", "data": {"text/plain": ["42"]}, "metadata": {}},
         {"output_type": "display_data", "data": {"image/png": "iVBOR" * 999}, "metadata": {}},
-        {"output_type": "error", "ename": "E", "evalue": "", "traceback": ["Traceback…"]},
+        {"output_type": "error", "ename": "E", "evalue": "by zero", "traceback": ["…"]},
     ]
     (turn.cwd / "x.ipynb").write_text(json.dumps(book))
     text = call(turn, "read_file", path="x.ipynb").text
-    for part in ("[cell 0, markdown]", "[cell 1, code]", "| 42", "Traceback…", "image/png"):
+    for part in ("[cell 0, markdown]", "[cell 1, code]", "| 42", "by zero", "image/png"):
         assert part in text
     assert len(text) < 2_500 and "iVBOR" not in text
     assert call(turn, "write_file", path="x.ipynb", content="").is_error  # cells are not the file
