@@ -702,18 +702,26 @@ def open_file(path):
     return open(path, "rb", opener=lambda path, _: os.open(path, READING))
 
 
-def read_bytes(path: Path, most: int = MAX_FILE_BYTES):
-    """Read a regular file; raises ToolError with the reason if the file cannot be read."""
+def try_to_read(path, most):
+    """Returns the bytes of a regular file, and "" or the reason why it cannot be read."""
     try:
         with open_file(path) as file:
             info = os.fstat(file.fileno())
             if not stat.S_ISREG(info.st_mode):
-                raise ToolError(f"{path} is not a regular file but a FIFO or device.")
+                return b"", "it is not a regular file but a FIFO or device"
             if info.st_size > most:
-                raise ToolError(f"{path} is over {most:,} bytes: read a part of it with exec.")
-            return file.read(most)
-    except OSError as problem:
-        raise ToolError(f"Cannot read {path}: {problem.strerror}.{similar_names(path)}") from None
+                return b"", f"over {most:,} bytes; exec can show a part of it"
+            return file.read(most), ""
+    except OSError as problem:  # permission denied, or there is no such file
+        return b"", problem.strerror
+
+
+def read_bytes(path: Path, most: int = MAX_FILE_BYTES):
+    """Read a regular file; raises ToolError with the reason if the file cannot be read."""
+    data, problem = try_to_read(path, most)
+    if problem:
+        raise ToolError(f"Cannot read {path}: {problem}.{similar_names(path)}")
+    return data
 
 
 def plain_text(data: bytes):
@@ -1172,8 +1180,7 @@ def glob(pattern: str, path: str = ".", head_limit: Limit = 250, *, turn: Turn):
     """Find files by name, newest first. `*.py` finds files in all folders below path."""
     if pattern.startswith(("/", "~", "..")):  # /etc/*.conf → path /etc/, pattern ./*.conf
         folder = re.match(BEFORE_PATTERN, pattern)[0]
-        start = "" if folder.startswith("~") else path
-        path = os.path.normpath(os.path.join(start, folder))
+        path = os.path.normpath(os.path.join(path, os.path.expanduser(folder)))
         pattern = f"./{pattern.removeprefix(folder)}"
     found = find_files(turn, path, pattern)
     names = [name for _, name in sorted((-os.lstat(file).st_mtime, name) for name, file in found)]
@@ -1206,10 +1213,6 @@ TYPES = {
     "typescript": "*.{,c,m}ts{,x}",
     **dict.fromkeys(("", "all", "any", "*"), "*"),  # small models fill in "all"
 }
-OF_OTHER_PROGRAMS = {  # syntax that `re` reads as plain characters
-    r"\[[^]]{0,99}\[:\^?\w{1,9}:\]": r"re has no [[:space:]]: use \s, \d, \w, [A-Za-z].",
-    r"\\[<>]": r"In Python's `re`, `\<` matches a plain `<`; a word boundary is `\b`.",
-}
 
 
 @tool(read_only=True)
@@ -1239,13 +1242,13 @@ async def grep(
     }
     items, hits, skipped = await search_files(files, request)
     nothing = f"No match for {pattern!r} in {len(files):,} files of {root}."
-    for syntax, advice in OF_OTHER_PROGRAMS.items():
-        if not fixed_strings and re.search(syntax, pattern):
-            nothing += f" {advice}"
+    if not fixed_strings and re.search(r"\[:|\\[<>]", pattern):  # [[:space:]], \<word\>
+        nothing += r" In Python's `re`, [:space:] is \s, [:alpha:] is [A-Za-z], and \< is \b."
     text = first_lines(items, head_limit) or nothing
     if skipped:
         more = f" and {len(skipped) - 10} more" if len(skipped) > 10 else ""
-        text = f"NOT searched: {', '.join(skipped[:10])}{more}\n{text}"
+        hint = "a large file is searched if it is named in path"
+        text = f"NOT searched: {', '.join(skipped[:10])}{more} ({hint})\n{text}"
     where = counted(len(hits), "file", "files")
     return ToolResult(text, shown=f"{counted(sum(hits), 'match', 'matches')} in {where}")
 
@@ -1295,7 +1298,9 @@ def search_child(files, request):
     shown, hits, skipped = [], [], []  # `hits`: the number of matches, for each file with matches
     find = re.compile(request["source"], request["flags"]).search
     for name, path in files:
-        data, problem = searched_bytes(path, request["most_bytes"])
+        data, problem = try_to_read(path, request["most_bytes"])
+        if is_binary(data):
+            problem = "binary"
         if problem:
             skipped.append(f"{name} ({problem})")
             continue
@@ -1307,18 +1312,6 @@ def search_child(files, request):
         if len(shown) >= request["most"]:
             break
     print(json.dumps({"lines": shown, "hits": hits, "skipped": skipped}))
-
-
-def searched_bytes(path, most):
-    """Read a file; returns its bytes, and why it cannot be searched."""
-    try:
-        with open_file(path) as file:
-            if os.fstat(file.fileno()).st_size > most:
-                return b"", f"over {most:,} bytes: name it in path"
-            data = file.read()
-    except OSError:  # permission denied, or the file was deleted
-        return b"", "not readable"
-    return (b"", "binary") if is_binary(data) else (data, "")
 
 
 def shown_lines(name, lines, found, request):
@@ -1337,10 +1330,10 @@ def shown_lines(name, lines, found, request):
 
 # The child gets compiled functions, because importing all of tools.py takes 200 ms, and because
 # the file may have been edited since this program has started.
-CHILD_FUNCTIONS = (open_file, plain_text, is_binary, search_child, searched_bytes, shown_lines)
+CHILD_FUNCTIONS = (open_file, plain_text, is_binary, search_child, try_to_read, shown_lines)
 CHILD_VALUES = {name: globals()[name] for name in ("READING", "UTF8_MARK", "UTF16_MARKS")}
 CHILD_VALUES["SEARCH_SECONDS"] = SEARCH_SECONDS
-CHILD = """import json, marshal, os, re, signal, sys, types
+CHILD = """import json, marshal, os, re, signal, stat, sys, types
 values, program, files, request = marshal.load(sys.stdin.buffer)
 globals().update(values)
 for name, code in program.items():
@@ -1848,10 +1841,7 @@ class Web:
             raise ToolError(f"No answer from {url[:200]}: {why}. Try another source.") from None
 
     async def _ask(self, url, redirects, trusted=False, **request):
-        if self.proxy.hostname and not trusted:
-            line = await in_thread(self._connect_by_proxy, url)
-        else:
-            line = await in_thread(self._connect, await self._addresses(url, trusted))
+        line = await in_thread(self._connect, url, trusted)
         if url.scheme == "https":  # the TLS handshake happens on the first write
             context, host = ssl.create_default_context(), url.hostname
             line = context.wrap_socket(line, server_hostname=host, do_handshake_on_connect=False)
@@ -1866,30 +1856,26 @@ class Web:
             return await self._ask(url, redirects - 1)
         return response, body
 
-    async def _addresses(self, url, trusted):
-        """Resolve a host only once, because a second answer could differ; check each address."""
-        place = (url.hostname, url.port or PORTS[url.scheme])
-        answers = await in_thread(self.resolve, *place, type=socket.SOCK_STREAM)
+    def _connect(self, url, trusted):
+        """Returns a socket. A host is resolved only once, because a second answer could differ."""
+        port = url.port or PORTS[url.scheme]
+        if self.proxy.hostname and not trusted:
+            connection = HTTPConnection(self.proxy.hostname, self.proxy.port, timeout=15)
+            if url.scheme == "https":
+                connection.set_tunnel(url.hostname, port, self.login)
+            connection.connect()
+            return connection.sock
+        answers = self.resolve(url.hostname, port, type=socket.SOCK_STREAM)
         addresses = [answer[4][:2] for answer in answers]
         for address, _ in addresses:
             ip = ipaddress.ip_address(address)
             if not (trusted or is_in(ip, self.whitelist) or is_public(ip)):
                 advice = "The user may allow this address in tools.ssrfWhitelist."
                 raise ToolError(f"Refused: {url.hostname} is {ip}, which is not public. {advice}")
-        return addresses
-
-    def _connect(self, addresses):
         for address in addresses:
             with contextlib.suppress(OSError):  # if this fails, try the next address
                 return socket.create_connection(address, timeout=15)
         raise OSError("no address accepted the connection")
-
-    def _connect_by_proxy(self, url):
-        connection = HTTPConnection(self.proxy.hostname, self.proxy.port, timeout=15)
-        if url.scheme == "https":
-            connection.set_tunnel(url.hostname, url.port or 443, self.login)
-        connection.connect()
-        return connection.sock
 
     def _exchange(self, line, url, body=None, headers=()):
         about = {"Host": url.netloc, "User-Agent": "Mozilla/5.0 (compatible; nanobot)"}
@@ -2105,10 +2091,11 @@ class WebSearch(Tool):
         self, query: str, count: Annotated[int, IntegerSchema(minimum=0, maximum=20)] = 0
     ):
         service, count = SEARCH_SERVICES[self.provider], count or self.max_results
-        if service.headers and not self.api_key:
-            raise ToolError(f"{self.provider} needs a key. Ask for tools.web.search.apiKey.")
+        missing = "apiKey" if service.headers and not self.api_key else ""
         if service.url.startswith("/") and not self.base_url:
-            raise ToolError(f"{self.provider} has no address. Ask for tools.web.search.baseUrl.")
+            missing = "baseUrl"
+        if missing:
+            raise ToolError(f"{self.provider} needs the setting tools.web.search.{missing}.")
         response, body = await self._ask(service, query, count)
         page = body.decode(errors="replace")
         results = search_results(page, service.results)[:count] if response.status == 200 else []
