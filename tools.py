@@ -55,7 +55,7 @@ import threading
 import time
 import types
 import urllib.parse
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from http.client import HTTPConnection, HTTPException
@@ -242,10 +242,12 @@ class ToolRegistry:
 
     def register(self, tool: Tool):
         """Add a tool; a tool with the same name is replaced."""
-        if not isinstance(tool, Tool):
-            raise TypeError(f"{getattr(tool, '__name__', tool)} is not a tool: put @tool above it.")
-        if not (tool.name and hasattr(tool, "body")):
-            raise TypeError(f"{type(tool).__name__} needs a name, and a method `execute` or `run`.")
+        if not (isinstance(tool, Tool) and tool.name and hasattr(tool, "body")):
+            name = getattr(tool, "__name__", type(tool).__name__)
+            raise TypeError(
+                f"{name} is not a tool: put @tool above a function, and give a subclass of Tool "
+                "a name and a method `execute` or `run`."
+            )
         self._tools[tool.name] = tool
 
     def copy(self) -> "ToolRegistry":
@@ -356,7 +358,7 @@ class Turn:
         return real
 
     def is_secret(self, real: Path) -> bool:
-        if real.parts[1:2] == ("proc",) and real.name in ("environ", "mem"):
+        if str(real).startswith("/proc/") and real.name in ("environ", "mem"):
             return True  # /proc/1/environ and /proc/1/mem can contain API keys
         for secret in self.secret:
             if str(real).startswith(str(secret)):  # it, a copy like config.json.bak, a file in it
@@ -740,8 +742,8 @@ def similar_names(path):
     if path.exists():
         return " Use list_dir." if path.is_dir() else ""
     folder = next(parent for parent in path.parents if parent.is_dir())
-    names = os.listdir(folder)
-    near = difflib.get_close_matches(path.name, names) or sorted(names)[:20]
+    names = sorted(os.listdir(folder))
+    near = difflib.get_close_matches(path.name, names) or names[:20]
     return f" In {folder}: {', '.join(near)}"
 
 
@@ -768,8 +770,6 @@ def numbered_page(lines, first, most, room):
 
 def write_atomic(path, data):
     """Write the whole file or change nothing, even if the power fails; keeps the file mode."""
-    if path.exists() and not (path.stat().st_mode & 0o222 and os.access(path, os.W_OK)):
-        raise ToolError(f"{path} is read-only. Ask the user whether it may be changed.")
     temporary = path.with_name(f".{path.name[:40]}.{os.getpid()}-{time.time_ns()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -894,6 +894,8 @@ UNDO_CHANGES, UNDO_BYTES, UNDO_FILE_BYTES = 200, 50_000_000, 10_000_000
 def change_file(turn, path, old, new):
     """Write a file, after its version before this turn was kept (`old` is None if the file is new).
     Returns "" or, if the change cannot be undone, the reason."""
+    if path.exists() and not (path.stat().st_mode & 0o222 and os.access(path, os.W_OK)):
+        raise ToolError(f"{path} is read-only. Ask the user whether it may be changed.")
     version = old or b""
     was_known = turn.lines_read(path, version) == count_lines(version)
     change = {
@@ -907,10 +909,9 @@ def change_file(turn, path, old, new):
     }
     # one file for each path and turn; is_secret knows the start of the name, also in a search
     kept = turn.store("undo") / f"undo-{turn.started}-{digest(str(path).encode())[:16]}"
-    is_first = not kept.exists()
     note = ""
     try:
-        if not is_first:
+        if kept.exists():
             description, _, version = kept.read_bytes().partition(b"\n")
             change = json.loads(description)
         if len(version) > UNDO_FILE_BYTES:
@@ -923,12 +924,7 @@ def change_file(turn, path, old, new):
         forget_old_changes(kept.parent)
     except (OSError, ValueError, ToolError) as problem:
         note = f" (cannot be undone: {problem})"
-    try:
-        write_atomic(path, new)
-    except ToolError:  # nothing was changed
-        if is_first:
-            kept.unlink(missing_ok=True)
-        raise
+    write_atomic(path, new)
     if was_known:
         turn.note_read(path, new, 1, count_lines(new))
     return note
@@ -1114,20 +1110,10 @@ def walk(folder, ignored=None):
 def ignored_by_git(folder):
     """List the paths that git ignores. git must not start programs, such as fsmonitor or fetch."""
     environment = {**os.environ, "GIT_ALLOW_PROTOCOL": "", "GIT_NO_LAZY_FETCH": "1"}
-    command = [
-        "git",
-        "-c",
-        "core.fsmonitor=",
-        "ls-files",
-        "-z",
-        "--others",
-        "--ignored",
-        "--exclude-standard",
-        "--directory",
-    ]
+    command = "git -c core.fsmonitor= ls-files -z --others --ignored --exclude-standard --directory"
     try:
         done = subprocess.run(
-            command,
+            command.split(),
             cwd=folder,
             env=environment,
             stdin=subprocess.DEVNULL,
@@ -1391,7 +1377,7 @@ def check_command(command: str, turn: Turn, *, confined: bool = False):
     refused. A recursive delete may only name things below the working folder, unless the command
     is `confined` to a sandbox."""
     programs, named, written = programs_of(command), set(), set()
-    here: Path | None = turn.cwd.resolve()  # where the next program runs; None: unknown
+    here = turn.cwd.resolve()  # where the next program runs; None: unknown
     found = ["."]  # what the last `find` has found; `rm {}` deletes it
     for number, words in enumerate(programs, 1):
         rest = itertools.dropwhile(lambda word: re.fullmatch(PREFIX, word), words)
@@ -1888,7 +1874,7 @@ class Web:
                 "POST" if body else "GET", target.geturl(), body, about | dict(headers)
             )
             response = connection.getresponse()
-            response.url, data = url.geturl(), response.read(MAX_WEB_BYTES + 1)
+            response.url, data = url.geturl(), response.read(MAX_WEB_BYTES)
         return response, data
 
 
@@ -1932,18 +1918,18 @@ def page_text(source: str, url: str = ""):
     codes = iter(re.findall(CODE, source))
     source = re.sub(r"\s+", " ", re.sub(CODE, "<p>\1<p>", source))  # chr(1) marks a code block
     source = re.sub(ROW, lambda row: re.sub(rf"(?i)<({BLOCK}|br|li)\b", r" \g<0>_", row[0]), source)
-    marks: list[Iterator[str]] = []  # for each open list, an iterator of its bullets or numbers
+    depth = 0  # how many lists are open
 
-    def mark_of(tag: re.Match):
+    def mark_of(tag):
+        nonlocal depth
         name = (tag[1] or tag[3] or "").lower()
-        if name in ("/ul", "/ol") and marks:
-            marks.pop()
-        gap = "\f" if marks else "\n\n"  # adjacent \f become one line break
+        if name in ("/ul", "/ol") and depth > 0:
+            depth -= 1
+        gap = "\f" if depth else "\n\n"  # adjacent \f become one line break
         if name in ("ul", "ol"):
-            numbers = map("{}.".format, itertools.count(1))
-            marks.append(numbers if name == "ol" else itertools.repeat("-"))
+            depth += 1
         if name == "li":
-            return f"\f{next(marks[-1]) if marks else '-'} "
+            return "\f- "
         if re.fullmatch(r"h\d", name):
             return f"{gap}{'#' * int(name[1])} "
         return gap if re.fullmatch(BLOCK, name) else MARKS.get(name, "")
@@ -1954,7 +1940,7 @@ def page_text(source: str, url: str = ""):
 
     text = re.sub(r" ?(?:\f ?)+", "\n", re.sub(TAG, mark_of, source))
     text = "\n".join(" ".join(line.split()) for line in html.unescape(text).split("\n"))
-    text = re.sub(r"(?m)^(#+|-|\d+\.)\n+(?=.)", r"\1 ", text)  # <li><p>a
+    text = re.sub(r"(?m)^(#+|-)\n+(?=.)", r"\1 ", text)  # <li><p>a
     text = re.sub(r"\n{3,}", "\n\n", re.sub(r"(?m)^[| ]+\n", "", text))
     return re.sub("\1", block_of_code, text).strip()
 
@@ -2006,29 +1992,20 @@ class WebFetch(Tool):
     description = "Fetch a URL. Returns a page as readable text, JSON, or an image."
     read_only = True
 
-    async def execute(
-        self,
-        url: str,
-        max_chars: Annotated[int, IntegerSchema(minimum=1, maximum=50_000)] = 12_000,
-        *,
-        turn: Turn,
-    ):
+    async def execute(self, url: str):
         response, body = await self.web.ask(url, redirects=5)
         is_error = response.status >= 300
         advice = ADVICE.get(response.status, "Try another source.") if is_error else ""
         head = f"{UNTRUSTED}\nURL: {response.url}\nStatus: {response.status} {advice}".strip()
         if image := image_block(body):
             return ToolResult(f"{head}\n(an image)", is_error, [image])
-        text = f"{head}\n{await in_thread(readable, response, body)}"
-        return ToolResult(fitted(text, max(max_chars, 1_000), self.name, turn), is_error)
+        return ToolResult(f"{head}\n{await in_thread(readable, response, body)}", is_error)
 
 
 def readable(response, body):
     """Convert HTML to plain text, keep other text, and describe binary data by type and size."""
     kind = response.getheader("Content-Type", "").lower()
     text = decode_page(body, kind).replace("\r\n", "\n")
-    if len(body) > MAX_WEB_BYTES:
-        text += f"\n(cut after {MAX_WEB_BYTES:,} bytes)"
     if "\0" in text[:8_192] or re.match("(audio|video|font)/|application/pdf", kind):
         return f"(not text but {kind.partition(';')[0][:80] or 'binary'}, {len(body):,} bytes)"
     if "html" in kind or re.match(r"\s*<(!doctype html|html)\b", text, re.I):
@@ -2147,7 +2124,7 @@ def search_results(page, where):
 
 def duckduckgo_results(page):
     """The links are redirects: //duckduckgo.com/l/?uddg=https%3A%2F%2Fa.org → https://a.org"""
-    results: list[dict] = []
+    results = []
     # <a rel="nofollow" class="result__a" href="…">Title</a>
     pattern = r"(?s)<a ([^<>]*\bresult__(a|snippet)\b[^<>]*)>(.{0,2000}?)</a>"
     for attributes, part, text in re.findall(pattern, page):
@@ -2169,14 +2146,12 @@ MCP_LOST = (-32000, -32600)  # error codes of "Connection closed" and "Session t
 class MCPTool(Tool):
     """A server's tool, resource or prompt. Only resources and prompts count as read-only."""
 
-    def __init__(self, server: "MCPServer", name: str, kind: str, item: dict):
+    def __init__(self, server, name, kind, item):
         self.server, self.name, self.method = server, name, MCP_METHODS[kind]
         self.request = {"uri": item["uri"]} if kind == "resources" else {"name": item["name"]}
         self.read_only = kind != "tools"
         about = item.get("description") or f"{kind[:-1]} {item['name']} of {server.name}"
-        # what people cannot see is left out
-        seen = [letter for letter in about[:2_000] if letter.isprintable() or letter == "\n"]
-        self.description = "".join(seen)
+        self.description = about[:2_000]
         schema = {"properties": {}, **item.get("inputSchema", {}), "type": "object"}
         if arguments := item.get("arguments"):  # only prompts have arguments
             texts = {each["name"]: StringSchema(each.get("description")) for each in arguments}
@@ -2238,7 +2213,7 @@ class MCPServer:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.ready.wait(), self.started + patience - time.monotonic())
 
-    async def call(self, method: str, request: dict, name: str):
+    async def call(self, method, request, name):
         """Return the server's answer; raises ToolError on a failure or after `tool_timeout` s."""
         await self.connect()
         if not self.client:
@@ -2319,7 +2294,7 @@ class MCPServer:
             settings.url, http_client=http, max_sse_event_size=MAX_FILE_BYTES
         )
 
-    async def cause(self, failure: BaseException):
+    async def cause(self, failure):
         """Describe a failure in one line, with the last line that the server wrote to stderr."""
         while isinstance(failure, BaseExceptionGroup):
             failure = failure.exceptions[0]
@@ -2339,12 +2314,7 @@ class MCPServer:
             self.registry.unregister(self.tools.pop())
         left_out = []
         for kind in MCP_METHODS:
-            try:
-                items = await self._list(client, kind)
-            except ValueError as problem:  # the SDK rejects the whole list if one item is invalid
-                items = []
-                left_out.append(f"all {kind} ({' '.join(str(problem).split())[:200]})")
-            for item in items:
+            for item in await self._list(client, kind):
                 infix = "" if kind == "tools" else f"{kind[:-1]}_"  # mcp_notes_resource_today
                 name = f"mcp_{self.name}_{infix}{item['name']}"[:64]
                 name = re.sub("[^A-Za-z0-9_-]", "_", name)
@@ -2352,12 +2322,13 @@ class MCPServer:
                 if kind == "tools" and not wanted:
                     continue
                 if len(self.tools) >= MAX_MCP_TOOLS or self.registry.get(name):
-                    left_out.append(f"{item['name'][:64]} (too many, or its name is in use)")
+                    left_out.append(item["name"][:64])
                     continue
                 self.registry.register(MCPTool(self, name, kind, item))
                 self.tools.append(name)
         if left_out:
-            log.warning("MCP server %s, left out: %s", self.name, ", ".join(left_out)[:900])
+            why = "too many, or the name is in use"
+            log.warning("MCP server %s, left out (%s): %s", self.name, why, ", ".join(left_out))
 
     async def _list(self, client, kind):
         items, cursor = [], None
