@@ -730,11 +730,11 @@ def plain_text(data: bytes):
     """b"\\xef\\xbb\\xbfone\\r\\ntwo\\r\\n" → "one\\ntwo"; a UTF-16 BOM selects UTF-16."""
     encoding = "utf-16" if data.startswith(UTF16_MARKS) else "utf-8"
     text = data.removeprefix(UTF8_MARK).decode(encoding, errors="replace")
-    return (text.replace("\r\n", "\n") if "\r" in text else text).removesuffix("\n")
+    return text.replace("\r\n", "\n").removesuffix("\n")
 
 
 def is_binary(data):
-    return data.find(b"\0", 0, 8_192) >= 0 and not data.startswith(UTF16_MARKS)
+    return b"\0" in data[:8_192] and not data.startswith(UTF16_MARKS)
 
 
 def similar_names(path):
@@ -1191,7 +1191,6 @@ TYPES = {
     "rust": "*.rs",
     "c": "*.[ch]",
     "cpp": "*.{cc,cpp,cxx,h,hh,hpp}",
-    "html": "*.htm{,l}",
     "ruby": "*.rb",
     "yaml": "*.y{,a}ml",
     "python": "*.py{,i}",
@@ -2300,8 +2299,8 @@ class MCPServer:
             failure = failure.exceptions[0]
         if isinstance(failure, ImportError):
             return "MCP servers need their SDK, which is missing: pip install 'mcp>=2.3'"
-        text = str(failure).split(" for url ")[0]  # the URL may contain a key
-        text = text or type(failure).__name__  # a TimeoutError has no text
+        # the URL may contain a key; a TimeoutError has no text
+        text = str(failure).split(" for url ")[0] or type(failure).__name__
         if self.stderr:
             text += ": " + (await in_thread(self.stderr.text)).split("\n")[-1]
         shown = "".join(filter(str.isprintable, text[:400])).rstrip(":. ")
