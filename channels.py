@@ -1448,7 +1448,7 @@ class CronService:
                 moment = datetime.fromtimestamp(due, UTC).astimezone(self.zone)
                 job.at, job.tz = moment.isoformat(timespec="seconds"), ""
             added = f"Added job {self._line(job)}"
-        except (ValueError, OverflowError) as problem:
+        except (ValueError, OverflowError, OSError) as problem:  # OSError: the year 30000, Windows
             raise CronError(f"No job was added for {job.schedule()!r}: {problem}.") from None
         self.store.edit(job.id, asdict(job), is_new=True)
         return added

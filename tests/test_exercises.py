@@ -41,7 +41,6 @@ def graded(name: str, solution: Path, folder: Path) -> tuple[int, str]:
     done = subprocess.run(
         [sys.executable, HERE / "grading.py", name[3:5]],
         capture_output=True,
-        text=True,
         encoding="utf-8",
         timeout=30,
         env={**os.environ, **ENVIRONMENT, "NANOBOT_EXERCISES": str(folder)},
@@ -184,9 +183,7 @@ def test_a_message_names_what_the_student_did(tmp_path):
         (folder / f"ex_{name}.py").write_text(code, encoding="utf-8")
         jobs.append([name[:2], str(folder)])
     command = [sys.executable, "-c", GRADE, str(HERE)]
-    done = subprocess.run(
-        command, input=json.dumps(jobs), capture_output=True, text=True, encoding="utf-8"
-    )
+    done = subprocess.run(command, input=json.dumps(jobs), capture_output=True, encoding="utf-8")
     said = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(said) == len(MESSAGES), done.stderr
     assert [
@@ -205,7 +202,6 @@ def test_a_loop_that_never_waits_is_ended_and_the_next_exercise_is_graded(tmp_pa
     done = subprocess.run(
         [sys.executable, "-c", program],
         capture_output=True,
-        text=True,
         encoding="utf-8",
         timeout=60,
         env={**os.environ, "NANOBOT_EXERCISES": str(tmp_path)},
@@ -278,7 +274,7 @@ def test_a_solution_sees_no_keys_of_whoever_grades_it(tmp_path):
 
 def test_the_list_names_each_exercise_and_a_wrong_number_is_told():
     command = [sys.executable, str(ROOT / "nanobot.py"), "exercises"]
-    done = subprocess.run([*command, "99"], capture_output=True, text=True, encoding="utf-8")
+    done = subprocess.run([*command, "99"], capture_output=True, encoding="utf-8")
     assert done.returncode == 2 and "There is no exercise 99" in done.stderr
     if os.name == "posix":  # a pipe that is closed early is no error
         done = subprocess.run(

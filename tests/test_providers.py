@@ -1502,7 +1502,7 @@ def test_without_any_package_the_offline_model_works_and_a_missing_one_is_named(
     done = subprocess.run(
         [*WITHOUT_PACKAGES, *flags],
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         cwd=tmp_path,
         env=environment,
         stdin=subprocess.DEVNULL,
@@ -1520,7 +1520,9 @@ def test_a_library_that_does_not_load_is_not_called_missing(tmp_path):
     command = [sys.executable, WITHOUT_PACKAGES[-1], "--base-url", "http://127.0.0.1:1/v1"]
     for more in (["-m", "hi"], ["status"]):
         flags = [*command[:2], *more, *command[2:]]
-        done = subprocess.run(flags, capture_output=True, text=True, cwd=tmp_path, env=environment)
+        done = subprocess.run(
+            flags, capture_output=True, encoding="utf-8", cwd=tmp_path, env=environment
+        )
         said_of_it = done.stdout + done.stderr
         assert done.returncode == 1 and "missing" not in said_of_it, said_of_it
         assert (
@@ -2928,7 +2930,7 @@ def test_without_its_rules_the_offline_model_says_so(tmp_path):
         "import asyncio, providers as p; print(asyncio.run(p.OfflineProvider().chat([])).content)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, encoding="utf-8"
     )
     assert "templates/offline/rules.md is missing." in done.stdout
 
@@ -3033,7 +3035,7 @@ def test_a_broken_rule_is_named_at_start_and_by_status(tmp_path):
         done = subprocess.run(
             [sys.executable, "nanobot.py", *flags],
             capture_output=True,
-            text=True,
+            encoding="utf-8",
             cwd=tmp_path,
             env=environment,
             stdin=subprocess.DEVNULL,
