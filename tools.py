@@ -1247,10 +1247,14 @@ def glob(pattern: str, path: str = ".", head_limit: Limit = 250, *, turn: Turn):
         path = os.path.normpath(os.path.join(start, folder))
         pattern = f"./{pattern.removeprefix(folder)}"
     found = find_files(turn, path, pattern)
-    times = [  # a path that is too long for Windows has no time
-        (-os.lstat(file).st_mtime, name) for name, file in found if os.path.lexists(file)
+    names = [
+        name
+        for _, name in sorted(
+            (-os.lstat(file).st_mtime, name)
+            for name, file in found
+            if os.path.lexists(file)  # false if its path is too long for Windows
+        )
     ]
-    names = [name for _, name in sorted(times)]
     text = first_lines(names, head_limit) or f"No file below {turn.path(path)} matches {pattern}."
     return ToolResult(text, shown=counted(len(names), "file", "files"))
 
@@ -1648,9 +1652,8 @@ WITH_WSL = r"(?i)(\b[a-z]:)?[^;:]*[\\/](system32|windowsapps)[\\/]?(?=[;:]|\Z)"
 def find_shell():
     """The first of SHELLS that is installed, with its options; [] if there is none."""
     folders = re.sub(WITH_WSL, "", os.environ.get("PATH", os.defpath))
-    folders = re.sub(GIT_ONLY, "/bin", folders)
     for name, options in SHELLS.items():
-        if found := shutil.which(name, path=folders):
+        if found := shutil.which(name, path=re.sub(GIT_ONLY, "/bin", folders)):
             return [found, *options]
     return []
 
