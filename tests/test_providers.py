@@ -2520,6 +2520,16 @@ def test_an_error_of_a_tool_is_shown_as_the_tool_gave_it(desk, question, monkeyp
     assert re.fullmatch(FAILING[question], desk.ask(question)[0])
 
 
+def test_without_bash_the_commands_of_the_rules_are_not_sent_to_powershell(desk, monkeypatch):
+    (desk.folder / "powershell").write_text("#!/bin/sh\necho not for me")
+    (desk.folder / "powershell").chmod(0o755)
+    monkeypatch.setenv("PATH", str(desk.folder))
+    if os.name == "posix":
+        assert desk.ask("run ls") == ("not for me", ["exec"])
+    for question in ("rename a.txt to b.txt", "delete a.txt", "how many words are in a.txt?"):
+        assert desk.ask(question)[0].startswith("That needs bash") and desk.read("a.txt")
+
+
 def test_the_offline_model_works_through_a_conversation(desk):
     """`it` is the last file, also after it was renamed; a new name replaces the old one."""
     desk.ask("create new.txt")
