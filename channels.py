@@ -281,10 +281,10 @@ def end_on_signals(handler=terminate):
 def prepare_streams():
     """Open each closed standard stream as the null device, because Python sets a closed stream to
     None, which has no method `isatty`. Replace characters that cannot be encoded."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+    for name in ("stdin", "stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
-            stream = open(os.devnull, mode)  # noqa: SIM115
+            stream = open(os.devnull, "r" if name == "stdin" else "w")  # noqa: SIM115
             setattr(sys, name, stream)
         if isinstance(stream, io.TextIOWrapper):  # false in a notebook
             stream.reconfigure(errors="replace")
@@ -1328,7 +1328,7 @@ class CronService:
                 await self.sleep(60)
 
     def _shown(self, moment):
-        return f"{datetime.fromtimestamp(moment, UTC).astimezone(self.zone):%a %Y-%m-%d %H:%M %Z}"
+        return f"{datetime.fromtimestamp(moment).astimezone(self.zone):%a %Y-%m-%d %H:%M %Z}"
 
     def add_system(self, id: str, every_seconds: float, enabled: bool = True):
         """Add a system job, or change its settings. The tool `cron` lists, but never removes it."""
@@ -1390,10 +1390,10 @@ class CronService:
             if due is None:
                 raise CronError(f"it never runs. It is now {self._shown(job.after)}")
             if job.at:  # stored with its offset, because other programs may have other zones
-                moment = datetime.fromtimestamp(due, UTC).astimezone(self.zone)
+                moment = datetime.fromtimestamp(due).astimezone(self.zone)
                 job.at, job.tz = moment.isoformat(timespec="seconds"), ""
             added = f"Added job {self._line(job)}"
-        except (ValueError, OverflowError) as problem:
+        except (ValueError, OverflowError, OSError) as problem:  # OSError: the year 30000, Windows
             raise CronError(f"No job was added for {job.schedule()!r}: {problem}.") from None
         self.store.edit(job.id, asdict(job), is_new=True)
         return added

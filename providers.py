@@ -2017,6 +2017,11 @@ class Plan:
             return fill(rule["offer"].strip(), self.known | said)
         if "<file>" in str(rule) and not file:
             return WHICH_FILE
+        if (
+            rule.get("command", "<command>") != "<command>"  # a rule's own command is for bash
+            and "Windows PowerShell" in str(self.request.tools)
+        ):
+            return "That needs bash, which is part of Git for Windows: install Git (git-scm.com)."
         result = ""
         if "calculate" in rule:
             known["result"] = result = calculate(fill(rule["calculate"], known))

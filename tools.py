@@ -1171,10 +1171,14 @@ def glob(pattern: str, path: str = ".", head_limit: Limit = 250, *, turn: Turn):
         path = os.path.normpath(os.path.join(path, os.path.expanduser(folder)))
         pattern = f"./{pattern.removeprefix(folder)}"
     found = find_files(turn, path, pattern)
-    times = [  # a path that is too long for Windows has no time
-        (-os.lstat(file).st_mtime, name) for name, file in found if os.path.lexists(file)
+    names = [
+        name
+        for _, name in sorted(
+            (-os.lstat(file).st_mtime, name)
+            for name, file in found
+            if os.path.lexists(file)  # false if its path is too long for Windows
+        )
     ]
-    names = [name for _, name in sorted(times)]
     text = first_lines(names, head_limit) or f"No file below {turn.path(path)} matches {pattern}."
     return ToolResult(text, shown=counted(len(names), "file", "files"))
 
@@ -1529,18 +1533,16 @@ POWERSHELL = [  # it joins all words after -Command to one command
     "[Console]::OutputEncoding = [Text.Encoding]::UTF8;",
 ]
 SHELLS = {"bash": ["-c"], "sh": ["-c"], "powershell": POWERSHELL}
-# Git's installer puts C:\Program Files\Git\cmd on PATH, and bash is in Git\bin
-GIT_ONLY = r"(?i)[\\/]cmd[\\/]?(?=[;:]|\Z)"
-# C:\Windows\System32\bash.exe starts WSL, where paths have other names
-WITH_WSL = r"(?i)(\b[a-z]:)?[^;:]*[\\/](system32|windowsapps)[\\/]?(?=[;:]|\Z)"
+# Git's installer puts C:\Program Files\Git\cmd on PATH, and bash is in Git\bin. The bash.exe of
+# C:\Windows\System32 starts WSL, where paths have other names; C:\Windows\bin does not exist.
+NOT_OF_BASH = r"(?i)[\\/](cmd|system32|windowsapps)[\\/]?(?=[;:]|\Z)"
 
 
 def find_shell():
     """The first of SHELLS that is installed, with its options; [] if there is none."""
-    folders = re.sub(WITH_WSL, "", os.environ.get("PATH", os.defpath))
-    folders = re.sub(GIT_ONLY, "/bin", folders)
+    path = re.sub(NOT_OF_BASH, "/bin", os.environ.get("PATH", os.defpath))
     for name, options in SHELLS.items():
-        if found := shutil.which(name, path=folders):
+        if found := shutil.which(name, path=path):
             return [found, *options]
     return []
 
@@ -1800,17 +1802,14 @@ SYSTEM = [
     "/etc/java-25-openjdk",
     "/etc/ld.so.cache",
     "/etc/localtime",
-    "/etc/mime.types",
     "/etc/nsswitch.conf",
     "/etc/os-release",
     "/etc/passwd",
     "/etc/pki/ca-trust",
     "/etc/pki/tls/certs",
     "/etc/resolv.conf",
-    "/etc/services",
     "/etc/ssl/certs",
     "/etc/ssl/openssl.cnf",
-    "/etc/timezone",
 ]
 
 

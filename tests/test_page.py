@@ -35,7 +35,7 @@ class Page:
                 cwd=folder,
                 stdout=subprocess.PIPE,
                 stderr=err,
-                text=True,
+                encoding="utf-8",
                 env=os.environ | environ,
             )
         found = (re.search(r"http://\S+", line) for line in self.process.stdout)
@@ -412,7 +412,11 @@ def test_the_window_of_a_chat_gets_what_the_endpoint_said_before_it_was_asked_ag
 def test_a_trace_is_shown_as_text_and_as_a_page_that_needs_no_server(folder):
     def nanobot(*words: str) -> subprocess.CompletedProcess:
         return subprocess.run(
-            [*NANOBOT, *words], cwd=folder, capture_output=True, text=True, stdin=subprocess.DEVNULL
+            [*NANOBOT, *words],
+            cwd=folder,
+            capture_output=True,
+            encoding="utf-8",
+            stdin=subprocess.DEVNULL,
         )
 
     (folder / "a.txt").write_text("hello <script>document.title = 'owned'</script> %NONCE% %RUN%\n")

@@ -11,7 +11,6 @@ import logging
 import os
 import random
 import re
-import resource
 import shlex
 import shutil
 import socket
@@ -84,9 +83,10 @@ def turn(tmp_path):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"text of {name}\n")
     workspace = tmp_path / "ws"
-    for name, target in {"leaf": "gold.txt", "away": "", "dangling": "new.txt"}.items():
-        (workspace / name).symlink_to(tmp_path / "out" / target)
-    (workspace / "loop").symlink_to("loop")
+    with contextlib.suppress(OSError):  # on Windows, links need rights
+        for name, target in {"leaf": "gold.txt", "away": "", "dangling": "new.txt"}.items():
+            (workspace / name).symlink_to(tmp_path / "out" / target)
+        (workspace / "loop").symlink_to("loop")
     secret = (tmp_path / "home" / "config.json",)
     results, undo = workspace / ".nanobot" / "tool-results", tmp_path / "home" / "undo"
     kit = (tmp_path / "kit",)
@@ -494,7 +494,11 @@ def test_the_example_of_the_fence_runs_with_tools_py_alone(tmp_path):
     about = inspect.getdoc(tools.Turn)
     command = [sys.executable, "-c", about[about.index("import") :]]
     done = subprocess.run(
-        command, cwd=tmp_path, env={"PATH": os.environ["PATH"]}, capture_output=True, text=True
+        command,
+        cwd=tmp_path,
+        env={"PATH": os.environ["PATH"]},
+        capture_output=True,
+        encoding="utf-8",
     )
     assert "is outside of" in done.stdout and not done.stderr, done.stderr
 
@@ -1040,6 +1044,7 @@ def test_write_file_makes_folders_and_keeps_the_mode(turn):
 
 
 def test_a_write_that_fails_leaves_the_old_file_and_no_other(turn):
+    resource = pytest.importorskip("resource", reason="limits of a process are POSIX")
     old, before = resource.getrlimit(resource.RLIMIT_FSIZE), sorted(os.listdir(turn.cwd))
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, old[1]))  # what a full disk does
     try:
@@ -1715,7 +1720,7 @@ def test_in_a_work_tree_search_sees_what_git_would_list(repository):
     shown = call(repository, "glob", pattern="*").text.split("\n")
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(
-        command, cwd=repository.cwd, capture_output=True, text=True
+        command, cwd=repository.cwd, capture_output=True, encoding="utf-8"
     ).stdout.split("\0")
     apart = {"gone.py", "inner/", "lib", ".nanobot/h.txt", "node_modules/i.js", ""}
     assert set(listed) - apart == {
@@ -2819,6 +2824,87 @@ def test_exec_returns_output_errors_and_always_the_exit_code(turn, command, text
     assert result.text == text and result.is_error == (not text.endswith("Exit code: 0"))
 
 
+@pytest.mark.parametrize(
+    "installed, chosen",
+    [
+        (["Windows/System32/bash", "Git/cmd/git", "Git/bin/bash"], "Git/bin/bash"),
+        (["Windows/System32/bash", "msys/bin/bash"], "msys/bin/bash"),
+        (["Windows/System32/bash", "Windows/System32/v1.0/powershell"], "v1.0/powershell"),
+        (["Apps/WindowsApps/bash", "Git/cmd/git", "Windows/v1.0/powershell"], "v1.0/powershell"),
+        (["Windows/v1.0/powershell", "Git/cmd/git", "Git/bin/sh"], "Git/bin/sh"),
+        (["Windows/System32/bash"], ""),
+    ],
+)
+def test_exec_takes_bash_beside_git_not_that_of_wsl_or_else_powershell(
+    tmp_path, monkeypatch, installed, chosen
+):
+    """Git's installer puts only Git\\cmd on PATH; the description says which shell it is."""
+    folders = []
+    for name in installed:
+        program = tmp_path / (name if os.name == "posix" else f"{name}.exe")
+        program.parent.mkdir(parents=True, exist_ok=True)
+        program.touch(0o755)
+        if not name.startswith("Git/bin"):
+            folders.append(str(program.parent))
+    monkeypatch.setenv("PATH", os.pathsep.join(folders))
+    found = "".join(tools.find_shell()[:1]).removesuffix(".exe").replace("\\", "/")
+    assert found.endswith(chosen) and bool(found) == bool(chosen)
+    assert ("PowerShell" in Exec().description) == ("powershell" in chosen)
+
+
+@pytest.fixture
+def powershell(turn, monkeypatch):
+    """There is only PowerShell; on other systems a program that prints what it is told."""
+    folder = turn.workspace.parent / "System32" / "v1.0"
+    folder.mkdir(parents=True)
+    if os.name == "posix":
+        (folder / "powershell").write_text('#!/bin/sh\nprintf "%s|" "$@"\n')
+        (folder / "powershell").chmod(0o755)
+        monkeypatch.setenv("PATH", str(folder))
+    elif "-Command" not in tools.find_shell():
+        pytest.skip("this machine has bash")
+    return turn
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "Remove-Item -Recurse -Force ~",
+        "Remove-Item $HOME -Recurse",
+        "rm -r $env:USERPROFILE",
+        "Remove-Item -Path sub,{tmp} -Recurse",
+        "ri -Recurse .",
+        "Get-ChildItem -Recurse | Remove-Item -Force",
+        "cmd /c rd /s /q {tmp}",
+        'cmd /c "rd /s /q {tmp}"',
+        "del /s /q {tmp}",
+        'powershell -Command "Remove-Item -Recurse {tmp}"',
+        "Remove-Item -Recurse sessions",
+        "Set-Content sessions/a.jsonl x",
+        "'x' | Out-File sessions/a.jsonl",
+        "Copy-Item a.txt sessions/a.jsonl",
+        "Format-Volume -DriveLetter D",
+        "Get-Content {keys}",
+    ],
+)
+def test_powershell_has_the_limits_of_bash(powershell, command):
+    (powershell.workspace / "sessions").mkdir()
+    tmp, keys = powershell.workspace.parent / "out", powershell.secret[0]
+    command = command.replace("{tmp}", str(tmp)).replace("{keys}", str(keys))
+    result = call(powershell, "exec", command=command.replace("/out", "\\out"))
+    assert result.is_error and result.shown.startswith("refused"), result.text
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["Remove-Item -Recurse -Force sub", "Remove-Item a.txt", "Get-ChildItem | Select-Object Name"],
+)
+def test_powershell_does_what_is_asked(powershell, command):
+    result = call(powershell, "exec", command=command)
+    assert result.shown == "exit 0"
+    assert os.name == "nt" or result.text.split("|", 6)[-1] == f"{command}|\nExit code: 0"
+
+
 def test_without_bash_the_systems_shell_runs_and_without_any_one_line_says_what_to_install(
     turn, monkeypatch
 ):
@@ -2833,25 +2919,15 @@ def test_without_bash_the_systems_shell_runs_and_without_any_one_line_says_what_
 
 def test_exec_sees_a_clean_environment(turn, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "sk-1")
-    for name in ("ALLOWED", "LANG", "TERM"):
+    of_windows = {"USERPROFILE", "TEMP", "APPDATA", "LOCALAPPDATA", "PATHEXT", "COMSPEC"}
+    for name in ("ALLOWED", "LANG", "TERM", "SYSTEMROOT", *of_windows):
         monkeypatch.setenv(name, "C")
     monkeypatch.setenv("BASH_ENV", str(turn.cwd / "a.txt"))
     registry = ToolRegistry([Exec(allowed_env=["ALLOWED"])])
     text = asyncio.run(registry.execute("exec", {"command": "env"}, turn)).text
     names = {line.split("=")[0] for line in text.split("\n")[:-1]}
-    assert {"HOME", "LANG", "TERM", "PATH", "ALLOWED"} <= names
-    assert names <= {
-        "HOME",
-        "LANG",
-        "TERM",
-        "PATH",
-        "USERPROFILE",
-        "TEMP",
-        "ALLOWED",
-        "PWD",
-        "SHLVL",
-        "_",
-    }  # three of bash
+    wanted = {"HOME", "LANG", "TERM", "PATH", "ALLOWED", "SYSTEMROOT", *of_windows}
+    assert wanted <= names <= {*wanted, "PWD", "SHLVL", "_"}  # three of bash
     assert "sk-1" not in text
 
 
@@ -2869,6 +2945,14 @@ def test_a_long_output_is_shown_in_part_and_kept_in_a_file(turn):
 
 
 def is_running(pid: int) -> bool:
+    if os.name == "nt":  # where `os.kill(pid, 0)` is Ctrl-C
+        import ctypes
+
+        kernel, code = ctypes.WinDLL("kernel32"), ctypes.c_uint32()
+        process = kernel.OpenProcess(0x1000, 0, pid)  # PROCESS_QUERY_LIMITED_INFORMATION
+        kernel.GetExitCodeProcess(process, ctypes.byref(code))
+        kernel.CloseHandle(process)
+        return bool(process) and code.value == 259  # STILL_ACTIVE
     status = Path(f"/proc/{pid}/stat")
     with contextlib.suppress(OSError):
         os.kill(pid, 0)
@@ -2901,6 +2985,37 @@ def test_a_timeout_kills_the_command_and_its_grandchildren(turn):
     assert result.text.endswith("\nExit code: -9")
     assert time.monotonic() - start < 4 and len(written_pids(turn)) == 3
     assert until(lambda: not any(map(is_running, written_pids(turn))))
+
+
+FAMILY = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+open("pids", "w").write(f"{child.pid} {__import__('os').getpid()}")
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("end", ["job.kill()", "sys.exit()", "os.kill(os.getpid(), 9)"])
+def test_all_processes_of_a_command_end_with_it_and_with_the_program_on_every_system(turn, end):
+    program = f"""
+import os, sys, time
+sys.path.insert(0, {str(Path(tools.__file__).parent)!r})
+import tools
+job = tools.Job([sys.executable, "-c", {FAMILY!r}], ".", dict(os.environ))
+while not os.path.exists("pids") or not open("pids").read().count(" "):
+    time.sleep(0.02)
+{end}
+"""
+    subprocess.run([sys.executable, "-c", program], cwd=turn.cwd, timeout=60)
+    pids = written_pids(turn)
+    assert len(pids) == 2 and until(lambda: not any(map(is_running, pids)))
+
+
+@pytest.mark.skipif(os.name != "nt", reason="a colon is a letter like any other here")
+@pytest.mark.parametrize("name", ["a.txt:hidden", "a.txt::$DATA", "sub/b.txt:x"])
+def test_on_windows_a_hidden_part_of_a_file_is_no_path(turn, name):
+    for tool_name, arguments in (("read_file", {}), ("write_file", {"content": "x"})):
+        assert "is not a usable path" in call(turn, tool_name, path=name, **arguments).text
 
 
 def test_a_cancelled_turn_kills_the_command_and_its_grandchildren(turn):
@@ -2966,7 +3081,9 @@ for command in ("sleep 60 & echo $! >> pids", "setsid sleep 60 & echo $! >> pids
 @pytest.mark.parametrize("command", ["true", "sleep 60", "(sleep 60)", "kill -9 $$"])
 def test_a_command_that_ended_leaves_no_process(turn, command):
     def children() -> set[int]:
-        found = subprocess.run(["pgrep", "-P", str(os.getpid())], capture_output=True, text=True)
+        found = subprocess.run(
+            ["pgrep", "-P", str(os.getpid())], capture_output=True, encoding="utf-8"
+        )
         return {pid for pid in map(int, found.stdout.split()) if is_running(pid)}
 
     before = children()
@@ -3303,7 +3420,7 @@ print(open("a.txt").read(), tools.take_back(registry.turn.store("undo"), "cli:di
 print(open("a.txt").read(), oct(os.stat(tools.temporary_folder()).st_mode)[-3:])
 """
     done = subprocess.run(
-        [sys.executable, "-c", script], cwd=tmp_path / "work", capture_output=True, text=True
+        [sys.executable, "-c", script], cwd=tmp_path / "work", capture_output=True, encoding="utf-8"
     )
     assert done.stdout.split("\n")[1:] == ["two", " {'a.txt': True}", "one", " 700", ""], done
     assert [path.name for path in (tmp_path / "work").iterdir()] == ["a.txt"]
