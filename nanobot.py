@@ -297,7 +297,9 @@ class AgentRunner:
             temperature=spec.temperature,
             on_delta=state.show if spec.hook.wants_streaming else None,
             on_retry=spec.hook.on_retry,
-            on_event=spec.on_event,
+            on_event=partial(
+                spec.on_event, step=state.context.iteration, total=request.tokens
+            ),
             read_only=[name for name in names if is_read_only(name, spec.tools)],
         )
         if response.usage.get("estimated"):  # one estimate everywhere, also in `nanobot prompt`
@@ -500,6 +502,9 @@ def batches(calls: list[ToolCallRequest], tools: ToolRegistry) -> Iterator[list[
 # ---- The system prompt and the messages of a request ----
 
 
+PART_END = "\n\n---\n\n"
+
+
 class ContextBuilder:
     """Builds a request. Prompt caches need a system prompt without the current time."""
 
@@ -525,7 +530,7 @@ class ContextBuilder:
         return [system, *history[:-1], {"role": "user", "content": [*images, text]}]
 
     def system_prompt(self, turn: Turn) -> str:
-        return "\n\n---\n\n".join(self.parts(turn).values())
+        return PART_END.join(self.parts(turn).values())
 
     def parts(self, turn: Turn) -> dict[str, str]:
         """Name → text of each part of the system prompt, in order. "Memory" contains facts from
@@ -2446,16 +2451,18 @@ class RunEvents:
         if not self.listeners:
             return
         if kind == "request":
-            if fields["tools"] == self.tools:
-                del fields["tools"]
-            else:
-                self.tools = fields["tools"]
-            fields |= self._numbered(fields["messages"])
+            fields |= self._numbered(fields["messages"], fields["tools"])
+            tools = fields.pop("tools")
+            if tools != self.tools:
+                fields["tools"] = self.tools = tools
         event = {"time": time.time(), **self.about, "kind": kind, **fields}
         for listener in self.listeners:
             listener(event)
 
-    def _numbered(self, messages):
+    def _numbered(self, messages, tools):
+        """The new messages, the numbers of all, and the estimated tokens of each message, of each
+        part of the system prompt and, last, of the tools."""
+        parts = [*str(messages[0].get("content")).split(PART_END), lines_of_json(tools)]
         texts = [lines_of_json([message]) for message in messages]
         new = [text for text in dict.fromkeys(texts) if text not in self.numbers]
         self.numbers |= zip(new, self.count, strict=False)
@@ -2463,6 +2470,7 @@ class RunEvents:
         return {
             "sent": [self.numbers[text] for text in texts],
             "tokens": list(map(message_tokens, messages)),
+            "parts": list(map(estimate, parts)),
             "messages": list(map(json.loads, new)),
         }
 
@@ -2482,15 +2490,19 @@ def record_events(loop, files):
 
 
 def glass_html(**run):
-    """The HTML of the page. With the `events` of a recorded run, the page needs no server."""
+    """The HTML of the page. With the `events` of a recorded run, or with the `runs` that are
+    shipped, the page needs no server."""
     html = (DATA / "templates" / "glass.html").read_text(encoding="utf-8")
     escaped = json.dumps(run).replace("<", "\\u003c").replace("%", "\\u0025")
     return html.replace("%RUN%", escaped)  # the data cannot contain </script> or %NONCE%
 
 
+TRACES = DATA / "templates/traces"
+
+
 def recorded(file):
     """The events of a file, or of the run of this name in `templates/traces/`."""
-    shipped = DATA / "templates" / "traces" / f"{file.name}.jsonl"
+    shipped = TRACES / f"{file.name}.jsonl"
     events = []
     try:
         with open(file if file.exists() else shipped, encoding="utf-8") as lines:
@@ -2501,8 +2513,8 @@ def recorded(file):
     except Exception as fault:
         raise ConfigError(
             f"{file}, line {len(events) + 1} is no event of a run, as this version records it: "
-            f"{fault!r}. Record a run with `nanobot agent --trace FILE`, or use one of: mistake, "
-            "overflow, two-tools"
+            f"{fault!r}. Record a run with `nanobot agent --trace FILE`, or name a run that is "
+            "shipped, like two-tools"
         ) from None
     return events
 
@@ -2985,9 +2997,9 @@ def web_command(arguments):
     loop.context.project = project.part()
     if project.is_unknown:
         print(printable(NOT_FOLLOWED.format(project, command_with_flags(arguments, "trust"))))
-    price = vars(loop.cost.price or Price())
     window = config.defaults.context_window_tokens
-    html = glass_html(model=loop.provider.model, window=window, price=price)
+    html = glass_html(model=loop.provider.model, window=window)
+    runs = glass_html(runs={file.stem: recorded(file) for file in TRACES.glob("*.jsonl")})
     # a browser in a sandbox (snap) cannot open files in hidden folders, like ~/.nanobot
     file = path_of("~/nanobot-page.html")
 
@@ -2998,7 +3010,7 @@ def web_command(arguments):
 
     as_json = record_events(loop, arguments.record)
     try:
-        page = WebPage(html, loop.sessions.path, tell, as_json, arguments.port)
+        page = WebPage(html, runs, loop.sessions.path, tell, as_json, arguments.port)
     except (OSError, OverflowError) as problem:
         raise ConfigError(f"Port {arguments.port}: {problem}. Change or omit --port.") from None
     connect_page(loop, page, arguments)
@@ -3017,6 +3029,7 @@ def connect_page(loop, page, arguments):
     """Let the page show the sessions and each turn, and ask the questions of a turn."""
     names = [key[4:] for key in loop.sessions.list_keys() if key[:4] == "web:"]
     page.chats |= dict.fromkeys(names, False)
+    page.memory = lambda: loop.context.parts(loop.turn("web:page"))
     loop.listeners.append(page.show)
     loop.hooks.append(StepHook(page.ask))
     loop.can_ask = lambda turn: turn.channel == "web"
