@@ -297,9 +297,7 @@ class AgentRunner:
             temperature=spec.temperature,
             on_delta=state.show if spec.hook.wants_streaming else None,
             on_retry=spec.hook.on_retry,
-            on_event=partial(
-                spec.on_event, step=state.context.iteration, total=request.tokens
-            ),
+            on_event=partial(spec.on_event, step=state.context.iteration, total=request.tokens),
             read_only=[name for name in names if is_read_only(name, spec.tools)],
         )
         if response.usage.get("estimated"):  # one estimate everywhere, also in `nanobot prompt`
