@@ -1499,7 +1499,7 @@ def active_tasks(text):
 
 PAGE_POLICY = (
     "default-src 'none'; script-src 'nonce-{0}'; style-src 'nonce-{0}'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; {1}"
 )
 NO_COOKIE = (
     "This address is wrong, or a browser has used it: each address works once. "
@@ -1523,7 +1523,7 @@ class WebPage(Channel):
     name = "web"
     shows_deltas = True
     polls = 0  # rises while a window is open
-    memory: Callable = dict  # returns name → text of the parts of the prompt
+    memory = dict  # returns name → text of the parts of the prompt
 
     def __init__(
         self,
@@ -1540,8 +1540,8 @@ class WebPage(Channel):
         self.html = html, "connect-src 'self'"
         self.journal_of, self.tell, self.as_json = journal_of, tell, as_json
         self.turn_of = contextvars.ContextVar("turn_of", default="")  # the current turn's chat
-        self.chats: dict[str, bool] = {}  # chat id → does it pause before each request and call?
-        self.events: deque[tuple] = deque(maxlen=1_000)  # (number, chat id, JSON)
+        self.chats = {}  # chat id → does it pause before each request and call?
+        self.events = deque(maxlen=1_000)  # (number, chat id, JSON)
         self.count = itertools.count(1)  # numbers of the events
         self.drafts = defaultdict(str)  # chat id → the part of an answer that was streamed so far
         self.questions = {}  # id → future with the answer
@@ -1577,7 +1577,7 @@ class WebPage(Channel):
 
     async def start(self, bus: MessageBus):
         self.bus, self.loop = bus, asyncio.get_running_loop()
-        threading.Thread(target=self.server.serve_forever, args=(0.1,), daemon=True).start()
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
 
     async def send(self, message: OutboundMessage):
         if message.kind == "delta":
@@ -1608,10 +1608,10 @@ class WebPage(Channel):
         is only asked in a session for which "Step by step" is ticked."""
         if what in ("request", "call") and not self.chats.get(self.turn_of.get()):
             return ""
-        number, answer = secrets.token_hex(8), asyncio.get_running_loop().create_future()
+        number, answer = secrets.token_hex(8), asyncio.Future()
         self.questions[number] = answer
-        about = {"session": self.turn_of.get(), "what": what, "text": text}
-        self._add(EVERYBODY, kind="ask", id=number, **about, **details)
+        details |= {"session": self.turn_of.get(), "what": what, "text": text}
+        self._add(EVERYBODY, kind="ask", id=number, **details)
         question = self.events[-1]
         polls = -1
         try:
@@ -1645,8 +1645,8 @@ class WebPage(Channel):
         """Yield a chat's events, all chats' questions and the memory's events as JSON, after the
         last `most` lines of the journal. Also yield "" every 0.1 s to detect a closed window."""
         journal = self.journal_of(f"{self.name}:{chat_id}")
-        is_stepping = self.chats.get(chat_id, False)
-        yield self._json(kind="hello", step=is_stepping, chats=list(self.chats))
+        step = self.chats.get(chat_id)
+        yield self._json(kind="hello", step=step, chats=list(self.chats))
         position, seen, draft = 0, 0, ""
         while True:
             time.sleep(0.1)
@@ -1693,8 +1693,7 @@ class PageRequest:
         """Does the request come from this page? A DNS rebinding attack sends a wrong Host header;
         other web pages send a wrong Origin header."""
         own = self.page.host
-        origin = self.headers.get("Origin", f"http://{own}")
-        return self.headers.get("Host") == own and origin == f"http://{own}"
+        return self.headers["Host"] == own and self.headers["Origin"] in (None, f"http://{own}")
 
     def _is_allowed(self):
         cookies = self.headers.get("Cookie", "").encode().split(b"; ")
@@ -1726,17 +1725,16 @@ class PageRequest:
         elif not self._is_allowed():
             self._reply(403, NO_COOKIE)
         elif path == "/memory":
-            self._reply(200, self.page.as_json(self.page.memory()), "application/json")
+            self._reply(200, self.page.as_json(self.page.memory()))
         elif path == "/events":
             self._reply(200, "retry: 1000\n\n", "text/event-stream")  # milliseconds
-            asked = dict(urllib.parse.parse_qsl(query))
-            for event in self.page.news(page_chat(asked["chat"]), int(asked["lines"])):
+            chat, most = urllib.parse.unquote(query).split("&")
+            for event in self.page.news(page_chat(chat), int(most)):
                 self.wfile.write(f"data: {event}\n\n".encode() if event else b":\n\n")
         else:
             html, right = self.page.runs if path == "/runs" else self.page.html
             nonce = secrets.token_urlsafe(16)
-            policy = PAGE_POLICY.format(nonce) + right
-            html = html.replace("%NONCE%", nonce)
+            html, policy = html.replace("%NONCE%", nonce), PAGE_POLICY.format(nonce, right)
             self._reply(200, html, "text/html", Content_Security_Policy=policy)
 
     def do_POST(self):  # noqa: N802

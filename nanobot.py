@@ -500,9 +500,6 @@ def batches(calls: list[ToolCallRequest], tools: ToolRegistry) -> Iterator[list[
 # ---- The system prompt and the messages of a request ----
 
 
-PART_END = "\n\n---\n\n"
-
-
 class ContextBuilder:
     """Builds a request. Prompt caches need a system prompt without the current time."""
 
@@ -2433,6 +2430,9 @@ class StepHook(AgentHook):
                 return answer
 
 
+PART_END = "\n\n---\n\n"  # between the parts of the system prompt
+
+
 class RunEvents:
     """Tells all listeners what happens in a run, as the events that providers.py describes. Each
     message of a request is told once; later requests only name its number."""
@@ -2441,9 +2441,9 @@ class RunEvents:
         self.listeners = listeners
         # key: of the session
         self.about = {"run": uuid.uuid4().hex[:8], "who": who, "key": key}
-        self.numbers: dict[str, int] = {}  # each message of the last request, as JSON → its number
+        self.numbers = {}  # each message of the last request, as JSON → its number
         self.count = itertools.count(1)
-        self.tools: list = []  # of the last request
+        self.tools = []  # of the last request
 
     def __call__(self, kind: str, **fields):
         if not self.listeners:
@@ -2490,17 +2490,14 @@ def record_events(loop, files):
 def glass_html(**run):
     """The HTML of the page. With the `events` of a recorded run, or with the `runs` that are
     shipped, the page needs no server."""
-    html = (DATA / "templates" / "glass.html").read_text(encoding="utf-8")
+    html = (DATA / "templates/glass.html").read_text(encoding="utf-8")
     escaped = json.dumps(run).replace("<", "\\u003c").replace("%", "\\u0025")
     return html.replace("%RUN%", escaped)  # the data cannot contain </script> or %NONCE%
 
 
-TRACES = DATA / "templates/traces"
-
-
 def recorded(file):
     """The events of a file, or of the run of this name in `templates/traces/`."""
-    shipped = TRACES / f"{file.name}.jsonl"
+    shipped = DATA / f"templates/traces/{file.name}.jsonl"
     events = []
     try:
         with open(file if file.exists() else shipped, encoding="utf-8") as lines:
@@ -2520,7 +2517,7 @@ def recorded(file):
 def described(event):
     """An event for `nanobot trace`: `10:00:01 turn result: 1| hello`"""
     moment = time.strftime("%H:%M:%S", time.localtime(event["time"]))
-    _, text = shown(event)
+    text = shown(event)[1]
     return f"{moment} {event['who']} {event['kind']}: {text} {event.get('arguments', '')}"
 
 
@@ -2995,13 +2992,13 @@ def web_command(arguments):
     loop.context.project = project.part()
     if project.is_unknown:
         print(printable(NOT_FOLLOWED.format(project, command_with_flags(arguments, "trust"))))
-    window = config.defaults.context_window_tokens
-    html = glass_html(model=loop.provider.model, window=window)
-    runs = glass_html(runs={file.stem: recorded(file) for file in TRACES.glob("*.jsonl")})
+    html = glass_html(model=loop.provider.model, window=config.defaults.context_window_tokens)
+    traces = DATA / "templates/traces"
+    runs = glass_html(runs={file.stem: recorded(file) for file in traces.glob("*.jsonl")})
     # a browser in a sandbox (snap) cannot open files in hidden folders, like ~/.nanobot
     file = path_of("~/nanobot-page.html")
 
-    def tell(address: str):
+    def tell(address):
         """Print a new address; the file has only the first one."""
         print(f"The page (each address works once): {address}", flush=True)
         file.unlink(missing_ok=True)
@@ -3025,8 +3022,8 @@ def web_command(arguments):
 
 def connect_page(loop, page, arguments):
     """Let the page show the sessions and each turn, and ask the questions of a turn."""
-    names = [key[4:] for key in loop.sessions.list_keys() if key[:4] == "web:"]
-    page.chats |= dict.fromkeys(names, False)
+    keys = loop.sessions.list_keys()
+    page.chats |= {key[4:]: False for key in keys if key[:4] == "web:"}
     page.memory = lambda: loop.context.parts(loop.turn("web:page"))
     loop.listeners.append(page.show)
     loop.hooks.append(StepHook(page.ask))
@@ -3044,8 +3041,7 @@ def recording_command(arguments):
     if arguments.command == "replay":
         return asyncio.run(play(events, CLI(), 0 if arguments.fast else 1))
     if arguments.html:
-        html = glass_html(events=events).replace("%NONCE%", uuid.uuid4().hex)
-        arguments.html.write_text(html, encoding="utf-8")
+        arguments.html.write_text(glass_html(events=events), encoding="utf-8")
         complain(f"{arguments.html} contains the prompts and all tool results")
     else:
         print(printable("\n".join(map(described, events))))

@@ -38,7 +38,6 @@ from providers import (
     choose_endpoint,
     legal,
     keyless_json,
-    recorded_answer,
 )
 from tools import FILE_TOOLS, Exec, ToolRegistry, Turn, Web, WebFetch, WebSearch
 
@@ -2260,6 +2259,12 @@ def test_the_events_tell_each_attempt_and_what_was_remembered(tmp_path):
     answers = [fields["answer"] for kind, fields in events if kind == "answer"]
     assert [answer.content for answer in answers] == ["Here.", None, None]
     assert "HTTP 401" in answers[1].error and "stopped" in answers[2].error
+
+
+def recorded_answer(event: dict) -> LLMResponse:
+    answer = LLMResponse(**event["answer"])
+    answer.tool_calls = [ToolCallRequest(**call) for call in answer.tool_calls]
+    return answer
 
 
 def test_a_scripted_model_repeats_recorded_answers():
