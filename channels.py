@@ -28,7 +28,6 @@ import os
 import queue
 import re
 import secrets
-import select
 import shutil
 import signal
 import sys
@@ -273,8 +272,8 @@ def terminate(*_):
 
 def end_on_signals(handler=terminate):
     """SIGTERM and SIGHUP call `handler`; a signal that was ignored at the start stays ignored."""
-    for name in ("SIGTERM", "SIGHUP"):
-        number = getattr(signal, name, None)  # there is no SIGHUP on Windows
+    for name in ("SIGTERM", "SIGHUP", "SIGBREAK"):  # Windows has no SIGHUP, only it has Ctrl-Break
+        number = getattr(signal, name, None)
         if number and signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, handler)
 
@@ -282,15 +281,23 @@ def end_on_signals(handler=terminate):
 def prepare_streams():
     """Open each closed standard stream as the null device, because Python sets a closed stream to
     None, which has no method `isatty`. Replace characters that cannot be encoded."""
-    if os.name == "nt":
-        os.system("")  # from now on, cmd.exe understands escape codes and does not show `←[2m`
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         stream = getattr(sys, name)
         if stream is None:
-            stream = open(os.devnull, mode, encoding="utf-8", errors="replace")  # noqa: SIM115
+            stream = open(os.devnull, mode)  # noqa: SIM115
             setattr(sys, name, stream)
-        elif isinstance(stream, io.TextIOWrapper):  # false in a notebook
+        if isinstance(stream, io.TextIOWrapper):  # false in a notebook
             stream.reconfigure(errors="replace")
+            if os.name == "nt":
+                prepare_on_windows(stream)
+
+
+def prepare_on_windows(stream):
+    """Pipes and files are UTF-8, whatever the code page is; a console shows colours."""
+    os.system("")  # switches the escape codes on, else cmd.exe shows `←[2m`
+    if isinstance(getattr(stream.buffer, "raw", stream.buffer), io.FileIO):  # not a console
+        stream.reconfigure(encoding="utf-8")
+        stream.isatty = lambda: False  # Windows says that NUL is a terminal
 
 
 # ---- The keyboard ----
@@ -387,7 +394,7 @@ class BackgroundLoop:
         self._turn = self.loop.create_future()  # the current or the last turn
         self._turn.cancel()  # no turn is running
         self._questions = queue.SimpleQueue()  # the questions of this turn
-        threading.Thread(target=self._serve, daemon=True).start()
+        on_thread(self._serve)
 
     def _serve(self):
         self.loop.run_forever()
@@ -583,11 +590,14 @@ class CLI(Channel):
         leave a file alone that another program is reading."""
         if beside_message and is_partly_read(sys.stdin):
             return ""
-        is_posix = os.name == "posix"  # Windows cannot wait for a pipe
-        if beside_message and is_posix and not select.select([sys.stdin], [], [], 3.0)[0]:
-            self.note("nanobot: standard input is open but silent, going on without it")
-            return ""
-        text = text_of_pipe(sys.stdin.buffer, folder)
+        begun = b""
+        if beside_message:
+            try:  # Windows cannot `select` a pipe
+                begun = on_thread(os.read, sys.stdin.fileno(), 65_536).result(3.0)
+            except TimeoutError:
+                self.note("nanobot: standard input is open but silent, going on without it")
+                return ""
+        text = text_of_pipe(begun, sys.stdin.buffer, folder)
         if text and beside_message:
             self.note(f"attached: {len(text):,} characters from standard input")
         return text
@@ -616,10 +626,11 @@ def not_yet_shown(text, streamed):
 MOST_PIPED = 100_000  # the maximum number of characters of standard input in a message
 
 
-def text_of_pipe(stream, folder):
-    """Return the text, or save a long text in a file and return the start and the path."""
-    beginning = stream.read(4 * MOST_PIPED + 1)  # a character has up to four bytes
-    text = beginning.decode(errors="replace")
+def text_of_pipe(begun, stream, folder):
+    """Return the text, or save a long text in a file and return the start and the path. `begun`:
+    the bytes that were read already."""
+    beginning = begun + stream.read(4 * MOST_PIPED + 1)  # a character has up to four bytes
+    text = beginning.decode("utf-8-sig", errors="replace")  # PowerShell sends a BOM
     if len(text) <= MOST_PIPED:
         return text.strip()
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -640,6 +651,10 @@ MOST_UPLOADED = 50_000_000  # bytes of a file that Telegram accepts from a bot
 
 
 async def in_thread(function, /, *args):
+    return await asyncio.wrap_future(on_thread(function, *args))
+
+
+def on_thread(function, /, *args):
     """Run a blocking function on a daemon thread, because asyncio's own threads delay the exit."""
     future = Future()
     future.set_running_or_notify_cancel()  # if the caller is cancelled, the thread still finishes
@@ -651,7 +666,7 @@ async def in_thread(function, /, *args):
             future.set_exception(failure)
 
     threading.Thread(target=work, daemon=True).start()
-    return await asyncio.wrap_future(future)
+    return future
 
 
 class TelegramError(Exception):
@@ -1242,6 +1257,7 @@ class JobStore:
 
     path: Path
     lock: Callable  # `with lock(path):` waits for other threads and programs
+    write: Callable  # `write(path, text)` replaces the file's content, or changes nothing
 
     def read(self):
         """Raises OSError if the file is damaged, so that a damaged file never looks empty."""
@@ -1259,7 +1275,6 @@ class JobStore:
     def edit(self, id: str, changes: dict | None, is_new: bool = False):
         """Change these keys of a job; None removes the job. Without `is_new`, an unknown id changes
         nothing: another program may have removed the job. The file is written atomically."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.lock(self.path.with_suffix(".lock")):
             rows = self.read()
             found = [row for row in rows if isinstance(row, dict) and str(row.get("id")) == id]
@@ -1271,12 +1286,7 @@ class JobStore:
                     rows.remove(row)
                 else:
                     row.update(changes)
-            temporary = self.path.with_suffix(".tmp")  # overwrites a file that a crash has left
-            with open(temporary, "w", encoding="utf-8", errors="replace") as file:
-                json.dump({"jobs": rows}, file, ensure_ascii=False, indent=1)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, self.path)
+            self.write(self.path, json.dumps({"jobs": rows}, ensure_ascii=False, indent=1))
 
 
 warn_once = functools.lru_cache(maxsize=100)(log.warning)  # the clock asks once a second
@@ -1293,7 +1303,7 @@ class CronService:
 
     store: JobStore
     fire: Callable
-    zone: tzinfo
+    zone: tzinfo | None
     now: Callable = time.time
     sleep: Callable = asyncio.sleep
     is_wanted: Callable = lambda job: True
@@ -1310,7 +1320,7 @@ class CronService:
                     if row.get(each.name) is not None
                 }
                 job = CronJob(**values)
-                job.due(0, self.zone)  # raises an error if the schedule is invalid
+                job.due(1e6, self.zone)  # raises an error if the schedule is invalid
                 jobs.append(job)
             except Exception as problem:
                 warn_once(f"cron: {str(row)[:100]} is no job: {problem}")
@@ -1372,7 +1382,7 @@ class CronService:
                 await self.sleep(60)
 
     def _shown(self, moment):
-        return f"{datetime.fromtimestamp(moment, self.zone):%a %Y-%m-%d %H:%M %Z}"
+        return f"{datetime.fromtimestamp(moment, UTC).astimezone(self.zone):%a %Y-%m-%d %H:%M %Z}"
 
     def add_system(self, id: str, every_seconds: float, enabled: bool = True):
         """Add a system job, or change its settings. The tool `cron` lists, but never removes it."""
@@ -1435,7 +1445,7 @@ class CronService:
             if due is None:
                 raise CronError(f"it never runs. It is now {self._shown(job.after)}")
             if job.at:  # stored with its offset, because other programs may have other zones
-                moment = datetime.fromtimestamp(due, self.zone)
+                moment = datetime.fromtimestamp(due, UTC).astimezone(self.zone)
                 job.at, job.tz = moment.isoformat(timespec="seconds"), ""
             added = f"Added job {self._line(job)}"
         except (ValueError, OverflowError) as problem:
@@ -1464,14 +1474,11 @@ class CronService:
         )
 
 
-def machine_zone(path=Path("/etc/localtime")):
-    """A zone that knows daylight saving time, because `astimezone()` gives only today's offset."""
-    with contextlib.suppress(OSError, ValueError, KeyError):
-        if name := os.environ.get("TZ", "").lstrip(":"):
-            return zoneinfo.ZoneInfo(name)
-        with open(path, "rb") as file:
-            return zoneinfo.ZoneInfo.from_file(file)
-    return datetime.now().astimezone().tzinfo
+def machine_zone():
+    """The zone that TZ names, or None: `datetime` then uses the zone of the machine, and the system
+    knows its summer time. (`astimezone().tzinfo` would be only the offset of one moment.)"""
+    with contextlib.suppress(CronError):  # TZ=CET-1CEST has no name
+        return zone_named(os.environ.get("TZ", "").lstrip(":"), None)
 
 
 # ---- Heartbeat ----
@@ -1577,7 +1584,7 @@ class WebPage(Channel):
 
     async def start(self, bus: MessageBus):
         self.bus, self.loop = bus, asyncio.get_running_loop()
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        on_thread(self.server.serve_forever)
 
     async def send(self, message: OutboundMessage):
         if message.kind == "delta":

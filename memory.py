@@ -31,7 +31,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,7 @@ class Session:
         self.start = 0  # last message number before `/new`
         self.saved = 0  # the messages up to this number are in the long-term memory
         self.summary = ""  # requests have this text instead of the saved messages
-        self.remembered = 0  # up to this number, too, but requests still have these messages
+        self.remembered = 0  # up to this number, they have a history entry, but are still sent
         self.turn_ends = set()  # of each turn but the newest: its last message number
         self.ended = {}  # last message number of each unanswered turn → the reason
         self.resumed = 0  # number of restarts that resumed the open turn
@@ -155,7 +155,7 @@ class Session:
                 reports.append(message)
             elif message["role"] == "user":
                 recent = reports[-50:]
-                quotes = [quoted(report, 10_000 // len(recent)) for report in recent]
+                quotes = [quoted(report, 2_500 // len(recent)) for report in recent]
                 sent.append(as_sent(message, self.gap_after(before), *quotes))
                 before, reports = message, []
             elif before:  # skip a turn if its user message is lost
@@ -223,13 +223,13 @@ def is_answer(message: dict) -> bool:
 
 
 def quoted(report: dict, most: int) -> str:
-    """A report as the user's next message quotes it, with `most` characters of its text. All lines
+    """A report as the user's next message quotes it, with `most` tokens of its text. All lines
     after the first are indented, so that they cannot pass for the user's.
 
     [2026-11-23 10:00, reminder: stretch!]
     """
     moment = report.get("timestamp", "")[:16].replace("T", " ")
-    text = middle_out(report["content"], most).replace("\n", "\n    ")
+    text = fitted(report["content"], most).replace("\n", "\n    ")
     return f"[{moment}, {report['report']}: {text}]"
 
 
@@ -306,7 +306,7 @@ class MemoryStore:
         with locked(self.lock):
             if self.read_facts() != instead_of:
                 return False
-            text = text.replace("\0", "").strip()  # git treats a file with a NUL as binary
+            text = text.strip()
             before = instead_of.strip()
             if not text or (len(before) > 300 and len(text) < len(before) // 2):
                 log.warning("MEMORY.md is not changed: the new text is empty or far too short")
@@ -343,16 +343,12 @@ class MemoryStore:
         return [entry for entry in self.entries() if entry["cursor"] > dreamt]
 
     def recent_history(self) -> list[str]:
-        """The entries that Dream has not read yet, and the last five anyway: 2,000 tokens at most,
-        the newest ones."""
+        """The entries that Dream has not read yet, and the last five anyway. Each gets an equal
+        share of 1,800 tokens."""
         count = min(max(len(self.unread()), 5), 50)
-        recent = self.entries()[-count:]
-        lines = [
-            f"[{entry['timestamp']}] {middle_out(entry['content'], 1_000)}" for entry in recent
-        ]
-        while estimate("\n".join(lines)) > 2_000:
-            lines.pop(0)
-        return lines
+        entries = self.entries()[-count:]
+        texts = [f"[{entry['timestamp']}] {entry['content']}" for entry in entries]
+        return [fitted(text, 1_800 // len(texts)) for text in texts]
 
     def archive_old(self, keep: int = 1_000):
         """Move entries to the archive if Dream has read them, except the newest `keep` entries."""
@@ -373,20 +369,9 @@ SAVE_MEMORY = {
         "description": "Save the lasting parts of a conversation.",
         "parameters": {
             "type": "object",
-            "properties": {
-                "history_entry": {
-                    "type": "string",
-                    "description": "[YYYY-MM-DD HH:MM], then 2 to 5 sentences",
-                },
-                "memory_update": {
-                    "type": "string",
-                    "description": "The whole new MEMORY.md: all lines, old and new",
-                },
-                "summary": {
-                    "type": "string",
-                    "description": "Facts that the conversation still needs, at most 400 words",
-                },
-            },
+            "properties": dict.fromkeys(  # the prompt, templates/consolidate.md, describes them
+                ("history_entry", "memory_update", "summary"), {"type": "string"}
+            ),
             "required": ["history_entry", "memory_update"],
         },
     },
@@ -422,64 +407,60 @@ class Consolidator:
         """Runs in the background. Move all turns older than `/new`. If more than `window` messages
         remain, move turns until about `window / 2` remain. Returns a line for the user, or ""."""
         upto = session.start
+        if session.saved < upto <= session.remembered:  # no model is needed
+            with self.sessions.lock(session.key):
+                session.mark("saved", upto=upto)
         conversation = session.conversation()
         if len(conversation) > self.window:
-            surplus = len(conversation) - self.window // 2
-            upto = conversation[surplus - 1]["n"]
+            upto = conversation[-self.window // 2 - 1]["n"]
         return await self.move(session, upto)
 
     async def move(self, session: Session, upto: int) -> str:
         """Move turns up to message `upto` in at most five rounds, because a user may be waiting.
         Returns `12 older messages moved to the memory; memory: 2 lines removed, 1 added`. Raises
         SessionBusy."""
-        unsaved = session.messages
-        told = []
+        before, told = session.saved, ""
         async with self.one_at_a_time:
             for _ in range(5):
                 end, text = self._next_part(session, upto)
                 if not end:
                     break
                 earlier = [message["content"] for message in session.summary_messages()]
-                is_new = end > session.remembered
-                saved = await self.save(earlier, text, is_new)
+                saved = await self.save(earlier, text)
                 if saved is None or session.size != file_size(session.path):
                     break  # the model cannot be reached, or another program changed the file
                 entry, summary, changes = saved
-                if changes:
-                    told.append(f"memory: {changes}")
+                told += changes
                 origin = {"session": session.key, "created_at": session.created_at, "upto": end}
                 with self.sessions.lock(session.key):  # no `await`, so no cancellation here
-                    if is_new:
+                    if end > session.remembered:
                         self.store.append_history(entry, **origin, summary=summary)
                     session.mark("saved", upto=end, summary=summary)
-        count = sum(message["n"] <= session.saved for message in unsaved)
-        if not count:
-            return ""
-        return "; ".join([f"{counted(count, 'older message')} moved to the memory", *told])
+        count = session.saved - before
+        return f"{counted(count, 'older message')} moved to the memory{told}" if count else ""
 
     def _next_part(self, session, upto):
         """Choose the turns of the next round. Returns (last message number, text of the turns)."""
         room = self.budget // 4  # the request also holds MEMORY.md and the summary
         end, text = 0, ""
-        part: list[dict] = []
+        part = []
         for message in session.messages:
             part.append(message)
             n = message["n"]
             if n in session.turn_ends and n <= upto:
                 longer = text_of_turns(part)
                 is_past_new = end <= session.start < n
-                is_past_remembered = end <= session.remembered < n
-                if end and (is_past_new or is_past_remembered or estimate(longer) > room):
+                if end and (is_past_new or estimate(longer) > room):
                     break
                 end, text = n, longer
         return end, fitted(text, room)  # even a single turn may be too long
 
-    async def save(self, earlier: list[str], text: str, is_new: bool = True) -> tuple | None:
-        """Returns (entry, summary, changes of MEMORY.md), or None if the model cannot be reached.
-        Without a valid call, the entry is a short piece of the text. `earlier`: the summary of the
-        conversation so far. If the text is not new, MEMORY.md stays as it is."""
+    async def save(self, earlier: list[str], text: str) -> tuple | None:
+        """Returns (entry, summary, `; memory: 1 line removed, 2 added`), or None if the model is
+        not reachable. Without a valid call, the entry is a short piece of the text. `earlier`: the
+        summary of the conversation so far."""
         repository = MemoryRepository(self.store.workspace)
-        entry, summary, changes = f"[RAW] {middle_out(text, 2_000)}", "", ""
+        entry, summary, changes = f"[RAW] {fitted(text, 400)}", "", ""
         for _ in range(3):  # retry if MEMORY.md has changed, or if the answer was cut off
             facts = self.store.read_facts()
             question = "\n\n".join(["# MEMORY.md", facts, "# Conversation", *earlier, text])
@@ -493,11 +474,11 @@ class Consolidator:
             found = re.sub(THOUGHTS, "", valid[0]["history_entry"]).strip() if valid else ""
             if not found:
                 break
-            if is_new:
-                await asyncio.to_thread(repository.record, OUTSIDE)
-                if not self.store.write_facts(valid[0]["memory_update"], facts):
-                    continue
-                changes = await asyncio.to_thread(repository.record, "consolidation")
+            await asyncio.to_thread(repository.record, OUTSIDE)
+            if not self.store.write_facts(valid[0]["memory_update"], facts):
+                continue
+            counts = await asyncio.to_thread(repository.record, "saved from a conversation")
+            changes = f"; memory: {counts}" if counts else ""
             entry, summary = found, valid[0].get("summary")
             break
         return entry, str(summary or "\n\n".join([*earlier, entry]))[-4_000:], changes
@@ -538,8 +519,7 @@ class Governed:
 
     def _leave_out(self, excess, list_size):
         """Leave out the oldest turns, then the oldest steps of this turn."""
-        kept: list[dict] = []
-        left_out: list[dict] = []
+        kept, left_out = [], []
         freed = 0
         for n, message in enumerate(self.messages[: self.limit]):
             is_user = message["role"] == "user"
@@ -555,14 +535,14 @@ class Governed:
         if not left_out:
             return
         rest = self.messages[len(kept) + len(left_out) :]
-        lines = [
+        told = (
             f"[{counted(len(left_out), 'earlier message')} left out. The calls, and the first line"
-            " of each message:]"
-        ]
+        )
+        lines = [f"{told} of each message:]"]
         for message in left_out:
             text = str(without_images(message).get("content") or "")
             first_line = text.strip().partition("\n")[0]
-            lines.append(middle_out(readable(message | {"content": first_line}), 500))
+            lines.append(fitted(readable(message | {"content": first_line}), 100))
         text = fitted("\n".join(lines), int(min(list_size, max(freed - excess, 50))))
         self.messages = [*kept, {"role": "user", "content": text}, *rest]
         self.notes.append(f"{counted(len(left_out), 'message')} left out (~{freed:,} tokens)")
@@ -575,45 +555,47 @@ class Governed:
 
     def _cut_results(self, excess, _):
         """Last resort: cut each tool result to an equal share of the remaining tokens."""
-        results = [n for n, message in enumerate(self.messages) if message["role"] == "tool"]
-        room = total_tokens([self.messages[n] for n in results]) - excess
-        for n in results:
-            text = str(self.messages[n].get("content") or "")
-            cut = fitted(text, max(int(room) // len(results) - 20, 10))
-            if cut != text:
-                cut += "\n[not all of it: ask for a part]"
-                self.messages[n] = {**self.messages[n], "content": cut}
+        results = [message for message in self.messages if message["role"] == "tool"]
+        room = int(total_tokens(results) - excess)
+        for n, message in enumerate(self.messages):
+            text = str(message.get("content") or "")
+            if message["role"] == "tool":
+                cut = fitted(text, max(room // len(results) - 20, 10))
+                if cut != text:
+                    cut += "\n[not all of it: ask for a part]"
+                    self.messages[n] = {**message, "content": cut}
         self.notes.append(f"{counted(len(results), 'tool result')} cut")
 
 
 # ---- What people said at terminals ----
 
 
-async def remember_terminals(memory: Consolidator):
-    """Save what people typed at terminals in the last month, except in the last hour, with one
-    request for all conversations. Requests still have the messages, because `-c` may continue a
-    conversation. Raises SessionBusy."""
-    sessions = memory.sessions
-    lock = memory.store.workspace / ".nanobot" / "terminals.lock"
-    with locked(lock, "Another program saves the conversations."):
-        unsaved = {}  # session → text
+def remember_terminals(sessions):
+    """Write a history entry, without a model, about each conversation that a person typed at a
+    terminal, except in the last hour: it may go on. Requests still have its messages.
+
+    {"cursor": 8, "timestamp": "2026-11-22 18:03", "used": 1795366980.0,
+     "content": "In /home/ada/plan:\n[2026-11-22T18:01:40+0100] user: Add the costs.\n…"}
+    """
+    store = sessions.store
+    with locked(store.folder / ".terminals"):  # two programs may start at the same time
+        done = max([entry.get("used", 0.0) for entry in store.entries()], default=0.0)
         for key, used in reversed(sessions.by_last_use()):
-            await asyncio.sleep(0)
-            is_due = 3_600 < time.time() - used < 30 * 86_400
-            if is_due and sessions.first_line(key).get("typed"):
-                session = sessions.load(key)
-                new = [m for m in session.messages if m["n"] > session.remembered]
-                if new:
-                    unsaved[session] = text_of_turns(new)
-        if not unsaved:
-            return
-        texts = [fitted(text, memory.budget // 2 // len(unsaved)) for text in unsaved.values()]
-        async with memory.one_at_a_time:
-            saved = await memory.save([], "\n\n".join(texts))
-        if saved:
-            memory.store.append_history(saved[0])
-            for session in unsaved:
-                used = session.path.stat().st_mtime
+            first = sessions.first_line(key)
+            if not first.get("typed") or not done < used < time.time() - 3_600:
+                continue
+            session = sessions.load(key)
+            said = [
+                message
+                for message in session.messages
+                if message["n"] > session.remembered
+                and (message["role"] == "user" or is_answer(message))
+            ]
+            if said:
+                moment = time.strftime("[%Y-%m-%d %H:%M]", time.localtime(used))
+                lines = [f"{moment} In {first.get('folder')}:"]
+                lines += [fitted(readable(message), 2_000 // len(said)) for message in said]
+                store.append_history("\n".join(lines), used=used)
                 session.mark("remembered", upto=session.highest)
                 os.utime(session.path, (used, used))  # the mark is no use of the conversation
 
@@ -636,7 +618,7 @@ def read_records(path: Path, is_valid: Callable):
         elif line.strip(b"\0 \t\r"):
             damaged.append(line)
     aside = path.with_name(f"{path.name}.corrupt")
-    known = aside.read_bytes().split(b"\n") if aside.exists() else []
+    known = aside.read_bytes() if aside.exists() else b""
     lines = [line for line in damaged if line not in known]
     if lines:
         skipped = counted(len(lines), "unreadable line")
@@ -652,9 +634,7 @@ def has(record, **kinds):
 
 
 def is_inbox_line(line: dict):
-    media = line.get("media", [])
-    is_list = isinstance(media, list) and all(isinstance(path, str) for path in media)
-    return is_list and has(line, id=str, kind=str, content=str)
+    return has({"media": []} | line, id=str, kind=str, content=str, media=list)
 
 
 def journal_lines(path: Path):
@@ -665,12 +645,14 @@ def journal_lines(path: Path):
         os.replace(path, aside)
         log.warning("%s has no valid line: file moved to %s, the session starts anew", path, aside)
     old = list(takewhile(lambda line: "n" not in line and "mark" not in line, lines))
-    return (numbered(old) if old else []) + lines[len(old) :]
+    if old:
+        return numbered(old) + lines[len(old) :]
+    return lines
 
 
 def is_journal_line(line: dict):
     """True for a mark, and for a message that a request can have."""
-    if "mark" in line or line.get("_type") == "metadata":
+    if "mark" in line or "_type" in line:
         return True
     calls = line.get("tool_calls") or []
     has_calls = isinstance(calls, list) and all(has(call, function=dict) for call in calls)
@@ -684,14 +666,14 @@ def numbered(lines: list[dict]):
     {"_type": "metadata", "created_at": "2026-02-01T10:00:00", "last_consolidated": 2}
     {"role": "user", "content": "Hi"}    →    {"n": 1, "role": "user", "content": "Hi"}
     """
-    details = lines[0] if "_type" in lines[0] else {}
+    first = lines[0]
     messages = [line for line in lines if "_type" not in line]
     return [
-        {"mark": "session", "created_at": details.get("created_at")},
+        {"mark": "session", "created_at": first.get("created_at")},
         *({"n": n} | message for n, message in enumerate(messages, 1)),
         {"mark": "ended"},
         {"mark": "delivered", "upto": len(messages)},
-        {"mark": "saved", "upto": details.get("last_consolidated", 0)},
+        {"mark": "saved", "upto": first.get("last_consolidated", 0)},
     ]
 
 
@@ -820,11 +802,13 @@ class SessionManager:
         self.events_of = events_of  # the session's key → its `on_event`
         self.store = store or MemoryStore(workspace)
         self._cache = {}  # the least recently used session first
-        self._held: set[str] = set()
+        self._held = set()
 
     def path(self, key: str):
         """`cli:direct` → `cli%3Adirect.jsonl`, or `cli_direct.jsonl` if this older name exists."""
         name = quote(key, " @+,=", errors="replace").replace(".", "%2E")
+        if os.name == "nt":  # for Windows, Work.jsonl and work.jsonl are one file: %57ork, %3Awork
+            name = re.sub("(?<!%)(?<!%.)[A-Z]", lambda letter: f"%{ord(letter[0]):X}", name)
         path = self.folder / f"{name}.jsonl"
         older = self.folder / f"{name.replace('%3A', '_')}.jsonl"
         return older if older.exists() and not path.exists() else path
@@ -840,13 +824,9 @@ class SessionManager:
         return Inbox(self.path(key).with_suffix(".outbox"))
 
     def new_key(self):
-        """A new key for a conversation at a terminal, from the time: `cli:2026-11-23-0120-ab3f`.
-        The lock file claims the key, because programs may start at the same time."""
-        while True:
-            key = f"cli:{time.strftime('%Y-%m-%d-%H%M')}-{secrets.token_hex(2)}"
-            with contextlib.suppress(FileExistsError):
-                open_private(self.path(key).with_suffix(".lock"), "xb").close()
-                return key
+        """A new key for a conversation at a terminal, from the time: `cli:2026-11-23-0120-ab3f91`.
+        It has a random part, because programs may start at the same time."""
+        return f"cli:{time.strftime('%Y-%m-%d-%H%M')}-{secrets.token_hex(3)}"
 
     def first_line(self, key: str):
         """The first line of the journal. Terminals write their `folder`, and `typed: true` for what
@@ -854,7 +834,7 @@ class SessionManager:
         with contextlib.suppress(OSError, ValueError):
             with open(self.path(key), "rb") as file:
                 first = json.loads(file.readline(100_000))
-            if isinstance(first, dict):
+            if has(first):
                 return first
         return {}
 
@@ -901,7 +881,7 @@ class SessionManager:
     def by_last_use(self):
         """(key, time of its last use) of all sessions, the most recently used first. Some sessions
         have only an inbox."""
-        used: dict[str, float] = {}
+        used = {}
         for path in self.folder.glob("*"):
             if path.suffix in (".jsonl", ".inbox") and path.exists():  # Emacs leaves broken links
                 name = unquote(path.stem)
@@ -937,7 +917,7 @@ def readable(message: dict):
     for call in message.get("tool_calls") or []:
         function = call["function"]
         parts.append(f"calls {function.get('name')}({function.get('arguments')})")
-    text = "\n".join(part for part in parts if part)
+    text = "\n".join(parts).strip()
     if message.get("cut"):
         text += f" [broke off: {message['cut']}]"
     who = f"{message['role']} {message.get('name', '')}".strip()  # a result has its tool's name
@@ -950,7 +930,7 @@ def text_of_turns(messages: list[dict]):
     """The text of a conversation for `save_memory`. `runtime` names time, chat and folder."""
     lines = []
     for message in messages:
-        lines += [middle_out(readable(message), 2_000), message.get("runtime", "")]
+        lines += [fitted(readable(message), 500), message.get("runtime", "")]
     return "\n".join(lines)
 
 
@@ -972,16 +952,10 @@ def counted(count: int, one: str, several: str = ""):
     return f"{count:,} {one}" if count == 1 else f"{count:,} {several or one + 's'}"
 
 
-def middle_out(text: str, most: int):
-    if len(text) <= most:
-        return text
-    return f"{text[: most * 2 // 3]} […] {text[-most // 3 :]}"
-
-
 def fitted(text: str, most: int):
     """Remove characters from the middle of a text until it has at most `most` tokens."""
     while estimate(text) > most and len(text) > 50:  # do not cut very short texts
-        text = middle_out(text, len(text) * 3 // 4)
+        text = f"{text[: len(text) // 2]} […] {text[-len(text) // 4 :]}"
     return text
 
 
@@ -1092,8 +1066,11 @@ class Dream:
         findings = re.findall(FINDING, answer)
         if not findings:
             return "completed" if "[SKIP]" in answer else "failed"
-        skills = [skill for skill in self.skills.load() if not skill.problem]
-        known = [f"- {skill.name}: {skill.description} ({skill.path})" for skill in skills]
+        known = [
+            f"- {skill.name}: {skill.description} ({skill.path})"
+            for skill in self.skills.load()
+            if not skill.problem
+        ]
         question = "\n\n".join(["# Findings", *findings, *files, "# Skills", *known])
         result = await self.run_agent(request(self.edit_prompt, question), self.refuse)
         outcomes = {"completed": "completed", "error": UNREACHABLE}
@@ -1117,7 +1094,9 @@ class Dream:
 
 # ---- Git commits of dreams and consolidations: show the changes, or undo them ----
 
-OUTSIDE = "other changes"
+OUTSIDE = "edited by you or the agent"
+LAST_DREAM = "HEAD^{/^dream:}"
+UNKNOWN = "there is no such commit, or no dream yet. /dream-log lists the commits."
 
 
 class MemoryRepository:
@@ -1150,12 +1129,14 @@ class MemoryRepository:
             cwd=self.workspace,
             env=os.environ | own,
             capture_output=True,
+            encoding="utf-8",
+            errors="replace",
         )
         if done.returncode:
-            problem = done.stderr.decode(errors="replace").strip()
+            problem = done.stderr.strip()
             remedy = f"If {self.folder} is damaged, remove it: the next dream begins a new one."
             raise OSError(why or f"{problem}. {remedy}")
-        return done.stdout.decode(errors="replace")
+        return done.stdout
 
     def commit(self, subject: str):
         """Commit the files. Returns `2 lines removed, 1 added`, or "". Raises OSError."""
@@ -1163,8 +1144,6 @@ class MemoryRepository:
             self.folder.parent.mkdir(exist_ok=True)
             self.git("init", "-q")
             write_atomically(self.folder / "info" / "attributes", self.attributes)
-        for lock in self.folder.glob("*.lock"):  # a killed git leaves `index.lock`
-            lock.unlink()
         self.git("add", "-u")  # changed and deleted files
         names = [name for name in self.files if (self.workspace / name).exists()]
         self.git("add", "-f", "--", *names)
@@ -1174,25 +1153,21 @@ class MemoryRepository:
         counts = re.findall(r"(?m)^(\d+)\t(\d+)", changed)  # "1\t2\tmemory/MEMORY.md"
         removed = sum(int(count) for _, count in counts)
         told = f"{counted(removed, 'line')} removed, {sum(int(n) for n, _ in counts)} added"
-        moment = time.strftime("%Y-%m-%d %H:%M")
-        self.git("commit", "-q", "-m", f"{subject}: {moment}, {told}")
+        self.git("commit", "-q", "-m", f"{subject}: {told}")
         return told
 
     def record(self, subject: str):
-        """Commit unless a dream is running, whose commit then contains these changes, too."""
-        try:
-            with self.lock():
-                return self.commit(subject)
-        except (OSError, SessionBusy) as problem:
-            log.info("MEMORY.md is not committed: %s", problem)
-            return ""
+        """Commit if git works, and unless a dream is running, whose commit then contains these
+        changes, too. Returns `2 lines removed, 1 added`, or ""."""
+        with contextlib.suppress(OSError, SessionBusy), self.lock():
+            return self.commit(subject)
+        return ""
 
     def log(self, sha: str = ""):
         """List the last commits, one per line. With `sha`, show the changes of that commit."""
         try:
-            commit = self._known(sha, "HEAD")
-            what = ["show", commit] if sha else ["log", "-50"]
-            return self.git(*what, "--format=%h %s").strip()[:16_000]
+            what = ["show", f"{sha}^0"] if sha else ["log", "-50"]  # `--help^0` is no option
+            return self.git(*what, "--format=%h %ci %s", why=UNKNOWN).strip()[:16_000]
         except OSError as problem:
             return f"There is no log: {problem}"
 
@@ -1201,29 +1176,24 @@ class MemoryRepository:
         why = "the commit is undone already, or its lines have changed since then."
         try:
             with self.lock():
-                commit = self._known(sha, ":/^dream:")
                 self.commit(OUTSIDE)
+                commit = f"{sha or LAST_DREAM}^0"
                 patch = ".nanobot/undo.patch"  # not read here: its bytes must stay as they are
                 output = f"--output={patch}"
-                self.git("diff-tree", "-p", "--binary", output, commit, "--", *self.files)
+                self.git(
+                    "diff-tree", "-p", "--binary", output, commit, "--", *self.files, why=UNKNOWN
+                )
                 files = [self.workspace / name for name in self.git("ls-files", "-z").split("\0")]
                 modes = {path: path.stat().st_mode for path in files if path.is_file()}
-                self.git("apply", "-R", "--whitespace=nowarn", patch, why=why)
+                # -C0: the lines around a change may have changed since
+                self.git("apply", "-R", "-C0", "--whitespace=nowarn", patch, why=why)
                 for path, mode in modes.items():  # git has given new files the usual mode
                     if path.exists():
                         path.chmod(stat.S_IMODE(mode))
-                return f"Undone: {self.commit(f'restore of {commit[:7]}')}."
+                told = self.commit(f"restore of {sha or 'the last dream'}")
+                return f"Undone: {told}."
         except (OSError, SessionBusy) as problem:
             return f"Nothing is changed: {problem}"
-
-    def _known(self, sha, usual):
-        """The full id of the commit `sha`, by default of the commit `usual`."""
-        why = f"there is no commit {sha[:40]!r}. /dream-log lists the commits."
-        if sha.startswith("-"):
-            raise OSError(why)
-        if not sha:
-            sha, why = usual, "there has been no dream yet."
-        return self.git("rev-parse", "--verify", sha, why=why).strip()
 
 
 # ---- Skills ----
@@ -1248,7 +1218,6 @@ class SkillsLoader:
     def __init__(self, *folders: Path, read: Read = read_regular_file):
         self.folders = folders  # if two folders have the same skill, the first folder wins
         self.read = read
-        self._warned: set[Path] = set()
 
     def load(self):
         """All skills. For an unreadable skill, `problem` says why."""
@@ -1262,10 +1231,13 @@ class SkillsLoader:
             return skill_of(path, self.read(path))
         except Exception as problem:  # a damaged skill must not stop the turn
             why = f"{type(problem).__name__}: {problem}"
-            if path not in self._warned:
-                log.warning("%s is left out: %s", path, why)
-            self._warned.add(path)
+            warn_once(f"{path} is left out: {why}")
             return Skill(path.parent.name, path, problem=why)
+
+
+@cache
+def warn_once(text):
+    log.warning("%s", text)
 
 
 # "---\nname: weather\n---\n"

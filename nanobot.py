@@ -36,9 +36,7 @@ import re
 import runpy
 import shlex
 import string
-import subprocess
 import sys
-import threading
 import time
 import uuid
 import warnings
@@ -71,6 +69,7 @@ from channels import (
     end_all,
     end_on_signals,
     machine_zone,
+    on_thread,
     prepare_streams,
     printable,
     zone_named,
@@ -121,7 +120,6 @@ from tools import (
     SEARCH_SERVICES,
     Exec,
     MCPServers,
-    Tool,
     ToolError,
     ToolRegistry,
     ToolResult,
@@ -151,6 +149,17 @@ log = logging.getLogger("nanobot")
 HERE = Path(__file__).resolve().parent
 DATA = HERE if (HERE / "templates").is_dir() else HERE / "nanobot_data"  # nanobot_data: in wheels
 
+Emit = Callable[[OutboundMessage], Awaitable[None]]
+Media = Iterable[Path]  # files attached to a message
+NO_USAGE = {
+    "prompt_tokens": 0,
+    "completion_tokens": 0,
+    "total_tokens": 0,
+    "cached_tokens": 0,
+    "estimated": False,
+}
+WITHHELD = ("content_filter", "refusal")  # values of `finish_reason`
+
 # ---- The input and the result of a run ----
 
 
@@ -176,18 +185,141 @@ class AgentRunSpec:
 
 @dataclass
 class AgentRunResult:
-    """The result of a run. Stop reasons: completed, max_iterations, error, tool_error, empty."""
+    """The result of a run."""
 
     final_content: str | None = None
     messages: list[dict] = field(default_factory=list)
     tools_used: list[str] = field(default_factory=list)
     usage: dict = field(default_factory=lambda: dict(NO_USAGE))
-    stop_reason: str = "completed"
+    stop_reason: str = ""  # completed, max_iterations, error, tool_error or empty
     tool_events: list[dict] = field(default_factory=list)  # name, arguments, is_error, result
     error: str | None = None
     model: str = ""
     requests: int = 0  # number of requests; a step sends two requests if the first is too long
     context_tokens: int = 0  # size of the last request, in tokens
+
+
+# ---- Hooks: what a program can watch or change in a run ----
+
+
+@dataclass
+class AgentHookContext:
+    """The state of a run. If a hook changes `messages`, the next request contains the change."""
+
+    messages: list[dict]
+    iteration: int = 0  # steps so far
+    response: LLMResponse = field(default_factory=LLMResponse)
+    usage: Usage = field(default_factory=lambda: Usage(NO_USAGE))
+    model: str = ""
+
+    @property
+    def tool_calls(self):
+        return self.response.tool_calls
+
+
+class AgentHook:
+    """Observes or changes a run. Override any of the methods. A step calls the methods in this
+    order: before_iteration, before_request, on_stream, after_response, on_stream_end,
+    before_execute_tools, after_tool, after_iteration. finalize_content may change the answer."""
+
+    wants_streaming = False
+    only_watches = False  # True: the calls of a step run even if this hook fails
+
+    async def before_iteration(self, context: AgentHookContext): ...
+    async def before_request(self, messages: list[dict], tools: list[dict]): ...
+    async def on_stream(self, delta: str): ...
+    async def on_stream_end(self, resuming: bool): ...
+    async def on_retry(self, why: str): ...
+    async def after_iteration(self, context: AgentHookContext): ...
+
+    async def after_response(self, response: LLMResponse):
+        """A hook may change `response.tool_calls`; the changed calls are journalled and run."""
+
+    async def before_execute_tools(self, tool_calls: list[ToolCallRequest]):
+        """To deny a call, set `call.denied = "reason"`; the model gets the reason as the result."""
+
+    async def after_tool(self, call: ToolCallRequest, result: ToolResult, seconds: float):
+        """Runs as soon as a tool call has ended; other tool calls may still be running."""
+
+    async def finalize_content(self, content: str):
+        return content
+
+
+# ---- The state of a run ----
+
+
+@dataclass
+class Draft:
+    """An unfinished answer. If the length limit cuts the answer into parts, Draft joins them."""
+
+    parts: list[str] = field(default_factory=list)
+    streamed: str = ""  # streamed text of the current part
+    unclear: str = ""  # what looks like a call after a text: not shown and not run yet
+    has_asked: bool = False  # True: the model was asked whether it wants to run that call
+    cuts: int = 0
+    blanks: int = 0  # number of empty answers in a row
+
+    def joined(self, rest: str | None):
+        return "".join([*self.parts, rest or ""])
+
+
+@dataclass
+class RunState:
+    spec: AgentRunSpec
+    context: AgentHookContext
+    result: AgentRunResult = field(default_factory=AgentRunResult)
+    draft: Draft = field(default_factory=Draft)  # the answer so far
+    tools: list[dict] = field(default_factory=list)  # schemas of the tools in the request
+    has_tools: bool = True  # False: the model must now answer in words
+    why_empty: str = "the model sent nothing useful"  # the reason why there is no answer
+    note: str = ""  # a message for the next request only
+    failure: str = ""  # the error of the last failed call of this step
+    outcomes: Counter = field(default_factory=Counter)  # call, outcome → how often in this run
+    calls: dict = field(default_factory=dict)  # call, outcome → number of steps in a row
+    calls_before: dict = field(default_factory=dict)  # `calls` of the previous step
+    room: int = sys.maxsize  # token limit of requests; lowered after a request was too long
+    is_told: bool = False  # True: the user was informed that messages are left out
+
+    @property
+    def is_over_limit(self):
+        """True in the request after the last allowed step; this request asks for a summary."""
+        return self.context.iteration > self.spec.max_iterations
+
+    def add(self, *messages: dict):
+        """Append new messages to the journal and to the next request."""
+        self.context.messages += messages
+        self.spec.append(*messages)
+
+    async def show(self, piece: str):
+        if self.draft.unclear:
+            await self.show_unclear()
+        self.draft.streamed += piece
+        await self.spec.hook.on_stream(piece)
+
+    async def show_unclear(self):
+        """Make the held text a part of the answer: the model did not repeat it as a call."""
+        text, self.draft.unclear = self.draft.unclear, ""
+        self.draft.parts.append(text)
+        if self.spec.hook.wants_streaming:
+            await self.spec.hook.on_stream(text)
+
+    def count(self, call: ToolCallRequest, result: ToolResult):
+        """Count how often this call had this outcome. From the third time on, append a warning to
+        the result. All failures of a call count as the same outcome."""
+        outcome = None if result.is_error else [result.text, result.images]
+        this_call = lines_of_json([call.name, call.arguments, outcome])
+        self.calls[this_call] = self.calls_before.get(this_call, 0) + 1
+        self.outcomes[this_call] += 1
+        times = self.outcomes[this_call]
+        if times < 3:
+            return result
+        warning = template("same_failure" if result.is_error else "same_result", count=times)
+        return replace(result, text=f"{result.text}\n{warning}")
+
+    def end_step(self):
+        """End a step. Returns the number of consecutive steps with the same calls and outcomes."""
+        self.calls_before, self.calls = self.calls, {}
+        return min(self.calls_before.values(), default=0)
 
 
 # ---- The runner: prepare a request, ask the model, run its calls, repeat ----
@@ -503,12 +635,12 @@ def batches(calls: list[ToolCallRequest], tools: ToolRegistry) -> Iterator[list[
 class ContextBuilder:
     """Builds a request. Prompt caches need a system prompt without the current time."""
 
-    def __init__(self, config: Config, memory: MemoryStore, skills: SkillsLoader):
+    def __init__(self, limits: AgentDefaults, memory: MemoryStore, skills: SkillsLoader, now):
         self.memory = memory
         self.skills = skills
-        self.zone = zone_named(config.defaults.timezone, machine_zone())
-        self.now = lambda: config.now().astimezone(self.zone)
-        self.memory_tokens = config.defaults.budget // 4  # limit for MEMORY.md in the prompt
+        self.zone = zone_named(limits.timezone, machine_zone())
+        self.now = lambda: now().astimezone(self.zone)
+        self.memory_tokens = limits.budget // 4  # limit for MEMORY.md in the prompt
         self.project = ""  # the project's own instructions, if the user has allowed them
 
     def request(self, turn: Turn, history: list[dict], images: list[dict]) -> list[dict]:
@@ -575,9 +707,11 @@ class AgentLoop:
         provider: LLMProvider | None = None,
         tools: ToolRegistry | None = None,
         hooks: Iterable[AgentHook] = (),
+        program: Program | None = None,
     ):
         config.check()
         self.config = config
+        self.program = program or Program()
         self.workspace = prepare_workspace(config.workspace)
         self.provider = provider or make_provider(config)
         self.tools = make_tools(config) if tools is None else tools.copy()
@@ -590,7 +724,9 @@ class AgentLoop:
         self.memory = MemoryStore(self.workspace, read)
         self.sessions = SessionManager(self.workspace, self.memory, self.events_of)
         self.skills = SkillsLoader(self.workspace / "skills", DATA / "skills", read=read)
-        self.context = ContextBuilder(config, self.memory, self.skills)
+        self.context = ContextBuilder(
+            config.defaults, self.memory, self.skills, lambda: self.program.now()
+        )
         self.runner = AgentRunner(self.provider)
         self.temperature = config.defaults.temperature
         if self.temperature is None and self.provider.is_local:
@@ -599,16 +735,14 @@ class AgentLoop:
         self.cost = CostTrackingHook(config.prices, self.provider.model)
         self.hooks = [self.cost, *hooks]
         self.can_ask = lambda turn: turn.channel != "cron"  # can a user approve calls?
-        self.subagents = SubagentManager(self)
+        self.subagents = SubagentManager(partial(helper_answer, self))
         self.commands = Commands(self)
         self.tools.register(tool(self.subagents.spawn))
         self.tools.register(JobRunner(self).cron_tool())
         self.started = time.time()
         self.turns = RunningTurns(self.sessions)
         self.background = Background()
-        self.notes = {}  # session key → notice for the next turn
-        self.streaming = True
-        self.patience = 15.0  # seconds to wait for MCP servers that are starting
+        self.tell = None  # a prompt's function, which gets what background work has changed
         self.is_ending = False  # True if the gateway is stopping; the next start resumes open turns
 
     async def process_direct(
@@ -622,21 +756,18 @@ class AgentLoop:
         """Answer one message, without a `session_key` in a new session; commands run in `folder`.
         Raises SessionBusy, and OSError if the journal cannot be written."""
         session_key = session_key or self.sessions.new_key()
-        events = EventHook(on_event, self.turn(session_key, folder), self.streaming)
+        events = EventHook(on_event, self.turn(session_key, folder), self.program.streaming)
         command, argument = slash_command(text)
         session = None
         if command in ("", *WAITING):
             async with self.turns.hold(session_key) as session:
                 session.origin = session.origin or {"folder": str(events.turn.cwd)}
                 result, images = None, []
-                if note := self.notes.pop(session_key, ""):
-                    await events.on_retry(note)
                 if command:
                     result = await self.commands.begin(command, session)
                 else:
                     session.end_open_turn("interrupted")
-                    message, images = self.context.user_message(text, events.turn, media)
-                    session.append(message)  # it survives a kill during the request
+                    images = self.enter(session, events.turn, [{"content": text, "media": media}])
                 result = result or await self.answer(session, events, images)
         else:  # other commands run at once, even during a turn
             result = await self.commands.answer(command, argument, events.turn)
@@ -646,22 +777,44 @@ class AgentLoop:
             session.mark("delivered", upto=session.last)
         return result
 
+    def enter(self, session: Session, turn: Turn, lines: list[dict]) -> list[dict]:
+        """Journal what the user has typed or sent, so that it survives a kill during the request.
+        A line: {"content": "What is it?", "media": ["cat.png"], "id": "501"}. Returns the images.
+        """
+        images = []
+        for line in lines:
+            message, more = self.context.user_message(line["content"], turn, line.get("media", ()))
+            if "id" in line:  # of a chat's message
+                message["id"] = line["id"]
+            session.append(message)
+            images += more
+        return images
+
+    def arrive(self, session: Session, turn: Turn, lines: list[dict]) -> list[dict]:
+        """Enter lines that came during the turn. Returns their messages, as the model gets them."""
+        before = session.last
+        images = self.enter(session, turn, lines)
+        sent = [as_sent(message) for message in session.messages if message["n"] > before]
+        if images:
+            sent[-1]["content"] = [*images, {"type": "text", "text": sent[-1]["content"]}]
+        return sent
+
     async def answer(
         self,
         session: Session,
         events: EventHook,
         images: list[dict],
-        arrivals: Callable = list,
+        waiting: Callable = list,
     ) -> AgentRunResult:
-        """Answer the last message of the journal, and the messages that `arrivals` returns.
+        """Answer the last message of the journal, and the lines that `waiting` returns meanwhile.
 
         After Ctrl-C or /stop, the journal has the results of finished calls, the shown part of the
         answer (with `cut`) and the mark `ended`. Only /continue resumes a turn marked `ended`.
         """
-        await self.mcp.connect(self.patience)
+        await self.mcp.connect(self.program.patience)
         spec = self.run_spec(session.history(), images, events)
         spec.append = session.append
-        spec.arrivals = arrivals
+        spec.arrivals = lambda: self.arrive(session, events.turn, waiting())
         is_kept = events.turn.channel != "cron"  # the memory ignores the conversation of a job
         if is_kept:
             spec.make_room = partial(self._make_room, session, events)
@@ -718,18 +871,10 @@ class AgentLoop:
             await events.on_retry(told)
         return session.without_saved(messages) if told else messages
 
-    async def remember_terminals(self):
-        """Work for idle programs: save ended conversations in the memory, at most once an hour."""
-        while True:
-            await self.config.sleep(60.0)
-            if not self.turns.tasks:
-                await logged(remember_terminals(self.consolidator), "the memory")
-                await self.config.sleep(3_540.0)
-
     async def after_turn(self, session: Session):
         told = await self.consolidator.after_turn(session)
-        if told and session.key.startswith("cli:"):
-            self.notes[session.key] = told
+        if told and self.tell:
+            await self.tell(told)
 
     async def run(self, bus: MessageBus):
         """Serve a bus until cancelled. If the program is killed, no message is lost:
@@ -764,7 +909,7 @@ class AgentLoop:
     def turn(self, session_key: str, folder: Path | None = None) -> Turn:
         """The chat, the working folder and the accessible files for a turn of this session."""
         config = self.config
-        cwd = folder or config.cwd
+        cwd = folder or self.program.folder
         channel, _, chat_id = session_key.partition(":")
         settings = config.path.resolve()
         undo = settings.parent / "undo"
@@ -840,10 +985,13 @@ class Background:
         task.add_done_callback(self.tasks.discard)
 
     async def settled(self, seconds: float = 60.0):
-        """Wait up to `seconds`, then cancel the tasks. Later turns redo cancelled memory work."""
+        """Wait up to `seconds`, then cancel the tasks. Returns the number of the cancelled ones;
+        later turns redo their memory work."""
         if self.tasks:
             await asyncio.wait(self.tasks, timeout=seconds)
+        left = len(self.tasks)
         await end_all(self.tasks)
+        return left
 
 
 async def logged(work, name):
@@ -856,98 +1004,14 @@ async def logged(work, name):
         return None
 
 
-# ---- The state of a run ----
+# ---- Helpers of the runner ----
 
-Emit = Callable[[OutboundMessage], Awaitable[None]]
-Media = Iterable[Path]  # files attached to a message
-NO_USAGE = {
-    "prompt_tokens": 0,
-    "completion_tokens": 0,
-    "total_tokens": 0,
-    "cached_tokens": 0,
-    "estimated": False,
-}
 GIVEN_UP = (
     "Your last message was not answered: nanobot was interrupted. /continue resumes the turn."
 )
 LIMIT_REACHED = "the limit of steps (maxToolIterations) is reached; ask the agent to go on"
 CUT_AGAIN = "cut: the answer reached its length limit again and again"
-WITHHELD = ("content_filter", "refusal")  # values of `finish_reason`
 NOT_ANSWERED = ("error", "tool_error", "empty")  # values of `stop_reason` if there is no answer
-
-
-@dataclass
-class RunState:
-    spec: AgentRunSpec
-    context: AgentHookContext
-    result: AgentRunResult = field(default_factory=lambda: AgentRunResult(stop_reason=""))
-    draft: Draft = field(default_factory=lambda: Draft())  # the answer so far
-    tools: list[dict] = field(default_factory=list)  # schemas of the tools in the request
-    has_tools: bool = True  # False: the model must now answer in words
-    why_empty: str = "the model sent nothing useful"  # the reason why there is no answer
-    note: str = ""  # a message for the next request only
-    failure: str = ""  # the error of the last failed call of this step
-    outcomes: Counter = field(default_factory=Counter)  # call, outcome → how often in this run
-    calls: dict = field(default_factory=dict)  # call, outcome → number of steps in a row
-    calls_before: dict = field(default_factory=dict)  # `calls` of the previous step
-    room: int = sys.maxsize  # token limit of requests; lowered after a request was too long
-    is_told: bool = False  # True: the user was informed that messages are left out
-
-    @property
-    def is_over_limit(self):
-        """True in the request after the last allowed step; this request asks for a summary."""
-        return self.context.iteration > self.spec.max_iterations
-
-    def add(self, *messages: dict):
-        """Append new messages to the journal and to the next request."""
-        self.context.messages += messages
-        self.spec.append(*messages)
-
-    async def show(self, piece: str):
-        if self.draft.unclear:
-            await self.show_unclear()
-        self.draft.streamed += piece
-        await self.spec.hook.on_stream(piece)
-
-    async def show_unclear(self):
-        """Make the held text a part of the answer: the model did not repeat it as a call."""
-        text, self.draft.unclear = self.draft.unclear, ""
-        self.draft.parts.append(text)
-        if self.spec.hook.wants_streaming:
-            await self.spec.hook.on_stream(text)
-
-    def count(self, call: ToolCallRequest, result: ToolResult):
-        """Count how often this call had this outcome. From the third time on, append a warning to
-        the result. All failures of a call count as the same outcome."""
-        outcome = None if result.is_error else [result.text, result.images]
-        this_call = lines_of_json([call.name, call.arguments, outcome])
-        self.calls[this_call] = self.calls_before.get(this_call, 0) + 1
-        self.outcomes[this_call] += 1
-        times = self.outcomes[this_call]
-        if times < 3:
-            return result
-        warning = template("same_failure" if result.is_error else "same_result", count=times)
-        return replace(result, text=f"{result.text}\n{warning}")
-
-    def end_step(self):
-        """End a step. Returns the number of consecutive steps with the same calls and outcomes."""
-        self.calls_before, self.calls = self.calls, {}
-        return min(self.calls_before.values(), default=0)
-
-
-@dataclass
-class Draft:
-    """An unfinished answer. If the length limit cuts the answer into parts, Draft joins them."""
-
-    parts: list[str] = field(default_factory=list)
-    streamed: str = ""  # streamed text of the current part
-    unclear: str = ""  # what looks like a call after a text: not shown and not run yet
-    has_asked: bool = False  # True: the model was asked whether it wants to run that call
-    cuts: int = 0
-    blanks: int = 0  # number of empty answers in a row
-
-    def joined(self, rest: str | None):
-        return "".join([*self.parts, rest or ""])
 
 
 def add_up(total, usage):
@@ -1125,49 +1189,6 @@ def attachment(path):
 # ---- Hooks ----
 
 
-@dataclass
-class AgentHookContext:
-    """The state of a run. If a hook changes `messages`, the next request contains the change."""
-
-    messages: list[dict]
-    iteration: int = 0  # steps so far
-    response: LLMResponse = field(default_factory=LLMResponse)
-    usage: Usage = field(default_factory=lambda: Usage(NO_USAGE))
-    model: str = ""
-
-    @property
-    def tool_calls(self):
-        return self.response.tool_calls
-
-
-class AgentHook:
-    """Observes or changes a run. Override any of the methods. A step calls the methods in this
-    order: before_iteration, before_request, on_stream, after_response, on_stream_end,
-    before_execute_tools, after_tool, after_iteration. finalize_content may change the answer."""
-
-    wants_streaming = False
-    only_watches = False  # True: the calls of a step run even if this hook fails
-
-    async def before_iteration(self, context: AgentHookContext): ...
-    async def before_request(self, messages: list[dict], tools: list[dict]): ...
-    async def on_stream(self, delta: str): ...
-    async def on_stream_end(self, resuming: bool): ...
-    async def on_retry(self, why: str): ...
-    async def after_iteration(self, context: AgentHookContext): ...
-
-    async def after_response(self, response: LLMResponse):
-        """A hook may change `response.tool_calls`; the changed calls are journalled and run."""
-
-    async def before_execute_tools(self, tool_calls: list[ToolCallRequest]):
-        """To deny a call, set `call.denied = "reason"`; the model gets the reason as the result."""
-
-    async def after_tool(self, call: ToolCallRequest, result: ToolResult, seconds: float):
-        """Runs as soon as a tool call has ended; other tool calls may still be running."""
-
-    async def finalize_content(self, content: str):
-        return content
-
-
 class CompositeHook(AgentHook):
     """Calls several hooks in order. An error in one hook is logged; the other hooks still run. If
     the failed hook may deny calls (not `only_watches`), the calls of this step are denied."""
@@ -1176,36 +1197,67 @@ class CompositeHook(AgentHook):
         self.hooks = list(hooks)
         self.wants_streaming = any(hook.wants_streaming for hook in self.hooks)
 
-    async def _tell(self, hook, event, *details):
-        try:
-            return await getattr(hook, event)(*details)
-        except Exception as problem:
-            name = f"{type(hook).__name__}.{event}"
-            log.warning("%s failed: %s", name, problem, exc_info=log.isEnabledFor(logging.INFO))
-            calls = []
-            if event == "after_response":
-                calls = details[0].tool_calls
-            if event == "before_execute_tools":
-                calls = details[0]
-            for call in calls:
-                if not hook.only_watches:
-                    call.denied = f"{call.name} was not run: {name} failed ({problem})."
-            return None
+    async def before_iteration(self, context: AgentHookContext):
+        await self._tell("before_iteration", context)
 
-    async def _tell_all(self, event, *details):
-        for hook in self.hooks:
-            await self._tell(hook, event, *details)
+    async def before_request(self, messages: list[dict], tools: list[dict]):
+        await self._tell("before_request", messages, tools)
+
+    async def on_stream(self, delta: str):
+        await self._tell("on_stream", delta)
+
+    async def on_stream_end(self, resuming: bool):
+        await self._tell("on_stream_end", resuming)
+
+    async def on_retry(self, why: str):
+        await self._tell("on_retry", why)
+
+    async def after_response(self, response: LLMResponse):
+        failed = await self._tell("after_response", response)
+        deny(response.tool_calls, failed)
+
+    async def before_execute_tools(self, tool_calls: list[ToolCallRequest]):
+        failed = await self._tell("before_execute_tools", tool_calls)
+        deny(tool_calls, failed)
+
+    async def after_tool(self, call: ToolCallRequest, result: ToolResult, seconds: float):
+        await self._tell("after_tool", call, result, seconds)
+
+    async def after_iteration(self, context: AgentHookContext):
+        await self._tell("after_iteration", context)
 
     async def finalize_content(self, content: str):
         for hook in self.hooks:
-            changed = await self._tell(hook, "finalize_content", content)
-            content = content if changed is None else changed
+            try:
+                content = await hook.finalize_content(content)
+            except Exception as problem:
+                log_failure(hook, "finalize_content", problem)
         return content
 
+    async def _tell(self, event, *details):
+        """Call a method of all hooks. Returns the failure of a hook that may deny calls, or ""."""
+        failed = ""
+        for hook in self.hooks:
+            try:
+                await getattr(hook, event)(*details)
+            except Exception as problem:
+                failure = log_failure(hook, event, problem)
+                if not hook.only_watches:
+                    failed = failure
+        return failed
 
-for _event in vars(AgentHook):
-    if _event.startswith(("before_", "on_", "after_")):
-        setattr(CompositeHook, _event, partialmethod(CompositeHook._tell_all, _event))
+
+def log_failure(hook, event, problem):
+    failure = f"{type(hook).__name__}.{event} failed: {problem}"
+    log.warning("%s", failure, exc_info=log.isEnabledFor(logging.INFO))
+    return failure
+
+
+def deny(calls, failure):
+    """A hook that should have decided about these calls has failed: they must not run."""
+    if failure:
+        for call in calls:
+            call.denied = f"{call.name} was not run: {failure}"
 
 
 class LoggingHook(AgentHook):
@@ -1560,33 +1612,18 @@ class Conversation:
             return None
         else:
             session.end_open_turn("interrupted")
-            images = self._enter(session, turn, lines)
+            images = self.loop.enter(session, turn, lines)
+            self.reply_to = lines[-1]["id"]
         shows_deltas = self.bus.shows_deltas(turn.channel)
-        events = EventHook(self.emit, turn, self.loop.streaming, shows_deltas)
-        arrivals = partial(self._arrivals, session, turn)
-        return await self.loop.answer(session, events, images, arrivals)
+        events = EventHook(self.emit, turn, self.loop.program.streaming, shows_deltas)
+        return await self.loop.answer(session, events, images, partial(self._arrived, session))
 
-    def _enter(self, session, turn, lines):
-        """Append messages to the journal, so that the model gets them. Returns their images."""
-        images = []
-        for line in lines:
-            message, more = self.loop.context.user_message(
-                line["content"], turn, line.get("media", [])
-            )
-            session.append(message | {"id": line["id"]})
-            self.reply_to = line["id"]
-            images += more
-        return images
-
-    def _arrivals(self, session, turn):
-        """Journal and return up to three user messages that arrived during the turn."""
+    def _arrived(self, session):
+        """Up to three user messages that have arrived during the turn."""
         lines = [line for line in self._next_lines(session) if line["kind"] == "user"][:3]
-        before = session.last
-        images = self._enter(session, turn, lines)
-        sent = [as_sent(message) for message in session.messages if message["n"] > before]
-        if images:
-            sent[-1]["content"] = [*images, {"type": "text", "text": sent[-1]["content"]}]
-        return sent
+        if lines:
+            self.reply_to = lines[-1]["id"]
+        return lines
 
     def _deliver(self, session, result):
         """Send a turn's result, even an empty one. The delivery writes the mark `delivered`."""
@@ -1670,7 +1707,6 @@ class Gateway:
         parts = (
             self.loop.run(self.bus),
             jobs.run(),
-            self.loop.remember_terminals(),
             stop.wait(),
         )
         work = [asyncio.create_task(part) for part in parts]
@@ -1725,11 +1761,11 @@ class JobRunner:
         self.is_gateway = tell is not None
         self.tell = tell or self._into_inbox
         self.clock = CronService(
-            JobStore(loop.workspace / "cron" / "jobs.json", locked),
+            JobStore(loop.workspace / "cron" / "jobs.json", locked, write_atomically),
             self.run_job,
             loop.context.zone,
-            now=lambda: loop.config.now().timestamp(),
-            sleep=loop.config.sleep,
+            now=lambda: loop.program.now().timestamp(),
+            sleep=loop.program.sleep,
             is_wanted=lambda job: self.is_gateway or job.channel == "cli",
         )
 
@@ -1740,7 +1776,7 @@ class JobRunner:
         while True:
             with contextlib.suppress(SessionBusy), locked(lock, "another program runs the jobs"):
                 await self.clock.run(lambda: self.is_gateway or not gateway_runs(home))
-            await self.loop.config.sleep(1.0)
+            await self.loop.program.sleep(1.0)
 
     def add_system_jobs(self):
         hours = self.loop.config.defaults.dream.interval_h
@@ -1757,6 +1793,7 @@ class JobRunner:
     async def run_job(self, job: CronJob, run: str):
         """Run a job and send its answer or error to its chat. The report gets the id `run`."""
         if job.channel == "system":
+            remember_terminals(self.loop.sessions)
             await {"dream": self.loop.dream.run, "heartbeat": self._beat}[job.id]()
             return
         GATEWAY_LOG.info("cron %s: %s", job.id, job.message[:80])
@@ -1868,11 +1905,11 @@ async def edit_memory(loop, run, messages, refuse):
 class FencedTools(ToolRegistry):
     """Tools for Dream. `refuse(name, arguments)` returns why a call is forbidden, or ""."""
 
-    def __init__(self, tools: Iterable[Tool], refuse: Callable):
+    def __init__(self, tools, refuse):
         super().__init__(tools)
         self.refuse = refuse
 
-    def prepare_call(self, name: str, params):
+    def prepare_call(self, name, params):
         tool, arguments, problem = super().prepare_call(name, params)
         return tool, arguments, problem or self.refuse(name, arguments)
 
@@ -1884,7 +1921,7 @@ class FencedTools(ToolRegistry):
 class SubagentManager:
     """Runs helper agents. A helper has one task, no conversation and fewer tools than the agent."""
 
-    loop: AgentLoop
+    work: Callable  # `await work(task, turn)` returns the answer, or raises ToolError
     most: int = 4  # the maximum number of running helpers
     running: dict = field(default_factory=dict)  # task → its session key
     results: asyncio.Queue[InboundMessage] = field(default_factory=asyncio.Queue)
@@ -1899,7 +1936,7 @@ class SubagentManager:
             raise ToolError(f"{self.most} helpers are at work. Wait, or do the task yourself.")
         name = label or task[:40]
         is_awaited = wait or turn.channel == "cron"  # a finished job gets no report
-        run = self._work(task, turn) if is_awaited else self._report(name, task, turn)
+        run = self.work(task, turn) if is_awaited else self._report(name, task, turn)
         work = asyncio.create_task(run)
         self.running[work] = turn.session_key
         work.add_done_callback(self.running.pop)
@@ -1907,49 +1944,37 @@ class SubagentManager:
             return await work
         return f"Helper {name!r} is at work. Its result arrives as a message. Go on, or stop here."
 
-    async def _work(self, task, turn):
-        """Run a helper. Returns its answer, or raises ToolError if there is none."""
-        names = names_of(self.loop.tools.get_definitions())
-        kept = ("spawn", "message", "cron")
-        tools = [self.loop.tools.get(name) for name in names if name not in kept]
-        prompt = template("subagent", cwd=turn.cwd, workspace=turn.workspace)
-        parts = [prompt, *skill_parts(self.loop.skills.load()).values()]
-        message, _ = self.loop.context.user_message(task, turn)  # adds date and time to the task
-        messages = [{"role": "system", "content": "\n\n".join(parts)}, as_sent(message)]
-        spec = self.loop.limited(
-            messages,
-            tools=ToolRegistry(tools),
-            turn=replace(turn, seen={}),
-            hook=CompositeHook(self.loop.hooks_for(turn)),
-            on_event=RunEvents(self.loop.listeners, "helper", turn.session_key),
-            max_iterations=15,
-        )
-        result = await self.loop.runner.run(spec)
-        if result.stop_reason == "completed":
-            return result.final_content
-        cause = result.error or result.final_content
-        raise ToolError(f"The helper did not finish ({result.stop_reason}): {cause}")
-
     async def _report(self, name, task, turn):
         try:
-            outcome = await self._work(task, turn)
+            outcome = await self.work(task, turn)
         except Exception as problem:
             outcome = problem
         text = template("subagent_result", helper=name, result=outcome)
         self.results.put_nowait(InboundMessage("system", "subagent", turn.session_key, text))
 
-    async def answer_with_helpers(self, text: str, key: str, on_event: Emit):
-        """Answer a message, then wait for all running helpers and answer their reports."""
-        try:
-            while True:
-                result = await self.loop.process_direct(text, key, on_event)
-                await asyncio.gather(*self.of(key), return_exceptions=True)
-                if self.results.empty():
-                    return result
-                text = self.results.get_nowait().content
-        except asyncio.CancelledError:
-            self.loop.stop(key)
-            raise
+
+async def helper_answer(loop, task, turn):
+    """Run a helper. Returns its answer, or raises ToolError if there is none."""
+    names = names_of(loop.tools.get_definitions())
+    kept = ("spawn", "message", "cron")
+    tools = [loop.tools.get(name) for name in names if name not in kept]
+    prompt = template("subagent", cwd=turn.cwd, workspace=turn.workspace)
+    parts = [prompt, *skill_parts(loop.skills.load()).values()]
+    message, _ = loop.context.user_message(task, turn)  # adds date and time to the task
+    messages = [{"role": "system", "content": "\n\n".join(parts)}, as_sent(message)]
+    spec = loop.limited(
+        messages,
+        tools=ToolRegistry(tools),
+        turn=replace(turn, seen={}),
+        hook=CompositeHook(loop.hooks_for(turn)),
+        on_event=RunEvents(loop.listeners, "helper", turn.session_key),
+        max_iterations=15,
+    )
+    result = await loop.runner.run(spec)
+    if result.stop_reason == "completed":
+        return result.final_content
+    cause = result.error or result.final_content
+    raise ToolError(f"The helper did not finish ({result.stop_reason}): {cause}")
 
 
 # ---- Slash commands ----
@@ -1988,14 +2013,14 @@ class Commands:
         """Run a WAITING command. Returns None if a turn must be resumed. `origin`: message id."""
         session.mark(command, **origin)
         if command == "undo":
-            return AgentRunResult(await in_thread(self._undo, session))
+            return said(await in_thread(self._undo, session))
         if command == "new":
             await session.synced()
             self.loop.turn(session.key).seen.clear()
             self.loop.background.start(self.loop.after_turn(session))
-            return AgentRunResult("A new conversation begins; the journal keeps the old one.")
+            return said("A new conversation begins; the journal keeps the old one.")
         if not session.unfinished:
-            return AgentRunResult("There is no interrupted turn to resume.")
+            return said("There is no interrupted turn to resume.")
         return None
 
     def _undo(self, session):
@@ -2036,7 +2061,7 @@ class Commands:
                 text = await in_thread(repository.restore, argument)
             case _:
                 text = f"There is no /{command}. /help lists the commands."
-        return AgentRunResult(text)
+        return said(text)
 
     def _status(self, turn):
         request = self.preview(turn)
@@ -2057,8 +2082,13 @@ class Commands:
         """Build the next request, including `message`. Nothing is sent, and nothing is saved."""
         later = [{"n": sys.maxsize} | message] if message else []
         history = self.loop.sessions.get(turn.session_key).history(*later)
-        spec = self.loop.run_spec(history, [], EventHook(None, turn, self.loop.streaming))
+        spec = self.loop.run_spec(history, [], EventHook(None, turn, self.loop.program.streaming))
         return self.loop.runner.govern(RunState(spec, AgentHookContext(spec.messages)))
+
+
+def said(text):
+    """The result of a command, which needs no run."""
+    return AgentRunResult(text, stop_reason="completed")
 
 
 # ---- The settings ----
@@ -2218,15 +2248,10 @@ class Config:
     gateway: GatewaySettings = field(default_factory=GatewaySettings)
     mcp_servers: dict[str, MCPSettings] = field(default_factory=dict)  # copied from other programs
 
-    # set by the program, not by the file:
-    base_url = ""  # from a flag or the environment
-    now = datetime.now
-    sleep = staticmethod(asyncio.sleep)
-
     def __post_init__(self):
         self.tools.mcp_servers = self.mcp_servers | self.tools.mcp_servers
         self.path = path_of(USUAL_SETTINGS)
-        self.cwd = working_folder()  # relative paths start here; exec runs here
+        self.base_url = ""  # from a flag or the environment
 
     @property
     def defaults(self):
@@ -2253,6 +2278,17 @@ class Config:
             log.warning("tools.exec.sandboxNetwork has no effect without a sandbox")
         if search.api_key and not SEARCH_SERVICES[search.provider].headers:
             log.warning("tools.web.search.apiKey has no effect: %s takes no key", search.provider)
+
+
+@dataclass
+class Program:
+    """What a program, or a test, gives to the agent besides the settings."""
+
+    folder: Path = field(default_factory=lambda: working_folder())  # exec runs here
+    now: Callable = datetime.now
+    sleep: Callable = asyncio.sleep
+    streaming: bool = True
+    patience: float = 15.0  # seconds to wait for MCP servers that are starting
 
 
 def working_folder():
@@ -2617,7 +2653,7 @@ class Talk:
         self.resume = command_with_flags(arguments, "-s", self.key, "-m", "/continue")
         self.trust = command_with_flags(arguments, "trust")
         record_events(loop, arguments.record)
-        loop.streaming = not arguments.no_stream
+        loop.program.streaming = not arguments.no_stream
         if arguments.approve:
             loop.hooks.append(ApprovalHook(loop.tools, ask))
         if arguments.step and ask:
@@ -2631,7 +2667,7 @@ class Talk:
     def open_session(self, arguments, held: contextlib.ExitStack):
         """Choose the session, and return its key. The program holds the session until it ends. The
         first line of a new journal has the folder and whether `-c` may continue the session."""
-        sessions, folder = self.loop.sessions, self.loop.config.cwd
+        sessions, folder = self.loop.sessions, self.loop.program.folder
         key = named_session(sessions, arguments.session)
         if arguments.session.isdecimal():  # use moves a conversation to number 1
             self.terminal.note(f"Session {key}")
@@ -2655,16 +2691,20 @@ class Talk:
 
     def run(self):
         """Answer one message, or hold a conversation. Returns the exit status."""
-        loop, config = self.loop, self.loop.config
+        loop = self.loop
         if lacks_model(loop):
             self.terminal.note(template("no_model"))
-        if loop.turn(self.key).cwd != config.cwd:
-            closed = f"The settings do not allow access to {config.cwd}"
+        folder = loop.program.folder
+        if loop.turn(self.key).cwd != folder:
+            closed = f"The settings do not allow access to {folder}"
             self.terminal.note(f"{closed}; nanobot works in {loop.workspace}.")
+        self.background.complete(logged(self.begin(), "the memory"))
         status = self.converse() if self.is_conversation else self.answer_once()
         self.terminal.waiting.begin("the memory")
         with contextlib.suppress(KeyboardInterrupt):  # a later turn does the cancelled memory work
-            self.background.complete(self.loop.background.settled())
+            seconds = 5.0 if self.is_conversation else 60.0  # a single message seldom has such work
+            if self.background.complete(self.loop.background.settled(seconds)):
+                self.terminal.note("The work for the memory goes on next time.")
         return status
 
     def answer_once(self):
@@ -2676,7 +2716,6 @@ class Talk:
         if not text:
             complain("there is no message: pass one with -m TEXT or on standard input")
             return 2
-        self.background.complete(logged(self.show_reports(), "reports"))
         try:
             return self.answer(text)
         except KeyboardInterrupt:
@@ -2684,19 +2723,17 @@ class Talk:
             raise
 
     def converse(self):
-        threading.Thread(target=self.loop.provider.warm_up, daemon=True).start()
-        self.loop.patience = 5.0  # the tools of a slow MCP server come with a later turn
+        on_thread(self.loop.provider.warm_up)
+        self.loop.tell = self.tell
+        self.loop.program.patience = 5.0  # the tools of a slow MCP server come with a later turn
         history = self.folder / "prompt-history"
         if not history.exists():
             self.terminal.note(template("welcome", version=__version__))
         self.terminal.note(self.first_line())
         self.follow_project()
-        self.background.complete(logged(self.show_reports(), "reports"))
         for work in (
             JobRunner(self.loop).run(),
             self.watch_reports(),
-            self.loop.remember_terminals(),
-            self.dream_daily(),
         ):
             asyncio.run_coroutine_threadsafe(logged(work, "jobs"), self.background.loop)
         return self.terminal.converse(self.answer, history)
@@ -2709,14 +2746,14 @@ class Talk:
         if count:
             age = ago(session.path.stat().st_mtime)
             state = f"continuing: {counted(count, 'message')}, last {age} · /new starts afresh"
-        return " · ".join([short_path(self.loop.config.cwd), self.loop.provider.model, state])
+        return " · ".join([short_path(self.loop.program.folder), self.loop.provider.model, state])
 
     def answer(self, text: str):
         """Answer one message on the terminal. Returns the exit status."""
         self.follow_project()
         self.terminal.waiting.begin("the model")
         loop = self.loop
-        work = loop.subagents.answer_with_helpers(text, self.key, self.terminal.send)
+        work = self.answer_with_helpers(text)
         result = self.background.complete(work)
         if result.requests:
             requests = counted(result.requests, "request")
@@ -2729,6 +2766,20 @@ class Talk:
         if result.error or not self.terminal.live:  # a terminal already shows `final_content`
             self.terminal.note(f"nanobot: {result.error or result.final_content}")
         return 1
+
+    async def answer_with_helpers(self, text):
+        """Answer a message, then wait for all running helpers and answer their reports."""
+        helpers = self.loop.subagents
+        try:
+            while True:
+                result = await self.loop.process_direct(text, self.key, self.terminal.send)
+                await asyncio.gather(*helpers.of(self.key), return_exceptions=True)
+                if helpers.results.empty():
+                    return result
+                text = helpers.results.get_nowait().content
+        except asyncio.CancelledError:
+            self.loop.stop(self.key)
+            raise
 
     def follow_project(self):
         """Use the project's instructions if the user has allowed this version of the file. A
@@ -2744,24 +2795,34 @@ class Talk:
             self.terminal.note(NOT_FOLLOWED.format(project, self.trust))
         self.loop.context.project = project.part()
 
-    async def dream_daily(self):
-        """One dream a day, if a history entry of an earlier day is unread. A gateway, which dreams
-        every two hours, leaves no such entry."""
-        unread = self.loop.memory.unread()
+    async def begin(self):
+        """Show the reports. Write entries about earlier conversations, so that the next request has
+        them. At most once a day, start a dream if an entry of an earlier day is unread; a single
+        message does so only if ten entries are unread, because its end waits for the dream."""
+        await self.show_reports()
+        loop = self.loop
+        remember_terminals(loop.sessions)
+        unread = loop.memory.unread()
         last = self.folder / "last-dream"
         today = time.strftime("%Y-%m-%d")
-        if not (unread and self.loop.config.defaults.dream.interval_h):
+        if len(unread) < (1 if self.is_conversation else 10) or not self.is_watched:
             return
-        if unread[0]["timestamp"] < today and self.loop.memory.text_of(last) < today:
+        is_due = max(unread[0]["timestamp"], loop.memory.text_of(last)) < today
+        if is_due and loop.config.defaults.dream.interval_h:
             last.write_text(today)
-            told = await self.loop.dream.run()
-            async with self.loop.turns.hold(self.key):  # not in the middle of an answer
-                self.terminal.report(told)
+            loop.background.start(self.dream(), "the dream")
+
+    async def dream(self):
+        await self.tell(await self.loop.dream.run())
+
+    async def tell(self, text: str):
+        async with self.loop.turns.hold(self.key):  # not in the middle of an answer
+            self.terminal.report(text)
 
     async def watch_reports(self):
         while True:
             is_done = await logged(self.show_reports(), "reports")
-            await self.loop.config.sleep(1.0 if is_done else 60.0)
+            await self.loop.program.sleep(1.0 if is_done else 60.0)
 
     async def show_reports(self):
         """Show the reports that wait for a terminal, if a person sees this one; the user's next
@@ -2790,10 +2851,11 @@ def agent_command(arguments):
 def trust_command(arguments):
     """Allows the instructions of the project in the current folder, or forbids them."""
     config = settings_of(arguments)
-    project = Project(config, AgentLoop(config).turn("cli:trust"))
+    turn = AgentLoop(config).turn("cli:trust")
+    project = Project(config, turn)
     if not project.text:
         raise ConfigError(
-            f"{config.cwd} has no AGENTS.md or CLAUDE.md, and neither has its git repository."
+            f"{turn.cwd} has no AGENTS.md or CLAUDE.md, and neither has its git repository."
         )
     project.keep(arguments.answer == "yes")
     print(printable(f"{project}: {'followed' if project.answer else 'not followed'}"))
@@ -2889,7 +2951,9 @@ def prompt_command(arguments):
     """Prints the next request part by part, but does not send it."""
     config = settings_of(arguments)
     loop = AgentLoop(config)
-    key = named_session(loop.sessions, arguments.session) or loop.sessions.latest(config.cwd)
+    key = named_session(loop.sessions, arguments.session) or loop.sessions.latest(
+        loop.program.folder
+    )
     turn = loop.turn(key or "cli:new")
     loop.context.project = Project(config, turn).part()
     asyncio.run(loop.mcp.check())  # connects to MCP servers, so that their tools are printed
@@ -2964,8 +3028,8 @@ def gateway_command(arguments):
     """Runs the channels, the cron jobs and the heartbeat until a signal arrives."""
     GATEWAY_LOG.setLevel(logging.INFO)
     config = settings_of(arguments)
-    config.cwd = config.workspace
-    loop = AgentLoop(config, hooks=[LoggingHook()])
+    program = Program(config.workspace)
+    loop = AgentLoop(config, hooks=[LoggingHook()], program=program)
     if lacks_model(loop):
         raise ConfigError(
             "The gateway has no model: set a key, like OPENAI_API_KEY, or set OPENAI_BASE_URL. "
@@ -3014,7 +3078,7 @@ def web_command(arguments):
         if not arguments.no_open:  # each account can read command lines, but not this file
             file.touch(0o600)
             file.write_text(f'<meta http-equiv="refresh" content="0; url={page.address}">')
-            threading.Thread(target=webbrowser.open, args=[file.as_uri()], daemon=True).start()
+            on_thread(webbrowser.open, file.as_uri())
         Gateway(loop, page).run()
     finally:
         file.unlink(missing_ok=True)
@@ -3050,13 +3114,10 @@ def recording_command(arguments):
 
 def lesson_command(arguments):
     """Runs `exercises` or `walk`, which only a checkout of the source contains."""
-    lessons = HERE / "tests" / "exercises"
-    if not lessons.exists():
+    file = HERE / "tests" / "exercises" / f"{arguments.command}.py"
+    if not file.exists():
         raise ConfigError("This command needs a checkout of the source: run nanobot.py there.")
-    if arguments.command == "exercises":
-        return subprocess.run([sys.executable, lessons / "grading.py", *arguments.more]).returncode
-    walk = runpy.run_path(str(lessons / "walk.py"))["walk"]
-    return walk(AgentLoop(settings_of(arguments)), arguments.message, HERE, is_long=arguments.all)
+    return runpy.run_path(str(file))["main"](arguments, lambda: AgentLoop(settings_of(arguments)))
 
 
 COMMAND_LINE = {  # command: (function, description in --help)
@@ -3120,7 +3181,13 @@ OPTIONS = (  # rows: commands ("" means all), spellings, help, more settings of 
     ("web", "--no-open", "do not open the browser", SWITCH),
     ("walk", "-m --message", "", TEXT | {"default": "read a.txt"}),
     ("walk", "--all", "also show functions of second readings", SWITCH),
-    ("exercises", "more", "", {"nargs": "*", "metavar": "NUMBER"}),
+    ("exercises", "numbers", "", {"nargs": "*", "metavar": "NUMBER"}),
+    (
+        "exercises",
+        "--class",
+        "who solved what: a folder for each student",
+        FILE | {"dest": "folder"},
+    ),
 )
 
 

@@ -233,13 +233,12 @@ def legal(messages: list[dict], reply: bool = True) -> list[dict]:
     """
     clean = [message for message in map(clean_message, messages) if message]
     system = [message for message in clean if message["role"] == "system"]
-    talk = [message for message in clean if message["role"] != "system"]
-    lawful = with_neighbours_joined([*system, *with_results(talk)])
-    while reply and lawful and lawful[-1]["role"] == "assistant":
+    talk = with_results([message for message in clean if message["role"] != "system"])
+    if not talk or talk[0]["role"] != "user":
+        talk.insert(0, {"role": "user", "content": "(earlier messages are left out)"})
+    lawful = with_neighbours_joined([*system, *talk])
+    while reply and lawful[-1]["role"] == "assistant":
         lawful.pop()
-    first = 1 if system else 0
-    if len(lawful) == first or lawful[first]["role"] != "user":
-        lawful.insert(first, {"role": "user", "content": "(earlier messages are left out)"})
     return with_whole_letters(lawful)
 
 
@@ -282,25 +281,26 @@ class OpenAIProvider(LLMProvider):
                 return response
             except Failure as problem:
                 failure = problem
-            remedy, seconds = find_remedy(failure, body, tried), retry_after(failure, tries)
-            answer = failed(failure.cause, content=failure.shown or None)
-            if remedy is None and seconds is None:
-                answer.error = explanation(failure, self.endpoint)
-                if failure.kind == "model":
-                    answer.error += f" {await self.check() or 'Choose another with --model.'}"
-                if failure.kind == "overflow":
-                    answer.is_overflow, answer.usage = True, estimate_usage(request, answer)
-                return answer
+            remedy = find_remedy(failure, body, tried)
             if remedy:
                 tried.append(remedy)
                 old, body = body, remedy.change(body)
                 notice = f"{self.endpoint.spec.name}, {request.model}: {remedy.notice}"
                 await request.tell(notice, error=failure.cause, changed=difference(old, body))
                 continue
+            seconds = retry_after(failure, tries)
+            if seconds is None:
+                error = explanation(failure, self.endpoint)
+                if failure.kind == "model":
+                    error += f" {await self.check() or 'Choose another with --model.'}"
+                return failed(
+                    error,
+                    content=failure.shown or None,
+                    is_overflow=failure.kind == "overflow",
+                )
             tries += 1
-            if seconds:
-                wait = f"{failure.cause}; asking again in {seconds:.0f} s"
-                await request.tell(wait, error=failure.cause)
+            wait = f"{failure.cause}; asking again in {seconds:.0f} s"
+            await request.tell(wait, error=failure.cause)
             await asyncio.sleep(seconds * self.pace)
 
     async def _ask(self, request, body):
@@ -308,22 +308,20 @@ class OpenAIProvider(LLMProvider):
         is_weak = self.is_local or "tools" not in body  # calls may arrive as text
         wish = self.endpoint.text_tool_calls
         reads_text = wish == "on" or (wish == "auto" and is_weak)
-        tools = parameters_by_name(request.tools)
-        reader = AnswerReader(tools if reads_text else {}, request.read_only)
-        chunks = self.connection.chunks({"model": request.model, **body})
+        tools = parameters_by_name(request.tools) if reads_text else {}
+        reader = AnswerReader(tools, request.read_only)
+        body = {"model": request.model, **body}
         try:
-            async with contextlib.aclosing(chunks):
+            async with contextlib.aclosing(self.connection.chunks(body)) as chunks:
                 async for chunk in chunks:
                     await request.show(reader.feed(chunk))
             await request.show(reader.close())
             return reader.response(request)
         except Failure as failure:
             failure.cause = self.endpoint.without_secrets(failure.cause)
-            failure.shown = reader.shown if request.on_delta else ""
-            calls, _ = calls_in(failure.generation, tools)  # Groq's error contains the call
-            if not calls or failure.shown:
-                raise
-            return LLMResponse(None, calls, "tool_calls", estimate_usage(request, LLMResponse()))
+            if request.on_delta:
+                failure.shown = reader.text[: reader.end]
+            raise
 
     async def _learn(self, request, answer, tried):
         """Remember the changes that this model needed. Warn once if the server cut the request."""
@@ -361,11 +359,8 @@ def retry_after(failure: Failure, tries: int) -> float | None:
 
     429 "Rate limit reached, try again in 20s" → 20.0;  503 → 1.0, then 2.0, then 4.0;  401 → None
     """
-    is_too_late = bool(failure.shown)  # the user has read a part of this answer
-    if is_too_late or tries >= TROUBLES[failure.kind].retries:
+    if failure.shown or tries >= TROUBLES[failure.kind].retries:
         return None
-    if failure.kind == "closed" and tries == 0:  # the server had closed the kept connection
-        return 0.0
     return min(failure.seconds or 2.0**tries, 60.0)
 
 
@@ -405,7 +400,7 @@ KNOWN_KEYS = {"role", "content", "tool_calls", "tool_call_id", *REASONING}
 NO_RESULT = "[interrupted: its outcome is unknown. Check before you repeat it]"
 
 
-def clean_message(message: dict):
+def clean_message(message):
     """Copy the known keys of a message and repair the content. Returns None if nothing is left."""
     clean = {key: value for key, value in message.items() if key in KNOWN_KEYS and value}
     role = "system" if message.get("role") == "developer" else message.get("role")
@@ -424,7 +419,7 @@ def clean_content(content):
     """Text or blocks. Blank blocks are removed, and blank text becomes ""."""
     if isinstance(content, list):
         return [each for each in content if each["type"] != "text" or clean_content(each["text"])]
-    text = content if isinstance(content, str) else to_json(content)
+    text = str(content)
     return text if text.strip() else ""
 
 
@@ -433,19 +428,19 @@ def as_blocks(content: str | list):
     return content if isinstance(content, list) else [{"type": "text", "text": content}]
 
 
-def clean_calls(calls: list[dict]):
+def clean_calls(calls):
     """Drop calls without a name, and turn the arguments into JSON text, such as None → "{}"."""
     clean = []
     for call in calls:
         function = call.get("function") or {}
         if function.get("name"):
             arguments, _ = parse_arguments(function.get("arguments"), repair=False)
-            function = {"name": str(function["name"]), "arguments": to_json(arguments)}
+            function = {"name": function["name"], "arguments": to_json(arguments)}
             clean.append({**call, "type": "function", "function": function})
     return clean
 
 
-def with_results(messages: list[dict]):
+def with_results(messages):
     """Give each call a unique id and exactly one result; drop results without a call.
 
     Some endpoints use the same ids again in each answer. Therefore each result is matched only with
@@ -453,7 +448,7 @@ def with_results(messages: list[dict]):
     """
     paired = []
     used_ids = set()
-    waiting = {}  # old id → tool messages that still contain NO_RESULT
+    waiting = defaultdict(list)  # old id → tool messages that still contain NO_RESULT
     for message in messages:
         if message["role"] == "tool":
             places = waiting.get(message.get("tool_call_id"))
@@ -462,32 +457,30 @@ def with_results(messages: list[dict]):
             continue
         paired.append(message)
         if "tool_calls" in message:
-            waiting = {}
+            waiting.clear()
         for call in message.get("tool_calls", []):
             old_id = call.get("id") or None
-            call["id"] = str(old_id)
-            if old_id is None or call["id"] in used_ids:
+            if old_id is None or old_id in used_ids:
                 call["id"] = f"{len(used_ids):09d}"  # nine digits, because Mistral wants nine
             used_ids.add(call["id"])
-            name = call["function"]["name"]  # Gemini requires the name
             result = {
                 "role": "tool",
                 "tool_call_id": call["id"],
                 "content": NO_RESULT,
-                "name": name,
+                "name": call["function"]["name"],  # Gemini requires the name
             }
-            waiting.setdefault(old_id, []).append(result)
+            waiting[old_id].append(result)
             paired.append(result)
     return paired
 
 
-def new_id(old: str = ""):
+def new_id(old=""):
     """Make an id of nine digits, which every endpoint accepts; equal old ids give equal new ids."""
     number = zlib.crc32(old.encode()) if old else time.perf_counter_ns()
     return f"{number % 10**9:09d}"
 
 
-def with_neighbours_joined(messages: list[dict]):
+def with_neighbours_joined(messages):
     """user "a", user [image] → user [text "a", image]. The reasoning is kept."""
     joined = []
     for message in messages:
@@ -495,10 +488,10 @@ def with_neighbours_joined(messages: list[dict]):
             joined.append(message)
             continue
         above, below = joined[-1]["content"], message["content"]
-        content = above or below
+        content = above
         if isinstance(above, str) and isinstance(below, str):
             content = f"{above}\n\n{below}"
-        elif above and below:
+        elif below:
             content = as_blocks(above) + as_blocks(below)
         joined[-1] = {**message, **joined[-1], "content": content}
     return joined
@@ -518,11 +511,10 @@ def with_whole_letters(value):
 # Small models write {'path': 'a.txt',}; the code repairs this. The code never repairs arguments
 # that were cut off, because a part of a command, like '{"command":"rm -rf bui', must not run.
 
-# The pattern matches a closed string ("a \" b" or 'a'), a quote that is never closed, or a bracket.
-JSON_MARKS = re.compile(r""""(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'|["'{}\[\]]""", re.DOTALL)
+JSON_STRING = r"""(?s)"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'"""  # "a \" b" or 'a'
 
 
-def parse_arguments(written, repair: bool):
+def parse_arguments(written, repair):
     """Return a call's arguments and an error: `({}, "its arguments are not valid JSON …")`."""
     try:
         text = written if isinstance(written, str) else to_json(written or {})
@@ -534,7 +526,7 @@ def parse_arguments(written, repair: bool):
     return value, ""
 
 
-def load_json(text: str, repair: bool):
+def load_json(text, repair):
     """Parse JSON, or raise ValueError. If `repair` is set, try a Python dict, then json-repair.
     Incomplete JSON is never repaired. A text of over 10,000 characters is not repaired either,
     because the time for a repair grows with the square of the length.
@@ -553,11 +545,11 @@ def load_json(text: str, repair: bool):
         return json_repair.loads(text)
 
 
-def ends_within(text: str):
+def ends_within(text):
     """Return True if the text ends inside a string, object or list: `{"command":"rm -rf bui`."""
-    marks = [mark for mark in JSON_MARKS.findall(text) if len(mark) == 1]
-    opened = marks.count("{") + marks.count("[") - marks.count("}") - marks.count("]")
-    return '"' in marks or "'" in marks or opened > 0
+    rest = re.sub(JSON_STRING, "", text)
+    is_open = rest.count("{") > rest.count("}") or rest.count("[") > rest.count("]")
+    return is_open or '"' in rest or "'" in rest
 
 
 # ---- Which endpoint gets the request ----
@@ -576,7 +568,6 @@ class ProviderSpec:
     key_prefix: str = ""
     default_model: str = ""
     is_gateway: bool = False  # True: it offers models of many makers, like openai/gpt-5
-    wants_bare_names: bool = False  # True: this gateway wants gpt-5, not openai/gpt-5
     is_local: bool = False  # True: the server needs no key and is asked without a proxy
     supports_prompt_caching: bool = False  # True: the endpoint caches only marked texts
     max_tokens_field: str = "max_tokens"
@@ -653,7 +644,6 @@ PROVIDERS = [  # order: name, keywords, env_key, default_api_base, hosts
         "AIHUBMIX_API_KEY",
         "https://aihubmix.com/v1",
         is_gateway=True,
-        wants_bare_names=True,
     ),
     ProviderSpec("volcengine", "doubao", "ARK_API_KEY", "https://ark.cn-beijing.volces.com/api/v3"),
     ProviderSpec("xai", "grok", "XAI_API_KEY", "https://api.x.ai/v1", key_prefix="xai-"),
@@ -688,7 +678,7 @@ class Endpoint:
 
     def without_secrets(self, text: str):
         """Hide API keys and URL passwords, because error texts of servers may contain them."""
-        for secret in [self.api_key, *map(str, self.extra_headers.values())]:
+        for secret in [self.api_key, *self.extra_headers.values()]:
             if len(secret) > 7:  # but not "ollama"
                 text = text.replace(secret, "[key]")
         return re.sub("//[^/@ ]*@", "//", text)
@@ -709,13 +699,12 @@ def choose_endpoint(
     general_key = known["openai"].api_key
     for row in PROVIDERS:  # OPENAI_API_KEY=sk-or-… contains a key of OpenRouter
         if row.key_prefix and general_key.startswith(row.key_prefix):
-            known[row.name].api_key = known[row.name].api_key or general_key
+            known[row.name].api_key = general_key
             known["openai"].api_key = ""
     host = row_of_address(base_url) if base_url else None
+    spec = ROWS.get(provider) or host or row_of_model(known, model)
     if host and host.env_key:
-        spec, own_server = host, ""
-    else:
-        spec, own_server = ROWS.get(provider) or host or row_of_model(known, model), base_url
+        spec = host
     if spec is None:
         return None
     chosen = known[spec.name]
@@ -728,18 +717,16 @@ def choose_endpoint(
     maker, _, rest = model.partition("/")
     if maker == spec.name and ("/" in rest or not spec.is_gateway):  # but keep openrouter/auto
         model = rest
-    if spec.wants_bare_names:
-        model = model.rpartition("/")[2]
-    if own_server and spec.env_key and own_server != chosen.api_base:
-        chosen.api_key, chosen.extra_headers = "", {}
-    if own_server and not chosen.api_key:
-        chosen.api_key = general_key
+    if host and not host.env_key:  # the user's own server
+        if spec.env_key:
+            chosen = Endpoint(spec)
+        chosen.api_key = chosen.api_key or general_key
     if spec.is_local and not urlsplit(address).path.strip("/"):
         address = address.rstrip("/") + "/v1"
-    return replace(chosen, spec=spec, api_base=address, model=model or spec.default_model)
+    return replace(chosen, api_base=address, model=model or spec.default_model)
 
 
-def row_of_address(base_url: str):
+def row_of_address(base_url):
     """Find the row for a base URL: eu.api.openai.com → openai, other hosts → local or custom."""
     place = f".{urlsplit(base_url).netloc.rpartition('@')[2]}"  # .api.openai.com, .localhost:11434
     for row in PROVIDERS:
@@ -751,26 +738,31 @@ def row_of_address(base_url: str):
     return ROWS["local"] if is_local else ROWS["custom"]
 
 
-def row_of_model(known: dict[str, Endpoint], model: str):
+def row_of_model(known, model):
     """Choose a row that has a key or an address. The maker's row comes first; `maker/model` or
     `keywords` identify the maker. Second is the user's own server; third, a gateway. If the maker
     is unknown, any row may be chosen."""
-    named = ROWS.get(model.partition("/")[0])
-    if named and named.is_local:
-        return named
-    # the names `gpt-5`, `openai/gpt-5` and `hf.co/gpt-5` match the row openai
-    makers = [row for row in PROVIDERS if re.search(rf"(?i)(?<![a-z0-9])({row.keywords})", model)]
-    makers = [named] if named else [row for row in makers if row.keywords]
-    usable = [row for row in PROVIDERS if known[row.name].api_base]
-    usable += [row for row in PROVIDERS if known[row.name].api_key and row.default_api_base]
-    rows = [row for row in makers if row in usable]
-    rows += [row for row in usable if not row.env_key]
-    rows += [row for row in usable if row.is_gateway]
-    rows += [] if makers else usable
-    if usable and not rows:
-        fix = f"set {makers[0].env_key or 'its apiBase'}, or name a gateway with --provider"
-        raise ValueError(f"{model} is a model of {makers[0].name}: {fix}")
-    return rows[0] if rows else None
+    maker = ROWS.get(model.partition("/")[0])
+    if maker and maker.is_local:
+        return maker
+    for row in PROVIDERS:  # the names `gpt-5` and `hf.co/gpt-5` match the row openai
+        start = f"(?i)(?<![a-z0-9])({row.keywords})"
+        if row.keywords and not maker and re.search(start, model):
+            maker = row
+    usable = []
+    for row in PROVIDERS:
+        own = known[row.name]
+        if own.api_base or (own.api_key and row.default_api_base):
+            usable.append(row)
+    if maker in usable:
+        return maker
+    usable.sort(key=lambda row: (bool(row.env_key), not row.is_gateway))
+    if not usable:
+        return None
+    if maker and usable[0].env_key and not usable[0].is_gateway:
+        fix = f"set {maker.env_key or 'its apiBase'}, or name a gateway with --provider"
+        raise ValueError(f"{model} is a model of {maker.name}: {fix}")
+    return usable[0]
 
 
 # ---- What went wrong ----
@@ -869,11 +861,10 @@ class Failure(Exception):
     text: str = ""  # the whole text of the endpoint's error
     status: int | None = None
     seconds: float = 0.0  # the delay that the endpoint asks for
-    generation: str = ""  # a tool call that the endpoint could not parse
     shown: str = ""  # the part of the answer that the user saw
 
 
-def explanation(failure: Failure, endpoint: Endpoint):
+def explanation(failure, endpoint):
     """The text for the user: the cause, then what to do."""
     text = TROUBLES[failure.kind].advice.format(
         where=endpoint.api_base,
@@ -884,13 +875,14 @@ def explanation(failure: Failure, endpoint: Endpoint):
     return endpoint.without_secrets(text)
 
 
-def kind_of(text: str):
+def kind_of(text):
     """Find the row of TROUBLES: "429 {'error': 'Slow down'}" → "busy"."""
-    fitting = (kind for kind, row in TROUBLES.items() if re.search(f"(?is){row.pattern}", text))
-    return next(fitting)
+    for kind, row in TROUBLES.items():
+        if re.search(f"(?is){row.pattern}", text):
+            return kind
 
 
-def as_failure(problem: Exception):
+def as_failure(problem):
     """Convert errors of the SDK or the network to Failure; raise other errors, which are bugs."""
     if isinstance(problem, Failure):
         return problem
@@ -903,31 +895,29 @@ def as_failure(problem: Exception):
         return refusal(problem.body, response.status_code, response.headers.get("retry-after", ""))
     below = problem.__cause__
     kind = kind_of(f"{type(problem).__name__} {type(below).__name__}")
-    return Failure(TROUBLES[kind].cause or str(below or "") or str(problem), kind)
+    return Failure(TROUBLES[kind].cause or str(below or problem), kind)
 
 
 # "message": "Provider returned error", also at a depth, and a text with \" and \n
 ERROR_TEXT = r'"(?:message|error|raw)": ("(?:[^"\\]|\\.)*")'
 
 
-def refusal(body, status: int | None = None, wait: str = ""):
+def refusal(body, status=None, wait=""):
     """Find the error message in nested JSON; `wait` is the value of the header retry-after.
 
     [{"error":{"code":400,"message":"Unknown name"}}]  → Failure("Unknown name", …)
     """
-    fields = body if isinstance(body, dict) else {}
-    if status is None and isinstance(fields.get("code"), int):
-        status = fields["code"]
-    said = re.findall(ERROR_TEXT, json.dumps(body))
-    line = ": ".join(JSON.decode(text) for text in said) or str(body or "")
-    line = " ".join(line[:4_000].split())[:500]
-    cause = f"HTTP {status}: {line}" if status else line
+    code = body.get("code") if isinstance(body, dict) else None
+    if status is None and isinstance(code, int):
+        status = code
     text = str(body or "")[:4_000]  # enough text for each pattern, and the search stays fast
+    said = ": ".join(map(JSON.decode, re.findall(ERROR_TEXT, json.dumps(body))))
+    line = " ".join((said or text).split())[:500]
+    cause = f"HTTP {status}: {line}" if status else line
     waits = f"retry after {wait}s, {text}"
     soon = re.search(rf"(?i){AGAIN}(\d{{1,9}}(?:\.\d{{1,9}})?) ?s", waits)
     seconds = float(soon[1]) if soon else 0.0
-    generation = str(fields.get("failed_generation") or "")
-    return Failure(cause, kind_of(f"{status} {text}"), text, status, seconds, generation)
+    return Failure(cause, kind_of(f"{status} {text}"), text, status, seconds)
 
 
 # ---- What endpoints refuse, and what helps ----
@@ -935,17 +925,14 @@ def refusal(body, status: int | None = None, wait: str = ""):
 # can list such rules for each model, but the endpoint's error text contains the necessary change.
 
 
-Change = Callable[[dict], dict]  # the body of a request → a changed copy
-
-
 class Remedy(NamedTuple):  # a row of HEALING
     complaint: str  # a regular expression for the endpoint's error text
     notice: str  # shown to the user
-    change: Change
+    change: Callable  # the body of a request → a changed copy
     is_remembered: bool = True  # True: all later requests to this model need the change, too
 
 
-def find_remedy(failure: Failure, body: dict, tried: list[Remedy]):
+def find_remedy(failure, body, tried):
     """Find the first remedy that fits the error and changes the body."""
     if failure.shown or (failure.status or 400) not in (400, 404, 405, 413, 415, 422, 500):
         return None
@@ -966,7 +953,7 @@ REFUSAL = (
 )
 
 
-def refused_parameters(body: dict, complaint: str):
+def refused_parameters(body, complaint):
     """The parameters that an error names. A plain word must be in quotes or follow certain words.
 
     Groq "property 'store' is unsupported", xAI "Argument not supported on this model: stop", Ollama
@@ -975,8 +962,8 @@ def refused_parameters(body: dict, complaint: str):
     refused = []
     if not re.search(REFUSAL, complaint):  # a server may repeat the whole request in its error
         return refused
-    for name in body.keys() - {"model", "messages", "tools", "stream"}:
-        word = re.escape(name).replace("_", "_?")
+    for name in body.keys() - {"model", "messages", "tools"}:
+        word = name.replace("_", "_?")  # xAI writes reasoningEffort
         named = rf"['\"`]{word}\\*['\"`]|(: |support |parameter |invalid ){word}\b"
         if "_" in name:
             named = rf"\b{word}\b"
@@ -985,10 +972,10 @@ def refused_parameters(body: dict, complaint: str):
     return sorted(refused)
 
 
-def difference(old: dict, new: dict):
+def difference(old, new):
     """The parameters that a remedy has changed: {"stop": None}. The long ones are left out."""
-    names = [name for name in old | new if old.get(name) != new.get(name)]
-    return {name: new.get(name) for name in names if not isinstance(new.get(name), list)}
+    short = (old | new).keys() - {"messages", "tools"}
+    return {name: new.get(name) for name in short if old.get(name) != new.get(name)}
 
 
 def setting(**values):
@@ -1000,26 +987,24 @@ def setting(**values):
     return change
 
 
-def in_messages(change: Change):
+def in_messages(change):
     return lambda body: {**body, "messages": [change(each) for each in body["messages"]]}
 
 
-def without_keys(value, unwanted: tuple[str, ...], above: str = ""):
-    """Remove keys at every depth, but not the keys of "properties", which are parameter names."""
-    if isinstance(value, list):
-        return [without_keys(item, unwanted) for item in value]
-    if not isinstance(value, dict):
-        return value
-    kept = [key for key in value if above == "properties" or key not in unwanted]
-    return {key: without_keys(value[key], unwanted, key) for key in kept}
+def without_keys(value, unwanted):
+    """Remove keys at every depth."""
+
+    def kept(found: dict):
+        return {key: found[key] for key in found if key not in unwanted}
+
+    return json.loads(to_json(value), object_hook=kept)
 
 
-def with_other_limit(body: dict):
-    names = {"max_tokens": "max_completion_tokens", "max_completion_tokens": "max_tokens"}
-    return {names.get(name, name): value for name, value in body.items()}
+def with_other_limit(body):
+    return setting(max_tokens=None, max_completion_tokens=body.get("max_tokens"))(body)
 
 
-def as_text(message: dict):
+def as_text(message):
     """Join the blocks of a message into one text, and replace each image with a line of text."""
     if not isinstance(message["content"], list):
         return message
@@ -1028,11 +1013,11 @@ def as_text(message: dict):
     return {**message, "content": content}
 
 
-def with_some_reasoning(message: dict):
+def with_some_reasoning(message):
     return {"reasoning_content": "", **message} if message["role"] == "assistant" else message
 
 
-def with_signature(message: dict):
+def with_signature(message):
     """Add a dummy signature to the first call if the call has none, because Gemini requires one."""
     if "tool_calls" not in message:
         return message
@@ -1041,11 +1026,11 @@ def with_signature(message: dict):
     return {**message, "tool_calls": [{"extra_content": foreign, **first}, *rest]}
 
 
-def without_name(message: dict):
+def without_name(message):
     return {key: value for key, value in message.items() if key != "name"}
 
 
-def with_short_ids(message: dict):
+def with_short_ids(message):
     """call_8bXe0aTzQmW2 → 588788278, in the call and in its result."""
     if message["role"] == "tool":
         return {**message, "tool_call_id": new_id(message["tool_call_id"])}
@@ -1053,7 +1038,7 @@ def with_short_ids(message: dict):
     return {**message, "tool_calls": calls} if calls else message
 
 
-def with_system_as_user(body: dict):
+def with_system_as_user(body):
     first, *rest = body["messages"]
     return {**body, "messages": legal([{**first, "role": "user"}, *rest])}
 
@@ -1064,7 +1049,7 @@ The result of a call comes back as <tool_result>. These are the tools:
 """
 
 
-def tools_as_text(body: dict):
+def tools_as_text(body):
     """Describe the tools in the system message, and write calls and results as text."""
     messages = [calls_as_text(message) for message in body["messages"]]
     if "tools" in body:
@@ -1073,7 +1058,7 @@ def tools_as_text(body: dict):
     return setting(messages=legal(messages), tools=None, tool_choice=None)(body)
 
 
-def calls_as_text(message: dict):
+def calls_as_text(message):
     """A call becomes `<tool_call>{"name": "now", "arguments": {}}</tool_call>`."""
     text = as_text(message)["content"]
     if message["role"] == "tool":
@@ -1082,12 +1067,13 @@ def calls_as_text(message: dict):
         return message
     lines = [text] if text else []
     for call in message["tool_calls"]:
-        name, arguments = to_json(call["function"]["name"]), call["function"]["arguments"]
-        lines.append(f'<tool_call>{{"name": {name}, "arguments": {arguments}}}</tool_call>')
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        lines.append(f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>')
     return {"role": "assistant", "content": "\n".join(lines)}
 
 
-SCHEMA_WORDS = (
+UNWANTED = (
+    "cache_control",
     "additionalProperties",
     "$schema",
     "$id",
@@ -1121,12 +1107,6 @@ HEALING = [
         "this model only streams its answers",
         setting(stream=True),
     ),
-    # "'stream' does not support true with this model."
-    Remedy(
-        "stream\\b.{1,30}not support",
-        "this model does not stream",
-        setting(stream=None, stream_options=None),
-    ),
     # "To use function tools, use /v1/responses or set reasoning_effort to 'none'."
     Remedy(
         "to 'none'",
@@ -1153,7 +1133,7 @@ HEALING = [
     Remedy(
         "messages.{0,80}reasoning|both content and thinking",
         "older reasoning is left out",
-        partial(without_keys, unwanted=REASONING),
+        in_messages(partial(without_keys, unwanted=REASONING)),
     ),
     # llama.cpp "Only user, assistant and tool roles are supported, got system."
     Remedy(
@@ -1185,7 +1165,7 @@ HEALING = [
     Remedy(
         "unknown name.{0,200}(schema|parameters|function)|top level|cache_control",
         "some schema keywords and all cache marks are left out",
-        partial(without_keys, unwanted=(*SCHEMA_WORDS, "cache_control")),
+        partial(without_keys, unwanted=UNWANTED),
     ),
     # Anthropic "image exceeds 5 MB maximum: 6093312 bytes > 5242880 bytes"
     Remedy(
@@ -1212,7 +1192,7 @@ HEALING = [
 DONE = {"choices": [{}]}  # the chunk for `data: [DONE]`: a choice without `delta` ends the answer
 
 
-def request_body(endpoint: Endpoint, request: LLMRequest, learnt: list[Remedy]):
+def request_body(endpoint, request, learnt):
     """Return {"messages": […], "tools": […], …}, with the changes that this model needs."""
     body = {"messages": request.messages, "tools": request.tools or None, **request.options}
     if "max_tokens" in body:
@@ -1227,12 +1207,14 @@ def request_body(endpoint: Endpoint, request: LLMRequest, learnt: list[Remedy]):
     return body
 
 
-def cache_marks(body: dict):
+def cache_marks(body):
     """Mark the system message, so that the endpoint caches the tools and the system message."""
     first, *rest = body["messages"]
-    mark = {"cache_control": {"type": "ephemeral"}}
-    marked = {**first, "content": [{"type": "text", "text": as_text(first)["content"], **mark}]}
-    return {**body, "messages": [marked, *rest]} if first["role"] == "system" else body
+    if first["role"] != "system":
+        return body
+    text = as_text(first)["content"]
+    block = {"type": "text", "text": text, "cache_control": {"type": "ephemeral"}}
+    return {**body, "messages": [{**first, "content": [block]}, *rest]}
 
 
 @cache
@@ -1247,31 +1229,31 @@ def load_sdk():
     return openai
 
 
+@dataclass
 class Connection:
     """Creates the SDK's client at the first request, and reads the answers as plain JSON."""
 
-    def __init__(self, endpoint: Endpoint, request_timeout: float, idle_timeout: float):
-        self.endpoint = endpoint
-        self.request_timeout, self.idle_timeout = request_timeout, idle_timeout
-        self._loop: asyncio.AbstractEventLoop | None = None  # the event loop of the connections
+    endpoint: Endpoint
+    request_timeout: float
+    idle_timeout: float
+    _loop: asyncio.AbstractEventLoop | None = None  # the event loop of the connections
 
     def client(self):
         here = asyncio.get_running_loop()
         if self._loop is here:
             return self._client
         openai, where = load_sdk(), self.endpoint
-        http = openai.DefaultAsyncHttpxClient(
-            verify=where.api_base.startswith("https://"),  # loading certificates takes 30 ms
-            trust_env=not where.spec.is_local,
-            follow_redirects=False,
-        )
         self._client = openai.AsyncOpenAI(
             api_key=where.api_key or "none",
             base_url=where.api_base,
             max_retries=0,
-            timeout=openai.Timeout(self.request_timeout, connect=min(10.0, self.request_timeout)),
+            timeout=openai.Timeout(self.request_timeout, connect=10.0),
             default_headers=where.extra_headers,
-            http_client=http,
+            http_client=openai.DefaultAsyncHttpxClient(
+                verify=where.api_base.startswith("https://"),  # loading certificates takes 30 ms
+                trust_env=not where.spec.is_local,
+                follow_redirects=False,
+            ),
         )
         if row_of_address(where.api_base).name != "openai":  # only OpenAI may get OPENAI_ORG_ID
             self._client.organization = self._client.project = None
@@ -1292,9 +1274,10 @@ class Connection:
         chunk = None
         raw = {"headers": {"X-Stainless-Raw-Response": "stream"}, "security": {"bearer_auth": True}}
         try:
-            post = self.client().post
             async with asyncio.timeout(self.request_timeout) as clock:
-                response = await post("/chat/completions", cast_to=object, body=body, options=raw)
+                response = await self.client().post(
+                    "/chat/completions", cast_to=object, body=body, options=raw
+                )
                 try:
                     async for chunk in chunks_of(response):
                         clock.reschedule(None)
@@ -1310,8 +1293,7 @@ class Connection:
     async def models(self):
         """The ids of the models that the endpoint offers; raises Failure."""
         try:
-            list_models = self.client().models.with_raw_response.list
-            response = await list_models(timeout=min(self.request_timeout, 10.0))
+            response = await self.client().models.with_raw_response.list(timeout=10.0)
             rows = parse_answer(response.content).get("data") or []
             return [str(row.get("id")).removeprefix("models/") for row in rows]  # Gemini's prefix
         except Exception as problem:
@@ -1323,29 +1305,23 @@ async def chunks_of(response):
     if "event-stream" not in response.headers.get("content-type", ""):
         yield parse_answer(await response.read())
         return
-    async for line in lines_of(response):
-        data = line[5:].strip() if line.startswith(b"data:") else b""
-        if data:
-            yield DONE if data == b"[DONE]" else parse_answer(data)
-
-
-async def lines_of(response):
-    """Split only at \\n: other line separators, like U+2028, may be part of a text."""
     rest = b""
-    async for data in response.iter_bytes():
-        *lines, rest = (rest + data).split(b"\n")
+    async for packet in response.iter_bytes():
+        # split only at \n: other line separators, like U+2028, may be part of a text
+        *lines, rest = (rest + packet).split(b"\n")
         for line in lines:
-            yield line
-    yield rest
+            name, _, data = line.strip().partition(b":")
+            if name == b"data" and data:
+                yield DONE if data.strip() == b"[DONE]" else parse_answer(data)
 
 
-def parse_answer(data: bytes):
+def parse_answer(data):
     """Parse a JSON object. For any other data, raises Failure with the beginning of the data."""
     with contextlib.suppress(ValueError):
         answer = json.loads(data)
         if isinstance(answer, dict):
             return answer
-    start = " ".join(data[:2_000].decode("utf-8", errors="replace").split())
+    start = " ".join(data[:2_000].decode(errors="replace").split())
     kind = "cut" if not start or start.startswith("{") else "nonsense"
     raise Failure(f"not a JSON object but: {start[:120] or 'nothing'}", kind)
 
@@ -1356,7 +1332,6 @@ def parse_answer(data: bytes):
 REASONS = {  # the endpoint's finish reason → OpenAI's; any other (`eos`, `end_turn`) → `stop`
     "none": None,
     "tool_calls": "tool_calls",
-    "function_call": "tool_calls",
     "content_filter": "content_filter",
     "refusal": "refusal",
     "length": "length",
@@ -1376,34 +1351,26 @@ class CallParts:  # the pieces of one call that have arrived so far
     arguments: str = ""
     extra: dict = field(default_factory=dict)
 
-    def is_other(self, id_: str | None, name: str):
-        """True if a piece with this id and name belongs to another call."""
-        if not name or not self.name:
-            return False
-        if name != self.name:
-            return True
-        if id_ and self.id:
-            return id_ != self.id
-        _, error = parse_arguments(self.arguments, repair=False)
-        return bool(self.arguments) and not error  # True: these arguments are complete
 
-
-@dataclass
 class AnswerReader:
-    """Joins the chunks of an answer; an answer that is not streamed consists of one chunk."""
+    """Joins the chunks of an answer; an answer that is not streamed consists of one chunk.
 
-    tools: dict[str, dict]  # tools that may be called as text: {"read_file": {…parameters…}}
-    read_only: Collection[str] = ()  # the tools that change nothing
-    shown: str = ""  # the text shown so far, without thoughts
-    has_lost_tag: bool = False  # True: after some text, </think> was removed, but not <think>
-    held: str = ""  # not shown yet, because this text may begin a thought or a call
-    calls: list[CallParts] = field(default_factory=list)
-    text_calls: list[ToolCallRequest] = field(default_factory=list)
-    unclear_at: int | None = None  # where the text has a call that may be only an example
-    extra: dict = field(default_factory=dict)
-    usage: dict = field(default_factory=dict)
-    is_whole: bool = False  # True: the server has signalled the end of the answer
-    finish_reason: str | None = None
+    `tools` has those that may be called as text: {"read_file": {…parameters…}}, and `read_only`
+    the names of the tools that change nothing.
+    """
+
+    def __init__(self, tools: dict[str, dict], read_only: Collection[str] = ()):
+        self.tools, self.read_only = tools, read_only
+        self.text = ""  # the answer so far, without thoughts
+        self.end = 0  # `text` is shown up to here; the rest may begin a thought or a call
+        self.has_lost_tag = False  # True: after some text, </think> was removed, but not <think>
+        self.calls = []  # CallParts
+        self.text_calls = []  # ToolCallRequests
+        self.unclear_at = None  # where the text has a call that may be only an example
+        self.extra = {}
+        self.usage = {}
+        self.is_whole = False  # True: the server has signalled the end of the answer
+        self.finish_reason = None
 
     def feed(self, chunk: dict):
         """Add a chunk. Returns the text that may be shown now."""
@@ -1414,23 +1381,21 @@ class AnswerReader:
                     raise refusal(part["error"])
                 self.usage = read_usage(part.get("usage") or {}) or self.usage
             return "".join([self._add(choice) for choice in choices])
-        except (AttributeError, TypeError, KeyError, ValueError, OverflowError) as problem:
+        except (AttributeError, TypeError, ValueError) as problem:
             raise Failure("its answer has a strange form", "nonsense") from problem
 
     def _add(self, choice):
         self.finish_reason = choice.get("finish_reason") or self.finish_reason
-        self.is_whole = self.is_whole or "delta" not in choice
+        self.is_whole |= "delta" not in choice
         message = choice.get("delta") or choice.get("message") or {}
-        for number, piece in enumerate(message.get("tool_calls") or []):
-            self._add_call(piece if "delta" in choice else {**piece, "index": number})
+        for piece in message.get("tool_calls") or []:
+            self._add_call(piece)
         for name in REASONING:
             if message.get(name):
                 before = self.extra.get(name)
                 self.extra[name] = before + message[name] if before else message[name]
-        text = message.get("content") or message.get("refusal") or ""
-        if not isinstance(text, str):
-            text = "".join([block.get("text") or "" for block in text])
-        return self._ready(text)
+        blocks = as_blocks(message.get("content") or "")
+        return self._ready("".join([block.get("text") or "" for block in blocks]))
 
     def _add_call(self, piece):
         """Begin a call, or continue an earlier call. Examples with read_file({…}) and now({}):
@@ -1439,92 +1404,92 @@ class AnswerReader:
         by id          a read_file {"pa        th":"a"}        b now {}
         all are 0      0 a read_file {"path":"a"}              0 b now {}
         without ids    0 read_file {"pa    0 th":"a"}          0 now {}
+        repeated       0 a read_file {"pa  0 a read_file th":"a"}
         """
-        index, function = piece.get("index"), piece.get("function") or {}
-        name, arguments = function.get("name") or "", function.get("arguments")
+        index, id_, function = piece.get("index"), piece.get("id"), piece.get("function") or {}
+        name, arguments = function.get("name"), function.get("arguments")
         fitting = [call for call in self.calls if index in (None, call.index)]
-        call = fitting[-1] if fitting else None
-        if call is None or call.is_other(piece.get("id"), name):
+        call = fitting[-1] if fitting else CallParts(index)
+        is_repeated = id_ and id_ == call.id and index is not None  # the same name in each piece
+        if not fitting or (name and call.name and not is_repeated):
             call = CallParts(index)
             self.calls.append(call)
-        call.id = call.id or piece.get("id")
-        call.name = call.name or name
+        call.id = call.id or id_
+        call.name = call.name or name or ""
         if arguments is not None:
             call.arguments += arguments if isinstance(arguments, str) else to_json(arguments)
         if "extra_content" in piece:  # Gemini's signature of a thought
             call.extra["extra_content"] = piece["extra_content"]
 
-    def _ready(self, text):
+    def _ready(self, piece):
         """Return the text that may be shown now. Thoughts and possible calls are held back."""
-        self.held += text
-        begin = len(self.shown)
+        begin = self.end
+        self.text += piece
         line_start = LINE_START if self.tools else THOUGHT_START
         while True:
-            if not self.shown:
-                self.held = self.held.lstrip("\n")
-            before = self.shown[-1:]  # tells whether `held` begins a line
-            found = line_start.search(before + self.held, len(before))
-            self._show(found.start() - len(before) if found else len(self.held))
-            is_thought = THOUGHT_TAG.match(self.held.lstrip()) and not self.is_in_fence
-            end = THOUGHT_END.search(self.held) if is_thought else None
-            if not end:
-                return self.shown[begin:]
-            self.has_lost_tag |= bool(self.shown) and self.held.lstrip().startswith("</")
-            self.held = self.held[end.end() :]
+            if self.end == 0:
+                self.text = self.text.lstrip("\n")
+            found = line_start.search(self.text, self.end)
+            self.end = found.start() if found else len(self.text)
+            thought = THOUGHT.match(self.text, self.end)
+            if not thought or self.is_in_fence:
+                return self.text[begin : self.end]
+            self.has_lost_tag |= self.end > 0 and not thought[1]
+            self.text = self.text[: self.end] + self.text[thought.end() :]
 
     @property
     def is_in_fence(self):
-        return self.shown.count("```") % 2 == 1
-
-    def _show(self, length):
-        """Move the first characters from `held` to `shown`."""
-        text = self.held[:length]
-        self.shown += text
-        self.held = self.held[length:]
-        return text
+        return self.text.count("```", 0, self.end) % 2 == 1
 
     def close(self):
         """Finish the answer. Returns the text that is not shown yet."""
-        if not self.shown and THOUGHT_TAG.match(self.held.lstrip()):
-            return ""  # a thought that does not end
-        calls, end = calls_in(self.held, self.tools)
+        shown, held = self.text[: self.end], self.text[self.end :]
+        if not shown and THOUGHT_TAG.match(held.lstrip()):
+            self.text = ""  # a thought that does not end
+            return ""
+        try:
+            calls, end = read_calls(held, self.tools)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            calls = []  # no call, or a broken one
         if not calls or self.calls or self.is_in_fence:
-            return self._show(len(self.held))
-        if self._may_run(calls, end):
+            self.end = len(self.text)
+            return held
+        if self._may_run(calls, shown, held, end):
             self.text_calls = calls
-            self.shown = self.shown.rstrip()
+            self.text = shown.rstrip()
         else:
-            self.unclear_at = len(self.shown)
-            self.shown += self.held
+            self.unclear_at = self.end
         return ""
 
-    def _may_run(self, calls, end):
+    def _may_run(self, calls, shown, held, end):
         """Decide about calls that were written as text, by the rules 1 to 3 below."""
-        if not self.shown.strip():
+        if not shown.strip():
             return True
-        has_own_tag = re.match(TAG, self.held) and END_TOKENS.match(self.held, end)
-        if not has_own_tag or self.has_lost_tag or THOUGHT_TAG.search(self.shown):
+        has_own_tag = re.match(TAG, held) and END_TOKENS.match(held, end)
+        if not has_own_tag or self.has_lost_tag or THOUGHT_TAG.search(shown):
             return False
         return all(call.name in self.read_only for call in calls)
 
     def response(self, request: LLMRequest):
         """Return the answer, even if it reached max_tokens. Raises Failure if it broke off."""
         reason = REASONS.get(str(self.finish_reason).lower(), "stop")
+        is_finished = reason in ("stop", "tool_calls")
         calls = self.text_calls
         for call in self.calls:
-            is_finished = reason in ("stop", "tool_calls")
             arguments, error = parse_arguments(call.arguments, repair=is_finished)
-            id_ = call.id or new_id()
-            calls.append(ToolCallRequest(id_, call.name, arguments, error, extra=call.extra))
+            calls.append(
+                ToolCallRequest(call.id or new_id(), call.name, arguments, error, extra=call.extra)
+            )
         # keep the line break at the end of a cut answer, because the model will continue the answer
-        text = self.shown if reason == "length" else self.shown.rstrip("\n")
+        text = self.text if reason == "length" else self.text.rstrip("\n")
         text = with_whole_letters(text) if text.strip() else None
         is_cut = any(call.error for call in calls) if calls else not self.is_whole
         if reason == "error" or (reason is None and is_cut):
             raise Failure("the answer broke off" if text or calls else "it sent no answer", "cut")
         thoughts = self.extra.get("reasoning_content") or self.extra.get("reasoning")
-        answer = LLMResponse(text, calls, reason, {}, thoughts, extra=self.extra)
-        answer.unclear_at = self.unclear_at
+        answer = LLMResponse(
+            text, calls, reason, {}, thoughts, extra=self.extra, unclear_at=self.unclear_at
+        )
         answer.usage = self.usage or estimate_usage(request, answer)
         return answer
 
@@ -1533,30 +1498,34 @@ class Usage(dict):
     """Token counts: `usage.total_tokens` is the same as `usage["total_tokens"]`."""
 
     def __getattr__(self, name: str):
-        try:
-            return self[name]
-        except KeyError:
-            raise AttributeError(name) from None
+        if name not in self:
+            raise AttributeError(name)
+        return self[name]
 
 
-def read_usage(usage: dict):
+def read_usage(usage):
     """Return the endpoint's token counts, or {}. Endpoints use three names for cached tokens."""
-    sent = int(usage.get("prompt_tokens") or 0)
+    sent = usage.get("prompt_tokens") or 0
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
     cached = cached or usage.get("cached_tokens") or usage.get("prompt_cache_hit_tokens")
-    received = int(usage.get("completion_tokens") or 0)
-    return counted(sent, received, int(cached or 0), False) if sent else Usage()
+    received = usage.get("completion_tokens") or 0
+    return counted(sent, received, cached or 0, False) if sent else {}
 
 
-def estimate_usage(request: LLMRequest, answer: LLMResponse):
+def estimate_usage(request, answer):
     """Estimate the token counts: an English token has about four characters."""
     sent = len(to_json([request.messages, request.tools])) // 4
     return counted(sent, len(to_json(answer.to_message())) // 4, 0, True)
 
 
-def counted(sent: int, received: int, cached: int, estimated: bool):
-    counts = {"prompt_tokens": sent, "completion_tokens": received, "cached_tokens": cached}
-    return Usage(counts, total_tokens=sent + received, estimated=estimated)
+def counted(sent, received, cached, estimated):
+    return Usage(
+        prompt_tokens=sent,
+        completion_tokens=received,
+        cached_tokens=cached,
+        total_tokens=sent + received,
+        estimated=estimated,
+    )
 
 
 # ---- Calls that a weak model wrote as text ----
@@ -1578,11 +1547,13 @@ PARTIAL = r'(?:</?\|?\w{0,12}\|?|\[[A-Z_]{1,11}|[\[{]\s{0,99}(?:{?\s{0,99}(?:"\w
 UNCLEAR = rf"(?: {{0,3}}(?:`{{1,9}}|~{{1,9}})\w{{0,20}}\s{{0,99}})?{PARTIAL}"
 # Some models write <think>…</think> before lines. If a chat template contains <think>, only
 # </think> arrives. The start of a piece of a stream may be `<th`.
-THOUGHT = r"(?m)(?:\A\s{0,200}|^)</?(?:(?:think|thinking|thought)>|\w{0,8}\Z)"
-THOUGHT_START = re.compile(THOUGHT)
-LINE_START = re.compile(rf"{THOUGHT}|(?:\A\s{{0,200}}|^)(?:{TAG}|{FENCE}|{BARE}|{UNCLEAR})")
-THOUGHT_END = re.compile(r"</(?:think|thinking|thought)>")
+THOUGHT_LINE = r"(?m)(?:\A\s{0,200}|^)</?(?:(?:think|thinking|thought)>|\w{0,8}\Z)"
+THOUGHT_START = re.compile(THOUGHT_LINE)
+LINE_START = re.compile(rf"{THOUGHT_LINE}|(?:\A\s{{0,200}}|^)(?:{TAG}|{FENCE}|{BARE}|{UNCLEAR})")
 THOUGHT_TAG = re.compile(r"</?(?:think|thinking|thought)>")
+THOUGHT = re.compile(
+    r"(?s)\s{0,200}(<(?:think|thinking|thought)>.*?)?</(?:think|thinking|thought)>"
+)
 AROUND = re.compile(
     r"(?:\s|</?(?:tool_calls?|tools)>|</function>|<\|python_tag\|>|\[TOOL_CALLS\](?=\s{0,99}[\[{]))*"
 )
@@ -1598,25 +1569,17 @@ NAMED = re.compile(
 CALL_KEYS = {"name", "arguments", "parameters", "type", "id"}
 
 
-def parameters_by_name(tools: list[dict]):
+def parameters_by_name(tools):
     return {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
 
 
-def calls_in(text: str, tools: dict[str, dict]):
-    """Read the calls at the start of a text. Returns the calls and where the last call ends; no
-    call if the text is not valid.
+def read_calls(text, tools):
+    """Read the calls at the start of a text. Returns the calls and where the last call ends.
 
     '```json\n{"name": "ls", "arguments": {}}\n```'  → [ls({})], 40
-    '{"name": "ls", "arg'                            → [], 0
-    """
-    try:
-        return read_calls(text, tools)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return [], 0
+    '{"name": "ls", "arg'                            → ValueError
 
-
-def read_calls(text: str, tools: dict[str, dict]):
-    """Raises an exception for an invalid call, and for any other text between the calls. A JSON
+    Raises an exception for an invalid call, and for any other text between the calls. A JSON
     parser reads JSON calls, so a code fence or a tag inside a string stays in the string."""
     calls, is_fenced, place = [], False, 0
     while (place := AROUND.match(text, place).end()) < len(text):
@@ -1641,7 +1604,7 @@ def read_calls(text: str, tools: dict[str, dict]):
     return calls, place
 
 
-def name_and_arguments(found: dict):
+def name_and_arguments(found):
     """Raises an exception if the JSON is no call, but a log entry or the description of a tool."""
     kind = found.get("type", "function")
     if found.keys() <= {"type", "id", "function"}:  # {"type": "function", "function": {…}}
@@ -1652,14 +1615,15 @@ def name_and_arguments(found: dict):
     return found["name"], found.get("arguments", found.get("parameters"))
 
 
-def text_call(name: str, written, tools: dict[str, dict]):
+def text_call(name, written, tools):
     """Drop unknown arguments. Raises an exception for an unknown tool or a missing argument."""
     schema = tools[name]
     arguments, error = parse_arguments(written, repair=False)
     properties = schema.get("properties")
     if properties and not schema.get("additionalProperties"):
         arguments = {key: value for key, value in arguments.items() if key in properties}
-    if written is None or error or not set(schema.get("required", [])) <= set(arguments):
+    missing = set(schema.get("required", [])) - arguments.keys()
+    if written is None or error or missing:
         raise ValueError(error or "an argument is missing")
     return ToolCallRequest(new_id(), name, arguments)
 
@@ -1695,7 +1659,7 @@ KEYS = (
 NAMED_SECRET = r'(?i)"[^"]*(?:key|token|secret|password)[^"]*": "((?:[^"\\]|\\.){7,})"'
 
 
-def keyless_json(named: list[dict]):
+def keyless_json(named):
     """Returns a function that writes an event as JSON, with `[key]` instead of each key: what has
     the form of a key, and each value in `named` whose name says key, token, secret or password."""
     secrets = re.findall(NAMED_SECRET, json.dumps(named, ensure_ascii=False))
@@ -1713,41 +1677,61 @@ def keyless_json(named: list[dict]):
 class HumanProvider(LLMProvider):
     """Shows each request to a person, who types the answer or a tool call. `ask(question, what,
     **details)` returns the typed line, or None if nobody can answer. Typed calls are checked like
-    the calls of a model."""
+    the calls of a model. A line that only looks like a call is asked about, and never answers."""
 
     ask: Callable | None = None
-    seen: LLMRequest = field(default_factory=lambda: LLMRequest([], [], "", {}))
     model = "human"
 
     async def answer(self, request: LLMRequest):
-        question = "\n".join([*self.news(request), "model> "])
-        line = None
-        if self.ask:
-            line = await self.ask(question, "model", messages=request.messages, tools=request.tools)
-        if line is None:
-            return failed("`--provider human` needs a terminal. On the page, open a window.")
-        line = line.strip()
-        name, _, written = line.partition(" ")
-        answer = LLMResponse(line)
-        if name in parameters_by_name(request.tools) or written.startswith("{"):
-            arguments, error = parse_arguments(written, repair=False)
-            answer = calling(name, arguments, error)
+        question, line, answer = request_text(request), None, None
+        while answer is None:
+            if self.ask:
+                about = {"messages": request.messages, "tools": request.tools, "refused": line}
+                line = await self.ask(f"{question}\n{HOW_TO_ANSWER}\nmodel> ", "model", **about)
+            if line is None:
+                return failed("`--provider human` needs a terminal. On the page, open a window.")
+            answer = typed(line.strip(), parameters_by_name(request.tools))
+            question = "This line looks like a call, but is no call of a tool above."
         answer.usage = estimate_usage(request, answer)
         return answer
 
-    def news(self, request: LLMRequest):
-        """Return the messages that the last request did not have, and the tools if they changed."""
-        before, self.seen = self.seen, request
-        lines = []
-        for number, message in enumerate(request.messages):
-            if before.messages[number : number + 1] != [message]:
-                text = as_text(calls_as_text(message))["content"]
-                lines.append(f"---- {message['role']} ----\n{text}")
-        if request.tools != before.tools:
-            tools = [to_json(tool["function"]) for tool in request.tools]
-            how = 'You are the model. Answer in a line, or call a tool: NAME {"path": "a"}'
-            lines += ["---- tools ----", *tools, how]
-        return lines
+
+HOW_TO_ANSWER = """You are the model. Answer in words, or call a tool: read_file("a.txt")
+or read_file {"path": "a.txt"}. `nanobot prompt` prints the whole prompt and all parameters."""
+
+
+def request_text(request: LLMRequest):
+    """What a person reads of a request: the tools with their parameters, the headings of the
+    prompt, and the messages since the model's last one."""
+    lines = ["---- tools ----"]
+    for name, schema in parameters_by_name(request.tools).items():
+        lines.append(f"{name}({', '.join(schema.get('properties', []))})")
+    for message in request.messages:
+        text = as_text(message)["content"]
+        if message["role"] == "system":
+            text = "\n".join(re.findall(r"(?m)\A.*|^#.*", text))
+        lines.append(f"---- {message['role']} ----\n{text}")
+        if message["role"] == "assistant":
+            lines.clear()
+    return "\n".join(lines)
+
+
+def typed(line: str, tools: dict[str, dict]):
+    """Return the answer that a person has typed, or None for a call that cannot be read.
+
+    'read_file("a.txt")', 'read_file {"path": "a.txt"}' → a call;  'read_file("a.txt' → None
+    """
+    name, written = re.match(r"(?s)([\w-]*)\s*(.*)", line).groups()
+    if name not in tools and not re.match(r"[\w-]*[({<$]|[\w-]+ {", line):
+        return LLMResponse(line)
+    try:
+        schema = tools[name]
+        if written.startswith("("):  # the values in the order of the parameters
+            values = ast.literal_eval(f"[{written[1:-1]}]")
+            return calling(name, dict(zip(schema["properties"], values, strict=False)))
+        return calling(name, dict(load_json(written or "{}", repair=False)))
+    except (ValueError, SyntaxError, KeyError, TypeError):
+        return None
 
 
 # ---- The offline model ----

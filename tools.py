@@ -30,6 +30,7 @@ import contextlib
 import contextvars
 import copy
 import difflib
+import faulthandler
 import fnmatch
 import functools
 import hashlib
@@ -44,7 +45,6 @@ import math
 import os
 import re
 import shutil
-import signal
 import socket
 import ssl
 import stat
@@ -342,6 +342,8 @@ class Turn:
             holds_keys = self.is_secret(real)
             if real.is_symlink():  # since 3.13, `resolve` accepts a link that leads to itself
                 raise OSError("it is a link that leads to itself")
+            if os.name == "nt" and ":" in real.name:
+                raise OSError("Windows would write to a hidden part of the file")
         except (OSError, RuntimeError, ValueError) as problem:  # a link to itself, or a NUL byte
             raise ToolError(f"{text!r} is not a usable path: {problem}") from None
         if holds_keys:
@@ -362,12 +364,12 @@ class Turn:
         if real.parts[1:2] == ("proc",) and real.name in ("environ", "mem"):
             return True  # /proc/1/environ and /proc/1/mem can contain API keys
         for secret in self.secret:
-            for path in (real, *real.parents):  # `secret` may be a folder
-                if path.parent == secret.parent and path.name.startswith(secret.name):
-                    return True  # `startswith` also finds copies, like config.json.bak.
-            # `samefile` also finds hard links, and CONFIG.JSON on systems that ignore case
-            if real.exists() and secret.exists() and real.samefile(secret):
+            if str(real).startswith(str(secret)):  # it, a copy like config.json.bak, a file in it
                 return True
+            # `samefile` also finds hard links, and CONFIG.JSON on systems that ignore case
+            with contextlib.suppress(OSError):  # one of them does not exist
+                if real.samefile(secret):
+                    return True
         return False
 
     def store(self, name: str) -> Path:
@@ -475,9 +477,12 @@ def temporary_folder():
 
 
 def fitted(text, most, name, turn):
-    """Return a text; if it is too long, its first and last lines, and a file with all of it."""
+    """Return a text; if it is too long, its first and last lines, and how to read the others."""
     if len(text) <= most:
         return text
+    head, tail = ends(text, most - 400)
+    first = text.count("\n", 0, len(head) + 1) + 1
+    last = text.count("\n", 0, -len(tail) - 1) + 1
     folder = turn.store("results")
     path = folder / f"{time.time_ns()}-{name[:64]}.txt"
     try:
@@ -485,10 +490,10 @@ def fitted(text, most, name, turn):
         path.write_bytes(text.encode("utf-8", errors="replace"))
         for old in sorted(folder.glob("*-*.txt"))[:-200]:
             old.unlink(missing_ok=True)  # another program may have deleted the file
-        note = f"; the text is in {path}: use read_file or grep"
+        how = f"the text is in {path}: read_file offset={first} limit={last - first + 1}"
     except OSError as problem:
-        note = f"; the whole text could not be saved: {problem}"
-    return shorten(text, most - 300, note)
+        how = f"the text could not be saved: {problem}"
+    return f"{head}\n… lines {first}–{last} are missing; {how} …\n{tail}"
 
 
 def outcome(result):
@@ -503,14 +508,18 @@ def counted(count, one, many):
     return f"{count:,} {one if count == 1 else many}"
 
 
-def shorten(text: str, limit: int, note: str = ""):
-    """Drop the middle of a text longer than `limit` characters, whole lines if possible."""
+def ends(text, room):
+    """The start and the end of a text, `room` characters together, whole lines if possible."""
+    head, tail = text[: room // 2], text[-(room // 2) :]
+    return head.rpartition("\n")[0] or head, tail.partition("\n")[2] or tail
+
+
+def shorten(text, limit):
+    """Drop the middle of a text longer than `limit` characters."""
     if len(text) <= limit:
         return text
-    head, tail = text[: limit // 2], text[-(limit // 2) :]
-    head, tail = head.rpartition("\n")[0] or head, tail.partition("\n")[2] or tail
-    left_out = len(text) - len(head) - len(tail)
-    return f"{head}\n… {left_out:,} characters left out{note} …\n{tail}"
+    head, tail = ends(text, limit)
+    return f"{head}\n… {len(text) - len(head) - len(tail):,} characters left out …\n{tail}"
 
 
 # ---- Schemas: which arguments are valid ----
@@ -525,65 +534,31 @@ JSON_TYPES = {
     "object": dict,
     "null": types.NoneType,
 }
-LIMITS = {
-    str: ("minLength", "maxLength"),
-    list: ("minItems", "maxItems"),
-    int: ("minimum", "maximum"),
-    float: ("minimum", "maximum"),
-}
 # An object whose schema has one of these keywords may have keys that `properties` does not name.
 OPENING = ("additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref", "if")
 
 
-def union_schema(options: list[dict]):
+def union_schema(options):
     """One of several schemas. Not all endpoints know anyOf, so it is used only if it is needed.
 
     integer, null → {"type": ["integer", "null"]};  "a", integer → {"anyOf": [{"enum": …}, …]}
     """
-    has_details = any(option.keys() - {"type"} for option in options)
-    is_optional = len(options) == 2 and {"type": "null"} in options
-    if has_details and not is_optional:
-        return {"anyOf": options}
-    merged = functools.reduce(dict.__or__, options)
-    is_typed = all("type" in option for option in options)  # `Path` has no JSON type
-    return {**merged, "type": sum(map(kinds, options), [])} if is_typed else {}
+    first, *others = options
+    is_optional = others == [{"type": "null"}] and "type" in first
+    if is_optional or all(option.keys() == {"type"} for option in options):
+        return {**first, "type": [kind for option in options for kind in kinds(option)]}
+    return {"anyOf": options}
 
 
-def kinds(schema: dict):
+def kinds(schema):
     """The JSON types that a schema allows; [] means any type."""
     names = schema.get("type", [])
-    return [names] if isinstance(names, str) else list(names)
+    if isinstance(names, str):
+        names = [names]
+    return [name for name in names if name in JSON_TYPES]  # a server may write "any"
 
 
-KEYWORDS = {
-    "type": str | list,
-    "properties": dict,
-    "items": dict,
-    "enum": list,
-    "anyOf": list,
-    "required": list,
-    "minimum": int | float,
-    "maximum": int | float,
-    "minLength": int,
-    "maxLength": int,
-    "minItems": int,
-    "maxItems": int,
-}
-
-
-def is_sane(schema):
-    """Can `cast` and `validate` read this schema of a foreign server?"""
-    if not isinstance(schema, dict):
-        return False
-    if not all(isinstance(value, KEYWORDS.get(name, object)) for name, value in schema.items()):
-        return False
-    parts = [*schema.get("properties", {}).values(), *schema.get("anyOf", ())]
-    if "items" in schema:
-        parts.append(schema["items"])
-    return all(str(kind) in JSON_TYPES for kind in kinds(schema)) and all(map(is_sane, parts))
-
-
-def fits(value, wanted: list[str]):
+def fits(value, wanted):
     """Does a value have one of these types? 5.0 is an integer, True is not; [] means any type."""
     if isinstance(value, bool):  # in Python True is an int, in JSON it is not
         return not wanted or "boolean" in wanted
@@ -593,28 +568,32 @@ def fits(value, wanted: list[str]):
 
 def cast(value, schema: dict):
     """Convert a value to its schema's type if possible: "120" → 120, "True" → True, "[1]" → [1]."""
+    if not isinstance(schema, dict):  # a server may write `true`, or one schema for each item
+        return value
     wanted = kinds(schema)
-    with contextlib.suppress(ValueError, RecursionError):  # invalid JSON, or an overlong integer
-        if isinstance(value, str) and not fits(value, wanted):
+    if isinstance(value, str) and not fits(value, wanted):
+        with contextlib.suppress(ValueError, RecursionError):  # invalid JSON, an overlong integer
             read = json.loads(value.lower() if value in ("True", "False") else value)
             value = read if fits(read, wanted) else value
-        elif "string" in wanted and not fits(value, wanted) and fits(value, ["number"]):
-            value = str(value)
+    elif "string" in wanted and not fits(value, wanted) and fits(value, ["number"]):
+        value = str(value)
     for option in schema.get("anyOf", ()):
         if not validate(cast(value, option), option):
             return cast(value, option)
     if isinstance(value, float) and value.is_integer() and "integer" in wanted:
         return int(value)
-    properties = schema.get("properties", {})
-    if isinstance(value, dict) and properties:
+    if isinstance(value, dict):
+        properties = schema.get("properties", {})
         return {key: cast(item, properties.get(key, {})) for key, item in value.items()}
-    if isinstance(value, list) and "items" in schema:
-        return [cast(item, schema["items"]) for item in value]
+    if isinstance(value, list):
+        return [cast(item, schema.get("items", {})) for item in value]
     return value
 
 
 def validate(value, schema: dict, path: str = ""):
     """Find values that the schema forbids: ["size must be <= 6", "rows[0].name is required"]"""
+    if not isinstance(schema, dict):
+        return []
     name, wanted = path or "value", kinds(schema)
     if not fits(value, wanted):
         return [f"{name} must be {' or '.join(wanted)}, not {json.dumps(value, default=str)[:80]}"]
@@ -640,18 +619,21 @@ def validate(value, schema: dict, path: str = ""):
     return errors
 
 
-def wrong_size(value, schema: dict, name: str):
-    low, high = (schema.get(limit) for limit in LIMITS.get(type(value), ("", "")))
+def wrong_size(value, schema, name):
     if isinstance(value, str | list):
         value, name = len(value), f"{name}: its length"
-    if low is not None and value < low:
-        return [f"{name} must be >= {low}"]
-    return [f"{name} must be <= {high}"] if high is not None and value > high else []
+    if isinstance(value, int | float):
+        for keyword, limit in schema.items():  # minimum, minLength, minItems, maximum, …
+            if keyword.startswith("min") and value < limit:
+                return [f"{name} must be >= {limit}"]
+            if keyword.startswith("max") and value > limit:
+                return [f"{name} must be <= {limit}"]
+    return []
 
 
-def unexpected_keys(params: dict, schema: dict):
+def unexpected_keys(params, schema):
+    is_open = any(schema.get(word) not in (None, False) for word in OPENING)
     known = schema.get("properties")
-    is_open = not all(schema.get(word) in (None, False) for word in OPENING)
     if is_open or known is None:
         return []
     names = ", ".join(known) or "none"
@@ -772,11 +754,11 @@ def plain_text(data: bytes):
     return (text.replace("\r\n", "\n") if "\r" in text else text).removesuffix("\n")
 
 
-def is_binary(data: bytes):
+def is_binary(data):
     return data.find(b"\0", 0, 8_192) >= 0 and not data.startswith(UTF16_MARKS)
 
 
-def similar_names(path: Path):
+def similar_names(path):
     """For an error: what there is instead, such as " In /home/ada: a.txt, b.txt" """
     if path.exists():
         return " Use list_dir." if path.is_dir() else ""
@@ -786,39 +768,31 @@ def similar_names(path: Path):
     return f" In {folder}: {', '.join(near)}"
 
 
-def count_lines(data: bytes):
+def count_lines(data):
     return len(plain_text(data).split("\n")) if data else 0
 
 
-def numbered_page(lines: list[str], first: int, most: int, room: int):
+def numbered_page(lines, first, most, room):
     """Returns the page and the number of its last whole line; a line longer than `room` is cut.
 
     ["a", "b", "c"], first=2, most=1 → ("2| b ⏎ (lines 2-2 of 3; go on with offset=3)", 2)
     """
-    page: list[str] = []
-    left = room
-    for number, line in enumerate(lines[first - 1 :][:most], first):
-        shown = f"{number}| {line}"
-        if len(shown) > left:
-            break
-        page.append(shown)
-        left -= len(shown) + 1
-    last_whole = first + len(page) - 1
+    numbered = [f"{number}| {line}" for number, line in enumerate(lines[first - 1 :][:most], first)]
+    page = "\n".join(numbered)
+    if len(page) > room:
+        page = page[:room].rpartition("\n")[0]
+    last = last_whole = first + page.count("\n")
     if not page:
-        page.append(f"{shown[:room]}… (line cut)")
-    last = first + len(page) - 1
+        page, last_whole = f"{numbered[0][:room]}… (line cut)", first - 1
     if last < len(lines):
-        page.append(f"(lines {first}-{last} of {len(lines)}; go on with offset={last + 1})")
-    return "\n".join(page), last_whole
+        page += f"\n(lines {first}-{last} of {len(lines)}; go on with offset={last + 1})"
+    return page, last_whole
 
 
-def write_atomic(path: Path, data: bytes):
+def write_atomic(path, data):
     """Write the whole file or change nothing, even if the power fails; keeps the file mode."""
-    if path.exists():
-        if not path.is_file():
-            raise ToolError(f"{path} is not a regular file: nothing was written.")
-        if not (path.stat().st_mode & 0o222 and os.access(path, os.W_OK)):
-            raise ToolError(f"{path} is read-only. Ask the user whether it may be changed.")
+    if path.exists() and not (path.stat().st_mode & 0o222 and os.access(path, os.W_OK)):
+        raise ToolError(f"{path} is read-only. Ask the user whether it may be changed.")
     temporary = path.with_name(f".{path.name[:40]}.{os.getpid()}-{time.time_ns()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -873,7 +847,7 @@ def edit_file(path: str, old_text: str, new_text: str, replace_all: bool = False
     return rewrite(path, turn, lambda text: replace_passage(text, old, new, replace_all))
 
 
-def rewrite(path: str, turn: Turn, change: Callable):
+def rewrite(path, turn, change):
     """Apply `change` to a text file; returns the diff. BOM, CRLF and invalid UTF-8 are kept."""
     real = turn.path(path, write=True)
     data = read_bytes(real)
@@ -890,7 +864,7 @@ def rewrite(path: str, turn: Turn, change: Callable):
     return ToolResult(text + note, shown=shown + note)
 
 
-def diff(before: str, after: str, name: str):
+def diff(before, after, name):
     """Returns the difference for people (the count "+3 −1", then at most 12 lines), and for the
     model."""
     if len(before) + len(after) > 2_000_000:  # the comparison would take seconds
@@ -906,31 +880,25 @@ def diff(before: str, after: str, name: str):
     return "\n".join(shown).rstrip(), shorten(text, 4_000) or "(the text is the same)"
 
 
-def replace_passage(text: str, old: str, new: str, replace_all: bool = False):
+def replace_passage(text, old, new, replace_all=False):
     """Replace `old` with `new`; raises ToolError if `old` is missing or occurs more than once. If
     `new` is empty and a whole line is deleted, its line break is deleted, too."""
-    if replace_all and old in text:
-        return text.replace(old, new)
-    places, start = [], text.find(old)
-    while start >= 0 and len(places) < 20:  # the message names at most 20 places
-        places.append(start)
-        start = text.find(old, start + 1)
+    places = [match.start() for match in re.finditer(re.escape(old), text)]
     if not places:
         raise ToolError(f"old_text is not in the file.{nearest(text, old)}")
-    if len(places) > 1:
-        lines = ", ".join(str(text.count("\n", 0, place) + 1) for place in places)
+    if len(places) > 1 and not replace_all:
+        lines = ", ".join(str(text.count("\n", 0, place) + 1) for place in places[:20])
         raise ToolError(
             f"old_text occurs at lines {lines}. Add the lines before and after the right place, or "
             "set replace_all."
         )
-    before, after = text[: places[0]], text[places[0] + len(old) :]
-    starts_line = not before or before.endswith("\n")
-    if not new and starts_line and not old.endswith("\n"):
-        after = after.removeprefix("\n")
-    return before + new + after
+    is_line = not old.endswith("\n") and f"\n{old}\n" in f"\n{text}"
+    if is_line and not new and not replace_all:
+        old += "\n"
+    return text.replace(old, new)
 
 
-def nearest(text: str, old: str):
+def nearest(text, old):
     lines, wanted = text.split("\n"), old.strip("\n").split("\n")
     starts = [line[:100] for line in lines[:5_000]]  # the limits keep the comparison fast
     close = difflib.get_close_matches(wanted[0][:100], starts, n=1, cutoff=0.5)
@@ -946,37 +914,37 @@ def nearest(text: str, old: str):
 UNDO_CHANGES, UNDO_BYTES, UNDO_FILE_BYTES = 200, 50_000_000, 10_000_000
 
 
-def change_file(turn: Turn, path: Path, old: bytes | None, new: bytes):
+def change_file(turn, path, old, new):
     """Write a file, after its version before this turn was kept (`old` is None if the file is new).
     Returns "" or, if the change cannot be undone, the reason."""
-    store, note = turn.store("undo"), ""
-    version, is_first = old or b"", True
+    version = old or b""
     was_known = turn.lines_read(path, version) == count_lines(version)
-    found = digest(old)
-    about = {
+    change = {
         "session": turn.session_key,
         "turn": turn.started,
         "folder": str(turn.cwd),
         "path": str(path),
         "new_folders": [str(folder) for folder in path.parents if not folder.exists()],
         "is_new": old is None,
-        "written": found,
+        "written": digest(version),
     }
-    kept = store / f"undo-{time.time_ns()}"  # is_secret knows this name, also in a search
-    for change in kept_changes(store):
-        if change["turn"] == turn.started and change["path"] == str(path):
-            kept, about, is_first = change.pop("file"), change, False
-            version = kept.read_bytes().partition(b"\n")[2]
-    if len(version) > UNDO_FILE_BYTES:
-        note, version = " (too large to undo)", b""
-    is_ours = about["written"] == found  # else something has changed the file in between
-    about["written"] = digest(new) if is_ours and not note else ""
+    # one file for each path and turn; is_secret knows the start of the name, also in a search
+    kept = turn.store("undo") / f"undo-{turn.started}-{digest(str(path).encode())[:16]}"
+    is_first = not kept.exists()
+    note = ""
     try:
-        store.mkdir(0o700, parents=True, exist_ok=True)
+        if not is_first:
+            description, _, version = kept.read_bytes().partition(b"\n")
+            change = json.loads(description)
+        if len(version) > UNDO_FILE_BYTES:
+            note, version = " (too large to undo)", b""
+        is_ours = change["written"] == digest(old or b"")  # else something else has changed it
+        change["written"] = digest(new) if is_ours and not note else ""
+        kept.parent.mkdir(0o700, parents=True, exist_ok=True)
         kept.touch(0o600)
-        write_atomic(kept, json.dumps(about).encode() + b"\n" + version)
-        forget_old_changes(store)
-    except (OSError, ToolError) as problem:
+        write_atomic(kept, json.dumps(change).encode() + b"\n" + version)
+        forget_old_changes(kept.parent)
+    except (OSError, ValueError, ToolError) as problem:
         note = f" (cannot be undone: {problem})"
     try:
         write_atomic(path, new)
@@ -990,7 +958,7 @@ def change_file(turn: Turn, path: Path, old: bytes | None, new: bytes):
 
 
 def digest(data):
-    return hashlib.sha256(data or b"").hexdigest()
+    return hashlib.sha256(data).hexdigest()
 
 
 def forget_old_changes(store):
@@ -1078,33 +1046,37 @@ def notebook_edit(
     return result
 
 
-def change_cell(text: str, index: int, source: str, kind: str, mode: str):
+def change_cell(text, index, source, kind, mode):
     """Change one cell in a notebook's JSON; the rest of the notebook stays the same."""
     try:
         book = json.loads(text)
-        cells = book["cells"] if book["nbformat"] == 4 else None
-        taken = 0 if mode == "insert" else 1
-        if index + taken > len(cells):
-            raise ToolError(f"There is no cell {index}: the notebook has {len(cells)}, from 0.")
-        old = {"metadata": {}, "id": os.urandom(4).hex()} if mode == "insert" else cells[index]
-        new = lawful_cell({**old}, source, kind or old.get("cell_type", "code"), book)
-        cells[index : index + taken] = [] if mode == "delete" else [new]
+        cells = book["cells"]
+        count = len(cells)
+        if mode == "insert":
+            cells.insert(index, {"id": os.urandom(4).hex(), "metadata": {}, "cell_type": "code"})
+        if index >= len(cells):
+            raise ToolError(f"There is no cell {index}: the notebook has {count}, from 0.")
+        cell = cells.pop(index)
+        if mode != "delete":
+            has_ids = book.get("nbformat_minor", 0) >= 5
+            cells.insert(index, valid_cell(cell, source, kind or cell["cell_type"], has_ids))
         layout = re.match(r"\s*\{\n([ \t]*)", text)  # the file's indentation (Jupyter: one space)
         after = json.dumps(book, ensure_ascii=False, indent=layout and layout[1])
-        after.encode()  # raises ValueError for lone surrogates (invalid UTF-8)
-    except (ValueError, KeyError, TypeError, RecursionError) as problem:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
         why = f"{type(problem).__name__}: {problem}"
         raise ToolError(f"Not a notebook of nbformat 4: {why}. Use edit_file.") from None
     return after + text[len(text.rstrip()) :]
 
 
-def lawful_cell(cell: dict, source: str, kind: str, book: dict):
-    """Make a valid cell: sorted keys, outputs only in code cells, ids only from nbformat 4.5 on."""
+def valid_cell(cell, source, kind, has_ids):
+    """Returns the cell with a new source and kind, keys in order, and only what this kind has."""
     cell |= {"cell_type": kind, "source": source.splitlines(keepends=True)}
-    foreign = {"attachments"} if kind == "code" else {"execution_count", "outputs"}
     if kind == "code":
+        foreign = {"attachments"}
         cell |= {"execution_count": None, "outputs": []}
-    if book.get("nbformat_minor", 0) < 5:
+    else:
+        foreign = {"execution_count", "outputs"}
+    if not has_ids:
         foreign.add("id")
     return {key: cell[key] for key in sorted(cell) if key not in foreign}
 
@@ -1125,7 +1097,7 @@ SKIPPED_FOLDERS = {
 }
 
 
-def find_files(turn: Turn, path: str, *globs: str):
+def find_files(turn, path, *globs):
     """Find regular, non-secret files that match all globs: [(name for the next call, full path),
     …]. A file that is named itself is found whatever the globs are."""
     root = turn.path(path)
@@ -1133,7 +1105,7 @@ def find_files(turn: Turn, path: str, *globs: str):
         return [(path, str(root))]
     if not root.is_dir():
         raise ToolError(f"There is no folder {root}.{similar_names(root)}")
-    patterns = [glob_pattern(glob) for glob in globs if glob not in ("", "*")]
+    wanted = [plain_globs(glob) for glob in globs if glob not in ("", "*")]
     prefix = "" if path in ("", ".") else os.path.join(path, "")
     start, deadline = len(os.path.join(root, "")), time.monotonic() + SEARCH_SECONDS
     suspects = ("environ", "mem", *(path.name for path in turn.secret))
@@ -1143,14 +1115,16 @@ def find_files(turn: Turn, path: str, *globs: str):
         if time.monotonic() > deadline:
             raise ToolError(f"{root} has too many files: search in one of its folders.")
         name = entry.path[start:].replace(os.sep, "/")  # on Windows: src\a.py → src/a.py
-        if all(pattern.match(name) for pattern in patterns):
-            is_suspect = entry.name.startswith(suspects) or entry.inode() in inodes
+        if all(any(is_match(name, glob) for glob in choices) for choices in wanted):
+            is_suspect = entry.name.startswith(suspects) or (
+                os.name != "nt" and entry.inode() in inodes  # fails if a path is too long
+            )
             if not (is_suspect and turn.is_secret(Path(entry.path))):
                 files.append((prefix + name, entry.path))
     return files
 
 
-def walk(folder: str, ignored: set[str] | None = None):
+def walk(folder, ignored=None):
     try:
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
     except OSError:  # skip a folder that cannot be read
@@ -1166,10 +1140,9 @@ def walk(folder: str, ignored: set[str] | None = None):
             yield from walk(entry.path, ignored)
 
 
-def ignored_by_git(folder: str):
+def ignored_by_git(folder):
     """List the paths that git ignores. git must not start programs, such as fsmonitor or fetch."""
-    environment = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
-    environment |= {"GIT_ALLOW_PROTOCOL": "", "GIT_NO_LAZY_FETCH": "1"}
+    environment = clean_environment() | {"GIT_ALLOW_PROTOCOL": "", "GIT_NO_LAZY_FETCH": "1"}
     command = [
         "git",
         "-c",
@@ -1196,60 +1169,59 @@ def ignored_by_git(folder: str):
     names = os.fsdecode(done.stdout).split("\0")
     if "./" in names:  # git ignores `folder` itself, but the caller asked to search it
         return set()
-    return {os.path.join(folder, name.rstrip("/")) for name in names}
+    return {os.path.normpath(os.path.join(folder, name)) for name in names}
 
 
 Limit = Annotated[int, IntegerSchema(minimum=1)]
-GLOB_TOKEN = r"(?s)\\.|\[[!^]?\]?[^\]]{0,99}\]|\*\*/|\*\*|."  # tokens such as \[, [!a-z], **/
-GLOB_MEANINGS = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]", "{": "(?:", "}": ")"}
+BEFORE_PATTERN = r"[^*?\[{]*(/|$)|"  # src/ in src/*.py, the whole of src/a.py, nothing in *.py
 
 
-def glob_pattern(glob: str):
-    """Convert a glob to a regular expression. A glob without a slash matches in every folder.
+def plain_globs(glob):
+    """Replace braces, which Python's globs do not know: src/*.{py,js} → src/*.py, src/*.js"""
+    if glob.startswith("!") or glob.count(",") > 20:
+        raise ToolError(f"{glob[:99]}: name the files to find, with few commas, like *.{{js,ts}}.")
+    start, brace, rest = glob.partition("{")
+    options, _, end = rest.partition("}")
+    if not brace:
+        return [glob]
+    return [start + option + more for option in options.split(",") for more in plain_globs(end)]
 
-    "src/*.{py,js}" → r"src/[^/]*\\.(?:py|js)\\Z";  Python's own globs have no braces.
-    """
-    if glob.startswith("!"):
-        raise ToolError("A glob cannot exclude files. Name the files to find, like *.{js,ts}.")
-    whole = glob.removeprefix("./") if "/" in glob else f"**/{glob}"
-    parts = whole.split("/")
-    stars = max(len(re.findall(r"\*+", part)) for part in parts)
-    if parts.count("**") > 4 or stars > 4 or len(glob) > 1_000:  # matching would take hours
-        raise ToolError(f"{glob[:99]} has too many stars: use at most four between two slashes.")
-    regex, depth = "", 0
-    for token in re.findall(GLOB_TOKEN, whole):
-        depth += {"{": 1, "}": -1}.get(token, 0)
-        if token == "," and depth > 0:
-            regex += "|"
-        elif token[0] == "[" and len(token) > 1:
-            negated = "^" if token[1] in "!^" else ""
-            characters = re.sub(r"[\\\[\]^&~|]", r"\\\g<0>", token[1 + len(negated) : -1])
-            regex += f"(?!/)[{negated}{characters}]"
+
+def is_match(name, glob):
+    """Does a file's name, like src/app.py, match a glob? One without a slash matches everywhere."""
+    glob = glob.removeprefix("./") if "/" in glob else f"**/{glob}"
+    names = name.split("/")
+    places = {0}  # how many of the names the glob can have matched so far
+    for part in re.sub(r"\\([*?[])", r"[\1]", glob).split("/"):  # a\*b → a[*]b
+        if part == "**":  # any number of folders
+            places = {after for place in places for after in range(place, len(names) + 1)}
         else:
-            regex += GLOB_MEANINGS.get(token) or re.escape(token[-1])
-    try:
-        return re.compile(regex + r"\Z", re.DOTALL)  # a file name can contain a line break
-    except (re.error, RecursionError) as problem:
-        raise ToolError(
-            f"{glob[:99]!r}: {problem}. Close each {{ and [, or escape it: \\["
-        ) from None
+            places = {
+                place + 1
+                for place in places
+                if place < len(names) and fnmatch.fnmatchcase(names[place], part)
+            }
+    return len(names) in places
 
 
 @tool(read_only=True)
 def glob(pattern: str, path: str = ".", head_limit: Limit = 250, *, turn: Turn):
     """Find files by name, newest first. `*.py` finds files in all folders below path."""
     if pattern.startswith(("/", "~", "..")):  # /etc/*.conf → path /etc/, pattern ./*.conf
-        folder = re.match(r"(?:[^*?\[{]*/)?", pattern)[0]
+        folder = re.match(BEFORE_PATTERN, pattern)[0]
         start = "" if folder.startswith("~") else path
         path = os.path.normpath(os.path.join(start, folder))
         pattern = f"./{pattern.removeprefix(folder)}"
     found = find_files(turn, path, pattern)
-    names = [name for _, name in sorted((-os.lstat(file).st_mtime, name) for name, file in found)]
+    times = [  # a path that is too long for Windows has no time
+        (-os.lstat(file).st_mtime, name) for name, file in found if os.path.lexists(file)
+    ]
+    names = [name for _, name in sorted(times)]
     text = first_lines(names, head_limit) or f"No file below {turn.path(path)} matches {pattern}."
     return ToolResult(text, shown=counted(len(names), "file", "files"))
 
 
-def first_lines(lines: list[str], limit: int):
+def first_lines(lines, limit):
     more = ["(there are more: raise head_limit or narrow the search)"] if len(lines) > limit else []
     return "\n".join(lines[:limit] + more)
 
@@ -1297,20 +1269,15 @@ async def grep(
     """Search lines with a regular expression. output_mode "content" returns `path:line: text`."""
     type_glob = TYPES.get(type, f"*.{type}")  # an unlisted type like rb means *.rb
     root, files = turn.path(path), await in_thread(find_files, turn, path, glob, type_glob)
-    answer = await search_lines(
-        {
-            "source": re.escape(pattern) if fixed_strings else pattern,
-            "mode": output_mode,
-            "flags": int(re.IGNORECASE) if case_insensitive else 0,
-            "most": head_limit + 1,
-            "context": context,
-            "files": files,
-            "most_bytes": 1_000_000_000 if root.is_file() else 2_000_000,
-        }
-    )
-    if problem := answer.get("problem"):
-        raise ToolError(f"{pattern!r} is no regular expression: {problem}. Or set fixed_strings.")
-    items, skipped = answer["lines"], answer["skipped"]
+    request = {
+        "source": re.escape(pattern) if fixed_strings else pattern,
+        "mode": output_mode,
+        "flags": int(re.IGNORECASE) if case_insensitive else 0,
+        "most": head_limit + 1,
+        "context": context,
+        "most_bytes": 1_000_000_000 if root.is_file() else 2_000_000,
+    }
+    items, hits, skipped = await search_files(files, request)
     nothing = f"No match for {pattern!r} in {len(files):,} files of {root}."
     for syntax, advice in OF_OTHER_PROGRAMS.items():
         if not fixed_strings and re.search(syntax, pattern):
@@ -1319,71 +1286,69 @@ async def grep(
     if skipped:
         more = f" and {len(skipped) - 10} more" if len(skipped) > 10 else ""
         text = f"NOT searched: {', '.join(skipped[:10])}{more}\n{text}"
-    hits = answer["hits"]
     where = counted(len(hits), "file", "files")
     return ToolResult(text, shown=f"{counted(sum(hits), 'match', 'matches')} in {where}")
 
 
-async def search_lines(request: dict):
+async def search_files(files, request):
     """Search in several processes, one per CPU, if there are many files. Raises ToolError after
-    SEARCH_SECONDS. Returns {"lines": […], "hits": [3, 1], "skipped": ["a.log (binary)"]}, or
-    {"problem": …}"""
-    files = request["files"]
+    SEARCH_SECONDS. Returns the lines to show, the number of matches in each file that has some, and
+    what was not searched: ["a.py:3: x = 1"], [1], ["a.log (binary)"]"""
     size = max(1_000, len(files) // (os.cpu_count() or 1) + 1)
-    parts = [files[start : start + size] for start in range(0, len(files), size)] or [[]]
-    work = (search_part(request | {"files": part}) for part in parts)
-    first, *others = await asyncio.gather(*work)
-    for other in others:
-        for name in {"lines", "hits", "skipped"} & first.keys():
-            first[name] += other[name]
-    return first
+    parts = [files[start : start + size] for start in range(0, len(files), size)]
+    lines, hits, skipped = [], [], []
+    for answer in await asyncio.gather(*(search_part(part, request) for part in parts)):
+        lines += answer["lines"]
+        hits += answer["hits"]
+        skipped += answer["skipped"]
+    return lines, hits, skipped
 
 
-async def search_part(request: dict):
+async def search_part(files, request):
     process = subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", CHILD],
-        start_new_session=True,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
     program = {function.__name__: function.__code__ for function in CHILD_FUNCTIONS}
-    work = marshal.dumps([CHILD_VALUES, program, request])
+    work = marshal.dumps([CHILD_VALUES, program, files, request])
     searching = asyncio.ensure_future(in_thread(process.communicate, work))
     try:
         await asyncio.wait([searching], timeout=SEARCH_SECONDS)
     finally:  # kill the child even if the turn is cancelled, so that `communicate` returns
         process.kill()
     output, errors = await searching
-    if not output.endswith(b"\n") and errors:
-        raise ToolError(f"The search failed: {errors.decode(errors='replace').splitlines()[-1]}")
+    if not output.endswith(b"\n") and errors:  # for example "re.error: missing ) at position 3"
+        why = errors.decode(errors="replace").splitlines()[-1]
+        raise ToolError(f"The search failed: {why}. Correct the pattern, or set fixed_strings.")
     if not output.endswith(b"\n"):  # the child was killed
         raise ToolError(f"The search was stopped after {SEARCH_SECONDS} s: simplify the pattern.")
     return json.loads(output)
 
 
-def search_child(request: dict):
+def search_child(files, request):
     """The main function of the child: print the answer to a request."""
-    if hasattr(signal, "alarm"):
-        signal.alarm(SEARCH_SECONDS + 10)  # the alarm ends this child even if its parent has died
+    # end this child even if its parent has died
+    faulthandler.dump_traceback_later(SEARCH_SECONDS + 10, exit=True)
     shown, hits, skipped = [], [], []  # `hits`: the number of matches, for each file with matches
-    try:
-        pattern = re.compile(request["source"], request["flags"])
-    except (re.error, OverflowError, RecursionError) as problem:
-        print(json.dumps({"problem": str(problem)}))
-        return
-    for name, path in request["files"]:
+    find = re.compile(request["source"], request["flags"]).search
+    for name, path in files:
         data, problem = searched_bytes(path, request["most_bytes"])
         if problem:
             skipped.append(f"{name} ({problem})")
-        elif data:
-            shown += shown_lines(name, plain_text(data), pattern.search, request, hits)
+            continue
+        lines = plain_text(data).split("\n") if data else []
+        found = [number for number, line in enumerate(lines) if find(line)]
+        if found:
+            hits.append(len(found))
+            shown += shown_lines(name, lines, found, request)
         if len(shown) >= request["most"]:
             break
     print(json.dumps({"lines": shown, "hits": hits, "skipped": skipped}))
 
 
-def searched_bytes(path: str, most: int):
+def searched_bytes(path, most):
     """Read a file; returns its bytes, and why it cannot be searched."""
     try:
         with open_file(path) as file:
@@ -1395,21 +1360,17 @@ def searched_bytes(path: str, most: int):
     return (b"", "binary") if is_binary(data) else (data, "")
 
 
-def shown_lines(name: str, text: str, find: Callable, request: dict, hits: list):
-    """Format each match as `name:12: text` and each context line as `name-13- text`. Appends the
-    number of matches to `hits`."""
-    lines = text.split("\n")
-    found = [number for number, line in enumerate(lines) if find(line)]
-    if not found:
-        return []
-    hits.append(len(found))
-    if request["mode"] != "content":
-        return [name if request["mode"] == "files_with_matches" else f"{name}: {len(found)}"]
+def shown_lines(name, lines, found, request):
+    """Format each match as `name:12: text` and each context line as `name-13- text`."""
+    if request["mode"] == "files_with_matches":
+        return [name]
+    if request["mode"] == "count":
+        return [f"{name}: {len(found)}"]
     marks, context = {}, request["context"]
     for hit in found:
-        last = min(hit + context, len(lines) - 1)
-        marks |= dict.fromkeys(range(max(hit - context, 0), last + 1), "-")
-    shown = sorted((marks | dict.fromkeys(found, ":")).items())
+        for near in range(max(hit - context, 0), min(hit + context + 1, len(lines))):
+            marks[near] = ":" if near == hit else marks.get(near, "-")
+    shown = sorted(marks.items())
     return [f"{name}{mark}{number + 1}{mark} {lines[number][:500]}" for number, mark in shown]
 
 
@@ -1418,12 +1379,12 @@ def shown_lines(name: str, text: str, find: Callable, request: dict, hits: list)
 CHILD_FUNCTIONS = (open_file, plain_text, is_binary, search_child, searched_bytes, shown_lines)
 CHILD_VALUES = {name: globals()[name] for name in ("READING", "UTF8_MARK", "UTF16_MARKS")}
 CHILD_VALUES["SEARCH_SECONDS"] = SEARCH_SECONDS
-CHILD = """import json, marshal, os, re, signal, sys, types
-values, program, request = marshal.load(sys.stdin.buffer)
+CHILD = """import faulthandler, json, marshal, os, re, sys, types
+values, program, files, request = marshal.load(sys.stdin.buffer)
 globals().update(values)
 for name, code in program.items():
     globals()[name] = types.FunctionType(code, globals())
-search_child(request)"""
+search_child(files, request)"""
 
 
 FILE_TOOLS = [read_file, write_file, edit_file, notebook_edit, list_dir, glob, grep]
@@ -1439,13 +1400,21 @@ FORK_BOMB = r"(?<![\w:.])([\w:.]{1,80})\s{0,9}\(\)\s{0,9}\{[^}]{0,200}\1\s{0,9}\
 FATAL = (
     r"(mkfs\S*|mke2fs|wipefs|shutdown|reboot|halt|poweroff|systemctl (-\S+ )*(reboot|halt|poweroff)"
     r"|dd .*of=/dev/(?!null|std|shm|tty|fd).*|mv (-\S+ )*(~|/|\$HOME|\$\{HOME\}|\.\.)[/*]* \S.*"
+    r"|format(-volume)?|diskpart|clear-disk|(stop|restart)-computer"
     r"|ch(mod|own|grp) (?=.*-(\w*R|-recursive))(\S+ ){1,3}(~|/|\$HOME|\$\{HOME\}|\.\.)[/*]*) "
 )
-REMOVES = r"rm (.* )?(-\w*[rR]|--r|\{\} )"  # rm -fr; find -exec rm {} +
+# rm -fr; find -exec rm {} +; in PowerShell: Remove-Item x -Recurse; rd /s x; dir | Remove-Item
+REMOVES = (
+    r"rm (.* )?(-\w*[rR]|--r|\{\} )|(remove-item|ri|rd|rmdir|del|erase) (.* )?[-/][rRsS]"
+    r"|(remove-item|ri) (-\S+ )*\Z"
+)
 # find . -name '*.pyc' -delete removes some files, find . -type f -delete removes all
 CHOOSES = r"(?<!! )(?<!-not )-(i?(name|path|regex) [^\s\[]*\w|empty)"
-WRITES = r"(tee|mv|rm|truncate|touch|mkdir) |sed (.* )?-(\w*i|-in)"
-WRITES_LAST = r"(cp|ln|install) "  # cp a b writes to b
+WRITES = (
+    r"(tee|mv|rm|truncate|touch|mkdir|del|erase|rd|(set|add)-content|out-file"
+    r"|(remove|move|new|rename)-item) |sed (.* )?-(\w*i|-in)"
+)
+WRITES_LAST = r"(cp|ln|install|copy(-item)?) "  # cp a b writes to b
 QUOTED = r"""\\(.)|'([^']*)'|"((?:[^"\\]|\\[\s\S])*)\""""
 WORD = r"""(?:[^\s;&|()<>`'"\\]|\\.|'[^']*'|"(?:[^"\\]|\\[\s\S])*")+"""
 # a comment; 2>>'log a' (group 1: the file); a word or operators (group 2). A lone quote is skipped.
@@ -1453,13 +1422,15 @@ TOKEN = rf"#.*|[\d&]?>>?[&|]?[ \t]*({WORD})|({WORD}|[<;&|()`\r\n]+)"
 BORDER = r"<*[;&|()`\r\n]+<*|-exec(dir)?"  # separates two programs: make && ls
 PREFIX = (
     r"(?s)sudo|doas|env|nohup|setsid|stdbuf|time|timeout|exec|eval|nice|ionice|xargs|if|then|do|else"
-    r"|while|until|[!{]?|{}|[-\d].*|[^=]*=.*"
+    r"|while|until|cmd|powershell|/c|[!{]?|{}|[-\d].*|[^=]*=.*"
 )  # in A=1 sudo nice -n 5 rm, the program is rm
 SHELLS = {"sh", "bash", "dash", "zsh", "su"}  # a shell runs an argument: bash -c 'rm x'
 # cat > a.txt <<'END', but not $((1 << n))
 HERE_DOCUMENT = r"(?<!<)<<-?\s*[\"'\\]?([A-Za-z_]\w*)\b(?!\s*\))"
 READ_BY_A_SHELL = r"(^|[\s;&|(/])((ba|da|z|s)?sh|su|eval|source)([\s<]|$)"  # bash <<END
-HOME = r"\$(HOME\b|\{HOME\})"
+HOME = r"(?i)\$(HOME\b|\{HOME\}|env:USERPROFILE\b)"
+# --file=~/x, host:/etc, -I/usr/lib; but C:/x is one path
+BETWEEN_PATHS = r"[=,{}]|^-\w(?=[/~])|:(?<!^[A-Za-z]:)(?<![=,][A-Za-z]:)"
 URL = r"\b(?!file:)\w{1,20}://\S*"
 # These paths need no check, as in `cut -d /`, `make 2> /dev/null` and `/usr/bin/env python`
 HARMLESS = (
@@ -1468,21 +1439,17 @@ HARMLESS = (
 UNKNOWN = (
     r"[$`]|(^|[{,])~|[{,]/|[{,][*?]+[,}]|(^|[/{,])\.\.([/},]|$)"  # nobody knows what $X/../~ names
 )
-TOO_LONG = "The command is too long to check. Write a script file and run it."
 
 
 def check_command(command: str, turn: Turn, *, confined: bool = False):
     """Raise Refused for a FATAL program, a fork bomb, a file with API keys, or a write to a device
     or to the agent's records. If the fence is on, existing paths outside the allowed folders are
     refused. A recursive delete may only name things below the working folder, unless the command
-    is `confined` to a sandbox. The limits keep the time of a check below 0.1 s."""
+    is `confined` to a sandbox."""
     programs, named, written = programs_of(command), set(), set()
     here: Path | None = turn.cwd.resolve()  # where the next program runs; None: unknown
     found = ["."]  # what the last `find` has found; `rm {}` deletes it
-    deleted: list[tuple] = []  # name, folder
     for number, words in enumerate(programs, 1):
-        if len(programs) > 1_000:
-            raise Refused(TOO_LONG)
         rest = itertools.dropwhile(lambda word: re.fullmatch(PREFIX, word), words)
         program, *arguments = list(rest) or [""]
         name = os.path.basename(program).lower()
@@ -1490,8 +1457,11 @@ def check_command(command: str, turn: Turn, *, confined: bool = False):
         line = " ".join([name, *arguments, ""]).replace(str(Path.home()), "~")
         if re.match(FATAL, line):
             raise Refused(f"{name} is too dangerous here. Ask the user to run it.")
-        inner = names if name in SHELLS else [program] if " " in program else []
-        programs[number:number] = itertools.chain(*map(programs_of, inner))  # they run next
+        inner = names if name in SHELLS else []
+        if " " in program:
+            inner = [program]
+        for script in inner:
+            programs[number:number] = programs_of(script)  # these programs run next
         if name in ("cd", "pushd", "popd"):
             here = real_path(names[0], here, turn) if names else None
         if name == "find":
@@ -1501,18 +1471,16 @@ def check_command(command: str, turn: Turn, *, confined: bool = False):
             targets = names or ["."] if re.match(REMOVES, line) else []  # as in `xargs rm -r`
         if "{}" in targets:
             targets += found
-        deleted += [(target, here) for target in targets if target not in ("{}", "+", ";")]
-        if re.match(WRITES, line):
-            written.update(os.path.join(here or "", word) for word in names)
+        for target in targets:
+            if not confined and target not in ("{}", "+", ";"):
+                check_deleted(target, here, turn)
+        outputs = names if re.match(WRITES, line) else []
         if re.match(WRITES_LAST, line):
-            written.update(os.path.join(here or "", word) for word in names[-1:])
+            outputs = names[-1:]
+        written.update(os.path.join(here or "", word) for word in outputs)
         named.update(words)
         if "/" in names and name not in ("awk", "cut", "sed", "tr"):
             named.add("/.")
-    if len(deleted) > 100 or sum(len(name) for name, _ in deleted) > 3_000:
-        raise Refused(TOO_LONG)
-    for name, folder in deleted if not confined else []:
-        check_deleted(name, folder, turn)
     check_paths(written, turn, writes=True)
     check_paths(named - written, turn, writes=False)
 
@@ -1525,7 +1493,7 @@ def found_by(arguments):
     return starts
 
 
-def real_path(name: str, here: Path | None, turn: Turn):
+def real_path(name, here, turn):
     """The path of a name if it is plain and in the working folder, else None."""
     if here is None or re.search(UNKNOWN, name):
         return None
@@ -1533,12 +1501,11 @@ def real_path(name: str, here: Path | None, turn: Turn):
     return real if real.is_relative_to(turn.cwd.resolve()) else None
 
 
-def check_deleted(name: str, here: Path | None, turn: Turn):
+def check_deleted(name, here, turn):
     """Raise Refused if a recursive delete does not only name things below turn.cwd, or if these
     hold AGENT_FILES or keys. A pattern must contain a letter, or a folder must precede it."""
-    start, *pattern = re.split(r"[*?\[{]", name, maxsplit=1)
-    folder = os.path.dirname(start) if pattern else name
-    rest = name[len(folder) :].lstrip("/")  # sub/*.pyc: folder sub, rest *.pyc
+    folder = re.match(BEFORE_PATTERN, name)[0]
+    rest = name[len(folder) :]
     real = real_path(folder, here, turn)
     is_named = re.search(r"\w", re.sub(r"\[[^]]*", "", rest)) or (
         re.search(r"\w", folder) and real != turn.cwd.resolve()
@@ -1554,30 +1521,29 @@ def check_deleted(name: str, here: Path | None, turn: Turn):
     turn.path(str(real), write=True)  # raises Refused if it is inside a record
 
 
-def programs_of(command: str):
+def programs_of(command):
     """Split a command into its programs. A redirection becomes a program that writes, `tee`:
     sudo ls -a >b && c "d e" # f  →  [[tee, b], [sudo, ls, -a], [c, d e]]"""
     command = without_here_documents(command)
     if len(command) > 20_000:
-        raise Refused(TOO_LONG)
+        raise Refused("The command is too long to check. Write a script file and run it.")
     if re.search(FORK_BOMB, command):
         raise Refused("This is a fork bomb.")
-    programs, program = [], []
-    for raw_file, raw_word in [*re.findall(TOKEN, command.replace("\\\n", "")), ("", ";")]:
+    programs = [[]]
+    for raw_file, raw_word in re.findall(TOKEN, command.replace("\\\n", "")):
         file, word = [re.sub(QUOTED, r"\1\2\3", raw) for raw in (raw_file, raw_word)]
         if file:
-            programs.append(["tee", file])
+            programs.insert(-1, ["tee", file])
         elif re.fullmatch(BORDER, raw_word):
-            programs.append(program)
-            program = []
+            programs.append([])
         elif word:
-            program.append(word)
+            programs[-1].append(word)
         if '"' in raw_word and re.search(r"\$\(|`", word):  # the shell runs `$(…)` in "…"
-            programs += programs_of(word)
+            programs[-1:-1] = programs_of(word)
     return programs
 
 
-def without_here_documents(command: str):
+def without_here_documents(command):
     """Drop text that no shell runs: cat > a <<'E' ⏎ rm -rf x ⏎ E ⏎ ls  →  cat > a <<'E' ⏎ ls"""
     kept, ends = [], []
     for line in command.split("\n"):
@@ -1590,51 +1556,116 @@ def without_here_documents(command: str):
     return command if ends else "\n".join(kept)  # if the end is missing, it was none
 
 
-def check_paths(words: set[str], turn: Turn, *, writes: bool):
+def check_paths(words, turn, *, writes):
     """Raise ToolError if a path in the words may not be written, or exists and may not be read."""
-    paths = {path for word in words for path in paths_in(word)}
-    if not writes:
-        paths = {path for path in paths if path[0] == "~" or os.path.lexists(turn.cwd / path)}
-    if len(paths) > 100 or len("".join(paths)) > 8_000:  # a check takes 0.3 ms, of a deep path 2 ms
-        raise Refused(TOO_LONG)
-    for path in paths:
+    for path in {path for word in words for path in paths_in(word)}:
         if writes and path.startswith("/dev/"):
             raise Refused(f"{path} is a device.")
-        turn.path(path, write=writes)
+        if writes or path[0] == "~" or os.path.lexists(turn.cwd / path):
+            turn.path(path, write=writes)
 
 
-def paths_in(word: str):
+def paths_in(word):
     """Find the paths in a word, like -I/usr/lib, --file=~/x, host:/etc, {a,b}, /etc/pass*"""
     word = re.sub(HOME, "~", re.sub(URL, "", word))
-    for part in set(re.split(r"[=:,{}]|^-\w(?=[/~])", word)):
+    for part in set(re.split(BETWEEN_PATHS, word)):
         path, *pattern = re.split(r"[*?\[$]", part, maxsplit=1)
         path = path[: path.rfind("/") + 1] if pattern else path  # /etc/ from /etc/pass*
         if not re.fullmatch(HARMLESS, path):
             yield path
 
 
+# ---- The shell: what is different on Windows ----
+
+POWERSHELL = [  # it joins all words after -Command to one command
+    "-NoProfile",
+    "-NonInteractive",
+    "-ExecutionPolicy",
+    "RemoteSigned",
+    "-Command",
+    "[Console]::OutputEncoding = [Text.Encoding]::UTF8;",
+]
+SHELLS = {"bash": ["-c"], "sh": ["-c"], "powershell": POWERSHELL}
+# Git's installer puts C:\Program Files\Git\cmd on PATH, and bash is in Git\bin
+GIT_ONLY = r"(?i)[\\/]cmd[\\/]?(?=[;:]|\Z)"
+# C:\Windows\System32\bash.exe starts WSL, where paths have other names
+WITH_WSL = r"(?i)(\b[a-z]:)?[^;:]*[\\/](system32|windowsapps)[\\/]?(?=[;:]|\Z)"
+
+
+def find_shell():
+    """The first of SHELLS that is installed, with its options; [] if there is none."""
+    folders = re.sub(WITH_WSL, "", os.environ.get("PATH", os.defpath))
+    folders = re.sub(GIT_ONLY, "/bin", folders)
+    for name, options in SHELLS.items():
+        if found := shutil.which(name, path=folders):
+            return [found, *options]
+    return []
+
+
+def job_object(process: subprocess.Popen):
+    """Put a new process and all that it will start into a group. Returns a function that kills the
+    group. Windows kills it when this program ends, even by a kill. (`taskkill /T` would not find
+    the children of a process that has ended, which bash has many of.)"""
+    import ctypes
+
+    kernel = ctypes.WinDLL("kernel32")
+    group = kernel.CreateJobObjectW(None, None)
+    # JOBOBJECT_EXTENDED_LIMIT_INFORMATION, with the flag JOB_OBJECT_LIMIT_KILL_ON_JOB_CLOSE
+    limits = (ctypes.c_uint32 * 36)(0, 0, 0, 0, 0x2000)
+    kernel.SetInformationJobObject(group, 9, limits, 144)
+    kernel.AssignProcessToJobObject(group, process._handle)
+    return functools.partial(kernel.TerminateJobObject, group, 1)
+
+
 # ---- The shell: a command and all processes that it starts ----
 
 MAX_OUTPUT_CHARS = 10_000
 KEPT_BYTES = 3_000_000
-SAFE_ENVIRONMENT = ("HOME", "LANG", "TERM", "PATH")  # other variables may hold API keys
+SAFE_ENVIRONMENT = (  # other variables may hold API keys
+    "HOME",
+    "LANG",
+    "TERM",
+    "PATH",
+    "USERPROFILE",  # this one and the next ones: on Windows
+    "TEMP",
+    "APPDATA",
+    "LOCALAPPDATA",
+    "PATHEXT",
+    "COMSPEC",
+    "SYSTEMROOT",
+)
+
+
+def clean_environment(*more: str):
+    return {name: os.environ[name] for name in {*SAFE_ENVIRONMENT, *more} & os.environ.keys()}
+
+
+RUNS_BASH = (
+    "Run a bash command. For files prefer read_file, grep and glob. No input is possible: use "
+    "flags like -y. Returns the output and the exit code. A background process "
+    "(`cmd &`) is killed when the agent exits; to keep it running, use `setsid cmd &`."
+)
+RUNS_POWERSHELL = (
+    "Run a command in Windows PowerShell 5.1 (there is no bash). For files prefer read_file, grep "
+    "and glob. No input is possible: use switches like -Force. Returns the output and the exit "
+    "code. A background process is killed when the agent exits."
+)
 
 
 @dataclass
 class Exec(Tool):
-    """Runs bash with few environment variables. `path_append` is added to PATH."""
+    """Runs a shell with few environment variables. `path_append` is added to PATH."""
 
     name = "exec"
-    description = (
-        "Run a bash command. For files prefer read_file, grep and glob. No input is possible: use "
-        "flags like -y. Returns the output and the exit code. A background process "
-        "(`cmd &`) is killed when the agent exits; to keep it running, use `setsid cmd &`."
-    )
     timeout: int = 60  # seconds
     path_append: str = ""
     allowed_env: Iterable[str] = ()
     sandbox: str = ""  # "bwrap", or "" for no sandbox
     network: bool = False  # True: commands in the sandbox may use the network
+
+    @property
+    def description(self):
+        return RUNS_POWERSHELL if "-Command" in find_shell() else RUNS_BASH
 
     async def execute(
         self,
@@ -1644,21 +1675,22 @@ class Exec(Tool):
         *,
         turn: Turn,
     ):
-        fenced = replace(turn, restrict=turn.restrict or bool(self.sandbox))
+        confined = bool(self.sandbox)  # the sandbox itself hides everything outside its folders
+        fenced = replace(turn, restrict=turn.restrict or confined)
         folder = fenced.path(working_dir, write=True)
         if not folder.is_dir():
             raise ToolError(f"There is no folder {folder}.")
-        confined = bool(self.sandbox)  # the sandbox itself hides everything outside its folders
         inside = replace(turn, cwd=folder, restrict=turn.restrict and not confined)
-        await in_thread(check_command, command, inside, confined=confined)
-        shell = shutil.which("bash") or shutil.which("sh")
+        shell, checked = find_shell(), command
         if not shell:
             raise ToolError("There is no bash. The user has to install bash (Git for Windows).")
-        names = {*SAFE_ENVIRONMENT, *self.allowed_env} & set(os.environ)
-        environment = {name: os.environ[name] for name in names}
+        if "-Command" in shell:  # check C:\a,b as C:/a b
+            checked = command.translate(str.maketrans("\\,", "/ "))
+        await in_thread(check_command, checked, inside, confined=confined)
+        environment = clean_environment(*self.allowed_env)
         folders = filter(None, (environment.get("PATH"), self.path_append))
         environment["PATH"] = os.pathsep.join(folders)
-        argv = [shell, "-c", command]
+        argv = [*shell, command]
         if self.sandbox:
             argv = [*await in_thread(self._bwrap, turn), "--chdir", str(folder), *argv]
             environment["HOME"] = "/tmp"
@@ -1697,30 +1729,31 @@ class Exec(Tool):
 
 
 # After `kill -9`, this program cannot do anything. So each command gets a watchdog: a shell that
-# reads a pipe from this program, and kills the command's group if the pipe ends before line 2.
-WATCHDOG = 'exec >/dev/null 2>&1; read -r group; read -r line || kill -s KILL -- "-$group"'
+# reads a pipe from this program, and kills the command's group if the pipe ends without a line.
+WATCHDOG = ["/bin/sh", "-c", 'exec >/dev/null 2>&1; read -r line || kill -s KILL -- "-$0"']
 
 
 class Job:
     """A command and all processes that it starts: one process group."""
 
-    watchdog = None  # stays None on Windows, which has no process groups
+    watchdog = None  # stays None on Windows, where `job_object` makes the group
 
     def __init__(self, argv: list[str], folder: Path, environment: dict[str, str]):
         options = {"cwd": folder, "env": environment, "start_new_session": True}
-        if hasattr(os, "killpg"):
-            self.watchdog = subprocess.Popen(
-                WATCHDOG, shell=True, stdin=subprocess.PIPE, bufsize=0, **options
-            )
         self.process = subprocess.Popen(
             argv,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,  # one pipe keeps the order
+            creationflags=getattr(subprocess, "CREATE_NO_WINDOW", 0),  # Windows: no Ctrl-C for it
             **options,
         )
-        if self.watchdog:
-            self.watchdog.stdin.write(f"{self.process.pid}\n".encode())
+        if hasattr(os, "killpg"):
+            self.watchdog = subprocess.Popen(
+                [*WATCHDOG, str(self.process.pid)], stdin=subprocess.PIPE, **options
+            )
+        else:
+            self.kill_group = job_object(self.process)
         atexit.register(self.kill)  # kill the command when this program exits
         self.output, self.is_late = Capture(self.process.stdout), False
 
@@ -1749,13 +1782,13 @@ class Job:
         deadline = time.monotonic() + 0.5  # a zombie process stays until its parent waits for it
         while self.signal_group(9) and time.monotonic() < deadline:
             time.sleep(0.005)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(5)
+        self.process.wait(5)
 
     def signal_group(self, number: int):
         """Signal the process group (signal 0: only a test); returns False if the group is empty."""
         if not self.watchdog:
-            self.process.kill()
+            if number:
+                self.kill_group()
             return False
         try:
             os.killpg(self.process.pid, number)
@@ -1770,24 +1803,22 @@ class Capture(threading.Thread):
 
     def __init__(self, pipe):
         super().__init__(daemon=True)
-        self.pipe, self.head, self.tail, self.missing = pipe, bytearray(), bytearray(), 0
+        self.pipe, self.data, self.gap = pipe, bytearray(), b""
         self.start()
 
     def run(self):
         with self.pipe:
             while chunk := self.pipe.read1(65_536):
-                room = KEPT_BYTES - len(self.head)
-                self.head += chunk[:room]
-                self.tail += chunk[room:]
-                if len(self.tail) > 2 * KEPT_BYTES:
-                    self.missing += KEPT_BYTES
-                    del self.tail[:KEPT_BYTES]
+                self.data += chunk
+                if len(self.data) > 3 * KEPT_BYTES:
+                    del self.data[KEPT_BYTES : 2 * KEPT_BYTES]
+                    self.gap = b"\n[bytes are missing here]\n"
 
     def text(self):
         """Return the start and the end of the output. Waits up to 0.5 s for the pipe to close."""
         self.join(0.5)
-        gap = f"\n[{self.missing:,} bytes are missing here]\n".encode() if self.missing else b""
-        return (self.head + gap + self.tail).decode("utf-8", errors="replace").rstrip("\n")
+        data = self.data[:KEPT_BYTES] + self.gap + self.data[KEPT_BYTES:]
+        return data.decode("utf-8", errors="replace").replace("\r\n", "\n").rstrip("\n")
 
 
 # ---- The shell: the sandbox ----
@@ -1815,11 +1846,9 @@ SYSTEM = [
     "/bin",
     "/sbin",
     "/lib",
-    "/lib32",
     "/lib64",
     "/etc/alternatives",
     "/etc/ca-certificates",
-    "/etc/debian_version",
     "/etc/fonts",
     "/etc/group",
     "/etc/hosts",
@@ -1828,15 +1857,12 @@ SYSTEM = [
     "/etc/java-25-openjdk",
     "/etc/ld.so.cache",
     "/etc/localtime",
-    "/etc/lsb-release",
-    "/etc/manpath.config",
     "/etc/mime.types",
     "/etc/nsswitch.conf",
     "/etc/os-release",
     "/etc/passwd",
     "/etc/pki/ca-trust",
     "/etc/pki/tls/certs",
-    "/etc/protocols",
     "/etc/resolv.conf",
     "/etc/services",
     "/etc/ssl/certs",
@@ -1860,36 +1886,29 @@ def sandbox_problem():
 # Host names are not checked, only the IP addresses that they resolve to.
 
 PORTS = {"http": 80, "https": 443}
-CARRIERS = [
-    ipaddress.ip_network(network)
-    for network in (  # contain IPv4 addresses: ::ffff:1.2.3.4
-        "::ffff:0:0/96",
-        "64:ff9b::/96",
-        "::/96",
-    )
-]
-NOT_PUBLIC = [
-    ipaddress.ip_network(network)
-    for network in (  # 168.63.129.16 belongs to Azure
-        "168.63.129.16",
-        "192.0.0.0/24",
-        "192.88.99.0/24",
-        "2002::/16",
-        "3fff::/20",
-        "fec0::/10",
-    )
-]
+CARRIERS = ("::ffff:0:0/96", "64:ff9b::/96", "::/96")  # contain IPv4 addresses: ::ffff:1.2.3.4
+NOT_PUBLIC = (
+    "168.63.129.16",  # belongs to Azure
+    "192.0.0.0/24",
+    "192.88.99.0/24",
+    "2002::/16",
+    "3fff::/20",
+    "fec0::/10",
+)
 
 
 def is_public(ip):
     """Is the address on the public internet? `is_global` alone accepts multicast and tunnels."""
-    if any(ip in network for network in CARRIERS):  # check the IPv4 address that `ip` contains
+    if is_in(ip, CARRIERS):  # check the IPv4 address that `ip` contains
         ip = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
-    is_refused = any(ip in network for network in NOT_PUBLIC)
-    return ip.is_global and not (ip.is_multicast or ip.is_reserved or is_refused)
+    return ip.is_global and not (ip.is_multicast or ip.is_reserved or is_in(ip, NOT_PUBLIC))
 
 
-def web_url(text: str):
+def is_in(ip, networks):
+    return any(ip in ipaddress.ip_network(network) for network in networks)
+
+
+def web_url(text):
     """Split and encode a URL: http://münchen.de/a b#c → http, xn--mnchen-3ya.de, /a%20b
 
     Raises ToolError for other schemes, and for URLs that two programs could read differently.
@@ -1898,14 +1917,11 @@ def web_url(text: str):
     with contextlib.suppress(ValueError):  # an invalid host or port: http://[::1/, http://a:x
         url = urllib.parse.urlsplit(text)
         host = url.netloc.encode("idna").decode()
-        port = url.port or PORTS.get(url.scheme, 0)
-        quote = functools.partial(urllib.parse.quote, safe="%/:=&?~+!$,;'@()*")
         reads_alike = "@" not in host and not re.search(r"[\\\x00-\x1f\x7f]", text)
-        has_web_port = port in (80, 443) or port >= 1_024
-        if url.scheme in PORTS and url.hostname and reads_alike and has_web_port:
-            path = quote(url.path or "/")
-            return urllib.parse.SplitResult(url.scheme, host, path, quote(url.query), "")
-    raise ToolError("Give a URL like https://example.com/page: no user name, no unusual port.")
+        if url.scheme in PORTS and url.hostname and url.port != 0 and reads_alike:
+            quoted = urllib.parse.urlsplit(urllib.parse.quote(text, safe="%/:=&?~+!$,;'@()*#"))
+            return quoted._replace(netloc=host, path=quoted.path or "/", fragment="")
+    raise ToolError("Give a URL like https://example.com/page, without a user name.")
 
 
 # ---- The web: a connection to an address that was checked ----
@@ -1928,17 +1944,12 @@ class Web:
         self.whitelist = [ipaddress.ip_network(network) for network in whitelist]
         self.resolve, self.seconds = resolve, seconds
         self.proxy = urllib.parse.urlsplit(proxy)
-        place = self.proxy.hostname and self.proxy.port
-        if proxy and not (self.proxy.scheme == "http" and place):
-            kind = "a SOCKS proxy, which does not work here" if "socks" in proxy else "no proxy"
-            raise ValueError(
-                f"{self.proxy.hostname} is {kind}. Write it like http://proxy.example:3128"
-            )
+        if proxy and not (self.proxy.scheme == "http" and self.proxy.port):
+            raise ValueError("Write the proxy like http://proxy.example:3128 (no SOCKS, no https)")
         self.login = {}
-        if self.proxy.username:
-            pair = f"{self.proxy.username}:{self.proxy.password or ''}"
-            login = base64.b64encode(urllib.parse.unquote(pair).encode()).decode()
-            self.login = {"Proxy-Authorization": f"Basic {login}"}
+        if login := urllib.parse.unquote(self.proxy.netloc.rpartition("@")[0]):  # ada:secret
+            code = base64.b64encode(login.encode()).decode()
+            self.login = {"Proxy-Authorization": f"Basic {code}"}
 
     async def ask(self, url: str, redirects: int = 0, **request):
         """Return http.client's response and the body. Options: `trusted`, `body`, `headers`."""
@@ -1975,8 +1986,7 @@ class Web:
         addresses = [answer[4][:2] for answer in answers]
         for address, _ in addresses:
             ip = ipaddress.ip_address(address)
-            is_listed = any(ip in network for network in self.whitelist)
-            if not (trusted or is_listed or is_public(ip)):
+            if not (trusted or is_in(ip, self.whitelist) or is_public(ip)):
                 advice = "The user may allow this address in tools.ssrfWhitelist."
                 raise ToolError(f"Refused: {url.hostname} is {ip}, which is not public. {advice}")
         return addresses
@@ -2076,7 +2086,7 @@ def page_text(source: str, url: str = ""):
     return re.sub("\1", block_of_code, text).strip()
 
 
-def link_text(match: re.Match, url: str):
+def link_text(match, url):
     """<a href="b?x=1"> <b>go</b> </a> → [go](https://example.com/b?x=1)"""
     words = re.sub(TAG, "", re.sub(rf"(?i)<({BLOCK}|br|t[dh])\b", r" \g<0>", match[2])).split()
     text, href, target = " ".join(words), attribute(match[1], "href"), ""
@@ -2086,14 +2096,14 @@ def link_text(match: re.Match, url: str):
     return f"[{text}]({html.escape(target)})" if is_link else match[2]
 
 
-def attribute(attributes: str, name: str):
+def attribute(attributes, name):
     """Read the href in ` class=x href="/b?x=1&amp;y=2"` → /b?x=1&y=2, or "" if it is missing."""
     value = rf"""(?i)(?<![\w-]){name}\s*=\s*("[^"]*"|'[^']*'|[^\s"'>]+)"""
     match = re.search(value, attributes)
     return html.unescape(match[1].strip("\"' ")) if match else ""
 
 
-def decode_page(body: bytes, kind: str):
+def decode_page(body, kind):
     """Decode by the charset in header or page, else UTF-8. Rare codecs are not used: some hang."""
     named = re.search(  # charset=ISO-8859-2
         r"(?i)(?:charset|encoding)\s*=\s*[\"']?((?:utf|iso|windows|cp|gb|big5|euc|koi8|shift)"
@@ -2124,22 +2134,28 @@ class WebFetch(Tool):
     read_only = True
 
     async def execute(
-        self, url: str, max_chars: Annotated[int, IntegerSchema(minimum=1, maximum=50_000)] = 12_000
+        self,
+        url: str,
+        max_chars: Annotated[int, IntegerSchema(minimum=1, maximum=50_000)] = 12_000,
+        *,
+        turn: Turn,
     ):
         response, body = await self.web.ask(url, redirects=5)
-        failed, pictures = response.status >= 300, list(filter(None, [image_block(body)]))
-        text = "(an image)" if pictures else await in_thread(readable, response, body)
-        advice = ADVICE.get(response.status, "Try another source.") if failed else ""
-        is_cut = len(text) > max_chars or len(body) > MAX_WEB_BYTES
-        end = "\n(cut: there is more)" if is_cut else ""
+        is_error = response.status >= 300
+        advice = ADVICE.get(response.status, "Try another source.") if is_error else ""
         head = f"{UNTRUSTED}\nURL: {response.url}\nStatus: {response.status} {advice}".strip()
-        return ToolResult(f"{head}\n{text[:max_chars]}{end}", failed, pictures)
+        if image := image_block(body):
+            return ToolResult(f"{head}\n(an image)", is_error, [image])
+        text = f"{head}\n{await in_thread(readable, response, body)}"
+        return ToolResult(fitted(text, max(max_chars, 1_000), self.name, turn), is_error)
 
 
-def readable(response, body: bytes):
+def readable(response, body):
     """Convert HTML to plain text, keep other text, and describe binary data by type and size."""
     kind = response.getheader("Content-Type", "").lower()
     text = decode_page(body, kind).replace("\r\n", "\n")
+    if len(body) > MAX_WEB_BYTES:
+        text += f"\n(cut after {MAX_WEB_BYTES:,} bytes)"
     if "\0" in text[:8_192] or re.match("(audio|video|font)/|application/pdf", kind):
         return f"(not text but {kind.partition(';')[0][:80] or 'binary'}, {len(body):,} bytes)"
     if "html" in kind or re.match(r"\s*<(!doctype html|html)\b", text, re.I):
@@ -2151,19 +2167,17 @@ def readable(response, body: bytes):
 
 class SearchService(NamedTuple):
     url: str  # for a path without a host, like /search, the user must set baseUrl
-    query: str  # the name of the parameter for the search words
-    count: str = ""
+    query: str = "q"  # the name of the parameter for the search words
+    count: str = "count"
     headers: dict[str, str] = {}  # {key} is replaced by the user's key
     results: str = ""  # the path to the results in the JSON, or "" for DuckDuckGo's HTML
     snippet: str = "snippet"  # the name of the JSON field with a short text from the page
 
 
 SEARCH_SERVICES = {
-    "duckduckgo": SearchService("https://html.duckduckgo.com/html/", query="q"),
+    "duckduckgo": SearchService("https://html.duckduckgo.com/html/"),
     "brave": SearchService(
         "https://api.search.brave.com/res/v1/web/search",
-        query="q",
-        count="count",
         headers={"X-Subscription-Token": "{key}"},
         results="web.results",
         snippet="description",
@@ -2176,12 +2190,9 @@ SEARCH_SERVICES = {
         results="results",
         snippet="content",
     ),
-    "searxng": SearchService(
-        "/search?format=json", query="q", results="results", snippet="content"
-    ),
+    "searxng": SearchService("/search?format=json", results="results", snippet="content"),
     "jina": SearchService(
         "https://s.jina.ai/",
-        query="q",
         count="num",
         results="data",
         snippet="description",
@@ -2227,10 +2238,10 @@ class WebSearch(Tool):
         for number, result in enumerate(results, 1):
             title, snippet = one_line(result.get("title")), one_line(result.get(service.snippet))
             lines += [f"{number}. {title}", f"   {result.get('url')}", f"   {snippet[:500]}"]
-        return ToolResult("\n".join(lines).replace(self.key or "\0", "[key]"))
+        return "\n".join(lines)
 
     async def _ask(self, service, query, count):
-        parameters = {service.query: query} | ({service.count: count} if service.count else {})
+        parameters = {service.query: query, service.count: count}
         url, body = service.url, None
         if self.base:  # the user's own server may have any address
             url = self.base + re.sub("^https://[^/]+", "", url)
@@ -2247,21 +2258,22 @@ def one_line(source):
     return " ".join(page_text(str(source or "")).split())
 
 
-def search_results(page: str, where: str):
+def search_results(page, where):
     """Read [{title, url, …}] from JSON at a path like `web.results`, or from DuckDuckGo's HTML."""
     if not where:
         return duckduckgo_results(page)
     try:
         value = json.loads(page)
+        for key in where.split("."):
+            value = value[key]
+        return [result for result in value if isinstance(result, dict)]
+    except (KeyError, TypeError):  # {"web": null}: nothing was found
+        return []
     except (ValueError, RecursionError):
         raise ToolError("The answer is not JSON. The user may change tools.web.search.") from None
-    for key in where.split("."):
-        value = value.get(key) if isinstance(value, dict) else None
-    results = value if isinstance(value, list) else []
-    return [result for result in results if isinstance(result, dict)]
 
 
-def duckduckgo_results(page: str):
+def duckduckgo_results(page):
     """The links are redirects: //duckduckgo.com/l/?uddg=https%3A%2F%2Fa.org → https://a.org"""
     results: list[dict] = []
     # <a rel="nofollow" class="result__a" href="…">Title</a>
@@ -2289,20 +2301,16 @@ class MCPTool(Tool):
         self.server, self.name, self.method = server, name, MCP_METHODS[kind]
         self.request = {"uri": item["uri"]} if kind == "resources" else {"name": item["name"]}
         self.read_only = kind != "tools"
-        label = f"[MCP {kind[:-1]} {server.name}: {item.get('uri', item['name'])}] "
         about = item.get("description") or f"{kind[:-1]} {item['name']} of {server.name}"
-        seen = "".join(letter for letter in about if letter.isprintable() or letter == "\n")
-        self.description = (seen if kind == "tools" else label + seen)[:2_000]  # only printable
-        schema = item.get("inputSchema", {})
+        # what people cannot see is left out
+        seen = [letter for letter in about[:2_000] if letter.isprintable() or letter == "\n"]
+        self.description = "".join(seen)
+        schema = {"properties": {}, **item.get("inputSchema", {}), "type": "object"}
         if arguments := item.get("arguments"):  # only prompts have arguments
             texts = {each["name"]: StringSchema(each.get("description")) for each in arguments}
             required = [each["name"] for each in arguments if each.get("required")]
             schema = ObjectSchema(texts, required=required)
-        kept = {name: value for name, value in schema.items() if is_sane({name: value})}
-        parts = dict(schema.get("properties") or {}).items()
-        # a parameter with an odd schema may have any value: the server checks it
-        properties = {name: part if is_sane(part) else {} for name, part in parts}
-        self.parameters = {**kept, "type": "object", "properties": properties}
+        self.parameters = schema
 
     async def execute(self, /, **arguments):
         if "uri" not in self.request:
@@ -2310,7 +2318,7 @@ class MCPTool(Tool):
         return mcp_result(await self.server.call(self.method, arguments or self.request, self.name))
 
 
-def mcp_result(answer: dict):
+def mcp_result(answer):
     """Collect texts and images: a tool's `content`, a resource's `contents`, a prompt's `messages`.
 
     A text block becomes its text; a link becomes its type and URI: [text/plain: file:///a.txt].
@@ -2333,7 +2341,7 @@ def mcp_result(answer: dict):
 # A server may hang, exit or send invalid data. Each connection has a task of its own, because in
 # anyio the same task must open and close a connection.
 
-MAX_MCP_TOOLS, MAX_MCP_CHARS = 128, 20_000  # limits per server and per tool keep requests small
+MAX_MCP_TOOLS = 128  # per server: every request carries all schemas
 
 
 class MCPServer:
@@ -2471,25 +2479,21 @@ class MCPServer:
                 wanted = {"*", item["name"], name} & set(self.settings.enabled_tools)
                 if kind == "tools" and not wanted:
                     continue
-                try:
-                    is_large = len(json.dumps(item)) > MAX_MCP_CHARS
-                    if is_large or len(self.tools) >= MAX_MCP_TOOLS or self.registry.get(name):
-                        raise ValueError("too many, too large, or its name is in use")
-                    self.registry.register(MCPTool(self, name, kind, item))
-                    self.tools.append(name)
-                except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as problem:
-                    left_out.append(f"{item['name'][:64]} ({problem})")
+                if len(self.tools) >= MAX_MCP_TOOLS or self.registry.get(name):
+                    left_out.append(f"{item['name'][:64]} (too many, or its name is in use)")
+                    continue
+                self.registry.register(MCPTool(self, name, kind, item))
+                self.tools.append(name)
         if left_out:
             log.warning("MCP server %s, left out: %s", self.name, shorten(", ".join(left_out), 900))
 
     async def _list(self, client, kind):
         items, cursor = [], None
-        for _ in range(20 if getattr(client.server_capabilities, kind) else 0):  # at most 20 pages
+        has_more = getattr(client.server_capabilities, kind)
+        while has_more:  # endless pages end at `time_limit`
             page = await getattr(client, f"list_{kind}")(cursor=cursor)
             items += page.model_dump(mode="json", by_alias=True, exclude_none=True)[kind]
-            cursor = page.next_cursor
-            if not cursor:
-                break
+            has_more = cursor = page.next_cursor
         return items
 
 

@@ -121,7 +121,7 @@ def loop_with(*tools, provider=None, **environ: str):
     config = nanobot.load_config(environ={**environ, "NANOBOT_WORKSPACE": tempfile.mkdtemp()})
     config.defaults.max_tool_iterations = 1_000
     loop = nanobot.AgentLoop(config, provider)
-    loop.streaming = False
+    loop.program.streaming = False
     loop.tools = ToolRegistry(tools) if tools else loop.tools
     return loop
 

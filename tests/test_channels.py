@@ -10,14 +10,12 @@ import logging
 import os
 import queue
 import re
-import select
 import signal
 import subprocess
 import sys
 import threading
 import time
 import traceback
-import zoneinfo
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -47,7 +45,6 @@ from channels import (
     active_tasks,
     approval_question,
     as_html,
-    machine_zone,
     next_run,
     plain_text,
     printable,
@@ -55,7 +52,7 @@ from channels import (
     text_of_pipe,
 )
 from fake_telegram import CONFLICT, PATIENCE, FakeTelegram, Parser, Refusal, units
-from memory import locked
+from memory import locked, write_atomically
 
 pty = pytest.importorskip("pty", reason="pseudo-terminals are POSIX")
 
@@ -618,27 +615,35 @@ def test_closed_streams_are_nothing_to_read_and_nowhere_to_write(closed):
 
 
 def test_a_pipe_beside_a_message_is_read_if_it_begins_within_three_seconds(tmp_path, monkeypatch):
-    cli, waited = CLI(io.StringIO(), io.StringIO()), []
-
-    def nothing_came(reads: list, writes: list, errors: list, seconds: float) -> tuple:
-        waited.append(seconds)
-        return [], [], []
-
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b" a log \n")))
-    monkeypatch.setattr(select, "select", nothing_came)
-    assert (cli.read_piped(True, tmp_path), waited) == ("", [3.0])
-    assert cli.err.getvalue() == "nanobot: standard input is open but silent, going on without it\n"
-    assert (
-        cli.read_piped(False, tmp_path) == "a log"
-    )  # alone it is waited for, however long it takes
+    cli = CLI(io.StringIO(), io.StringIO())
+    for beside, written, expected in (
+        (True, b"\xef\xbb\xbf a log \n", "a log"),  # PowerShell begins with a BOM
+        (True, "→ ü".encode(), "→ ü"),
+        (False, b" a log \n", "a log"),  # alone it is waited for, however long it takes
+        (True, None, ""),  # silent
+    ):
+        reading, writing = os.pipe()
+        with open(reading, encoding="ascii") as stdin, open(writing, "wb") as pipe:
+            monkeypatch.setattr(sys, "stdin", stdin)
+            if written is not None:
+                pipe.write(written)
+                pipe.close()
+            start = time.monotonic()
+            assert cli.read_piped(beside, tmp_path) == expected
+            assert (time.monotonic() - start >= 2.9) == (written is None)
+    said = cli.err.getvalue()
+    assert said.endswith("nanobot: standard input is open but silent, going on without it\n")
 
 
 def test_more_than_a_message_should_hold_goes_into_a_file_and_the_model_gets_its_beginning(
     tmp_path,
 ):
     folder, raw = tmp_path / "w" / "piped", ("🙂" * 100_001).encode() + b"\xff" * 1_000_000
-    assert text_of_pipe(io.BytesIO(raw[:400_000]), folder) == "🙂" * 100_000 and not folder.exists()
-    beginning, last = text_of_pipe(io.BytesIO(raw), folder).splitlines()
+    assert (
+        text_of_pipe(b"", io.BytesIO(raw[:400_000]), folder) == "🙂" * 100_000
+        and not folder.exists()
+    )
+    beginning, last = text_of_pipe(raw[:7], io.BytesIO(raw[7:]), folder).splitlines()
     [file] = folder.iterdir()
     assert file.read_bytes() == raw and beginning == "🙂" * 10_000
     assert (
@@ -1518,18 +1523,28 @@ def test_the_calendar_agrees_with_a_clock_that_is_looked_at_every_minute():
             assert moment == expected, (texts, name, after)
 
 
-def test_the_zone_of_this_machine_has_its_rules(tmp_path, monkeypatch):
-    folder = next(
-        Path(folder) for folder in zoneinfo.TZPATH if (Path(folder) / "Europe/Berlin").exists()
-    )
-    link = tmp_path / "localtime"
-    link.symlink_to(folder / "Europe/Berlin")
-    monkeypatch.delenv("TZ", raising=False)
-    zone = machine_zone(link)
-    assert datetime(2026, 7, 1, tzinfo=zone).utcoffset() == timedelta(hours=2)
-    assert machine_zone(tmp_path / "gone").utcoffset(None) is not None
-    monkeypatch.setenv("TZ", ":Asia/Tokyo")
-    assert str(machine_zone(link)) == "Asia/Tokyo"
+def test_the_zone_of_this_machine_has_its_rules(monkeypatch):
+    """A daily job keeps its hour when the clocks change, also if only the system knows the zone."""
+    program = """
+import time, zoneinfo
+from channels import machine_zone, next_run, CronService
+zone, berlin = machine_zone(), zoneinfo.ZoneInfo("Europe/Berlin")
+for expr in ("30 8 * * *", "30 2 * * *", "*/20 * * * *", "0 0 29 2 *"):
+    for after in range(1_774_700_040, 1_775_000_000, 86_400):  # around 2026-03-29
+        assert next_run(expr, after, zone) == next_run(expr, after, berlin), (expr, after)
+    for after in range(1_792_800_000, 1_793_000_000, 3_600):  # around 2026-10-25
+        assert next_run(expr, after, zone) == next_run(expr, after, berlin), (expr, after)
+print(CronService(None, None, zone)._shown(1_774_700_040), zone)
+"""
+    for zone, shown in (
+        ("CET-1CEST,M3.5.0,M10.5.0/3", "Sat 2026-03-28 13:14 CET None\n"),
+        (":Europe/Berlin", "Sat 2026-03-28 13:14 CET Europe/Berlin\n"),
+    ):
+        monkeypatch.setenv("TZ", zone)
+        done = subprocess.run(
+            [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True
+        )
+        assert done.stdout == shown, done.stderr
 
 
 # ---- Cron ----
@@ -1544,7 +1559,7 @@ class Office:
     def __init__(self, folder: Path, now: datetime = START, zone: ZoneInfo = BERLIN):
         self.now, self.fired, self.names, self.fire, self.zone = now, [], [], None, zone
         self.path = folder / "w" / "cron" / "jobs.json"
-        store = JobStore(self.path, locked)
+        store = JobStore(self.path, locked, write_atomically)
         self.service = CronService(store, self.on_fire, zone, now=lambda: self.now.timestamp())
 
     async def on_fire(self, job: CronJob, name: str) -> None:
@@ -1822,7 +1837,7 @@ def test_a_disk_that_refuses_makes_nothing_run_twice(tmp_path, caplog):
     office, naps = Office(tmp_path), []
     office.add("drink", every_seconds=60)
     once = office.add("once", at="2026-11-21T12:01")
-    temporary = office.path.with_suffix(".tmp")
+    temporary = office.path.with_name(".jobs.json.tmp")
     temporary.mkdir()
 
     async def nap(seconds: float) -> None:
@@ -1896,7 +1911,9 @@ def test_a_kill_between_any_two_steps_of_writing_leaves_all_or_nothing(tmp_path)
                     os._exit(9)
 
         sys.addaudithook(audit)
-        JobStore(path, locked).edit("new", {"message": "x" * 100_000}, is_new=True)
+        JobStore(path, locked, write_atomically).edit(
+            "new", {"message": "x" * 100_000}, is_new=True
+        )
         os._exit(0)
 
     ends = set()
@@ -1908,7 +1925,7 @@ def test_a_kill_between_any_two_steps_of_writing_leaves_all_or_nothing(tmp_path)
         if not child:
             change_and_die(path, step)
         status = os.waitpid(child, 0)[1]
-        store = JobStore(path, locked)
+        store = JobStore(path, locked, write_atomically)
         ids = [row["id"] for row in store.read()]
         assert ids in (["old"], ["old", "new"])
         ends.add(tuple(ids))

@@ -25,7 +25,7 @@ from channels import JobStore
 from conftest import fork
 from fake_llm import Failure, FakeLLM, Hang, Reply, call, error
 from fake_telegram import FakeTelegram
-from memory import MemoryStore, SessionManager, locked
+from memory import MemoryStore, SessionManager, locked, write_atomically
 from test_providers import check_grammar
 
 ROOT = Path(__file__).parent.parent
@@ -654,6 +654,58 @@ def test_who_starts_no_gateway_gets_one_dream_a_day_when_a_prompt_opens(own_home
 
 
 @needs_terminal
+def test_on_each_morning_the_first_request_has_yesterdays_work(own_home, tmp_path):
+    """In any folder, after single messages only, and also if no model can save it."""
+
+    def script(body):
+        is_dream = "# History" in str(body["messages"][-1]["content"])
+        (dreams if is_dream else systems).append(str(body["messages"]))
+        return "[SKIP]" if is_dream else "Noted."
+
+    def night() -> None:
+        for path in (workspace_of(own_home) / "sessions").glob("*.jsonl"):
+            os.utime(path, (path.stat().st_mtime - 86_400,) * 2)
+        (workspace_of(own_home) / ".nanobot" / "last-dream").unlink(missing_ok=True)
+
+    def one_shot(text: str) -> str:
+        terminal = Terminal("-m", text, server=server, cwd=there)
+        terminal.expect("Noted.", "context")
+        assert terminal.process.wait(timeout=LONG) == 0
+        with contextlib.suppress(OSError):  # what it has told at its end
+            terminal.expect("\0")
+        os.close(terminal.screen)
+        return terminal.everything
+
+    systems, dreams = [], []
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    there.mkdir()
+    memory = MemoryStore(workspace_of(own_home))
+    with FakeLLM(script) as server:
+        terminal = Terminal(server=server, cwd=here)
+        terminal.expect("> ")
+        terminal.say("The report is due on Friday.", "Noted.", "> ")
+        assert terminal.close() == 0
+        night()
+        assert "reamt" not in one_shot("Which wine?")
+        assert f"In {here}:" in systems[-1] and "The report is due on Friday." in systems[-1]
+        one_shot("Buy milk.")
+        assert "Which wine?" not in systems[-1] and dreams == []
+        night()
+        terminal = Terminal(server=server, cwd=here)
+        terminal.type("And now?\n")
+        terminal.expect("Noted.", "Dreamt about 3 entries: no change")
+        assert terminal.close() == 0
+        said = ("The report is due on Friday.", "Which wine?", "Buy milk.")
+        for text in (systems[-1], dreams[-1]):
+            assert all(each in text for each in said), text
+        for n in range(9):
+            memory.append_history(f"[2026-04-03 00:0{n}] Thing {n}.")
+        night()
+        assert "Dreamt about 10 entries" in one_shot("Who am I?") and len(dreams) == 2
+
+
+@needs_terminal
 def test_approval_shows_the_escaped_command_and_obeys_what_is_typed_after_the_question(
     own_home, tmp_path
 ):
@@ -693,19 +745,19 @@ def test_a_person_can_be_the_model_and_leave_in_mid_turn(own_home, tmp_path):
     terminal.expect("> ")
     terminal.say(
         "what is in a.txt?",
+        "read_file(path, ",
         "---- system ----",
         "You are nanobot",
         "---- user ----",
         "what is in a.txt?",
+        "model> ",
     )
-    terminal.expect("---- tools ----", '{"name": "read_file"', "Read a page", "model> ")
-    wrong = ['read_file {"path": "a.txt", "colour": 1}', 'read_file {"path": ', "read_file"]
-    complaints = ["colour", "JSON", "call"]
+    wrong = ['read_file {"path": "a.txt", "colour": 1}', 'read_file("a.txt', "read_file"]
+    complaints = ["colour", "looks like a call", "call"]
     for line, complaint in zip(wrong, complaints, strict=True):
         terminal.say(f"{line}", complaint, "model> ")
-    terminal.type('read_file {"path": "a.txt"}\n')
+    terminal.type('read_file("a.txt")\n')
     before = len(terminal.everything)
-    terminal.expect('<tool_call>{"name": "read_file", "arguments": {"path": "a.txt"}}</tool_call>')
     terminal.expect("---- tool ----", "\\x1b[31mred\\u202e", "model> ")
     terminal.say("It is red.", "> ")
     terminal.say("thank you", "thank you", "model> ")
@@ -714,7 +766,7 @@ def test_a_person_can_be_the_model_and_leave_in_mid_turn(own_home, tmp_path):
     terminal.type("\x04")
     terminal.expect("/continue", "> ")
     assert terminal.close() == 0
-    calls_made = ["assistant", "tool"] * 4  # the three wrong calls failed as a model's would
+    calls_made = ["assistant", "tool"] * 3  # two of the calls failed as a model's would
     roles = ["user", *calls_made, "assistant", "user"]
     assert [line["role"] for line in journal(own_home)] == roles
     with FakeLLM(["went on"]) as server:
@@ -1499,7 +1551,7 @@ def test_from_a_message_over_its_answer_to_the_reminder(own_home):
         telegram.say("remind me in 1 minute to stretch")
         telegram.wait_until(lambda: len(telegram.texts()) == 1)
         moment = datetime.now(UTC).isoformat()  # nobody waits for a minute
-        jobs = JobStore(workspace_of(own_home) / "cron" / "jobs.json", locked)
+        jobs = JobStore(workspace_of(own_home) / "cron" / "jobs.json", locked, write_atomically)
         (id,) = [row["id"] for row in jobs.read() if row.get("at")]
         jobs.edit(id, {"at": moment, "after": 0})
         telegram.wait_until(lambda: len(telegram.texts()) == 2)
@@ -1671,7 +1723,7 @@ def write_reminders(home: Path, chat: str, names: list[str]) -> None:
         }
         for name in names
     ]
-    store = JobStore(workspace_of(home) / "cron" / "jobs.json", locked)
+    store = JobStore(workspace_of(home) / "cron" / "jobs.json", locked, write_atomically)
     for row in rows:
         store.edit(row["id"], row, is_new=True)
 

@@ -22,31 +22,47 @@ NOTES = (ROOT / "NOTES.md").read_text(encoding="utf-8")
 FILES = [f"{name}.py" for name in ("nanobot", "providers", "tools", "memory", "channels")]
 
 
-def blocks(kind: str) -> list[str]:
-    return re.findall(rf"^```{kind}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+def blocks(kind: str, text: str = README) -> list[str]:
+    return re.findall(rf"^```{kind}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
 def run(*arguments: str, folder: Path = ROOT, **environ: str) -> str:
     """What this Python prints."""
     streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "encoding": "utf-8"}
     command = [sys.executable, *arguments]
-    return subprocess.run(
-        command, cwd=folder, env={**os.environ, **environ}, check=True, **streams
-    ).stdout
+    return subprocess.run(command, cwd=folder, env={**os.environ, **environ}, **streams).stdout
 
 
 def test_the_first_command_stands_within_twelve_lines_and_gets_a_useful_answer(own_home):
     assert blocks("sh")[0].strip() in "\n".join(README.split("\n")[:12])
     assert "pytest" in blocks("sh")[1] and len(README.split("\n")) <= 150
+    assert len(README.split()) < 1200 and "tests/exercises/README.md" in README.partition("```")[0]
     out = run("nanobot.py", "agent", "-m", re.search(r'-m "(.+?)"', blocks("sh")[0])[1])
     assert "MIT License" in out and "pyproject.toml" in out
 
 
-def test_the_programs_in_readme_do_what_it_says(own_home, tmp_path):
+def test_the_program_in_readme_does_what_it_says(own_home, tmp_path):
     (tmp_path / "a.txt").write_text("x")
-    assert "a.txt" in run("-c", blocks("python")[0], folder=tmp_path, PYTHONPATH=str(ROOT))
-    shutil.copy(ROOT / "tools.py", tmp_path)
-    assert run("-c", blocks("python")[1], folder=tmp_path, PYTHONPATH="") == blocks("text")[-1]
+    assert "a.txt" in run("-c", blocks("python")[1], folder=tmp_path, PYTHONPATH=str(ROOT))
+
+
+LADDER = blocks("python", NOTES)
+SAID = [  # by each program of the ladder; the fourth is killed in its first run
+    "hello\n",
+    "Wrote b.txt\n> read b.txt\n    read_file {'path': 'b.txt'} -> good morning\ngood morning\n",
+    "    result: This agent only reads.\n",
+    '\'{"path": "a.txt"}\'}}]\n[interrupted: its outcome is unknown. Check before you repeat it]\n',
+    "> what do you know about me\nI like tea\n",
+    "to bob: 12 * 7 = 84\n",
+]
+
+
+def test_each_program_of_the_ladder_runs_as_it_is_printed(own_home, tmp_path):
+    assert LADDER[0] == blocks("python")[0] and "import nanobot" not in LADDER[0]
+    for program, said in zip(LADDER, SAID, strict=True):
+        assert 12 <= program.count("\n") <= 50
+        texts = [run("-c", program, folder=tmp_path, PYTHONPATH=str(ROOT)) for _ in range(2)]
+        assert said in texts[1], program
 
 
 @pytest.mark.parametrize("name", FILES[1:])
@@ -76,7 +92,6 @@ def test_each_command_line_in_readme_is_one(capsys):
 def test_the_tree_in_readme_is_what_is_there():
     named = {line.split()[0].rstrip("/") for line in blocks("text")[0].strip().split("\n")}
     assert named == {path.name for path in ROOT.iterdir() if path.name in named}
-    assert set(FILES) <= named
 
 
 @pytest.mark.budget

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 import nanobot
+from exercises.mistakes import MESSAGES, SOLUTIONS, code_of
 from exercises.walk import Follower
 from test_docs import NOTES, ROOT, run
 
 HERE = Path(__file__).parent / "exercises"
-SOLUTIONS = HERE / "solutions"
 STUBS = {file.stem: file for file in sorted(HERE.glob("ex_*.py"))}
 IN_EACH_RUN = ("08",)  # the others are marked slow
 ENVIRONMENT = {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONUTF8": "1"}
@@ -29,17 +29,12 @@ def about(file: Path) -> str:
     return file.read_text(encoding="utf-8").split('"""')[1]
 
 
-def code_of(name: str) -> str:
-    """The text of a solution, `01_loop`, or of a mistake, `01_loop.wrong3`."""
-    return (SOLUTIONS / f"ex_{name}.py").read_text(encoding="utf-8")
-
-
 def graded(name: str, solution: Path, folder: Path) -> tuple[int, str]:
     """The exit status and the words of the grader for this solution."""
     folder.mkdir()
     shutil.copy(solution, folder / f"{name}.py")
     done = subprocess.run(
-        [sys.executable, HERE / "grading.py", name[3:5]],
+        [sys.executable, HERE / "exercises.py", name[3:5]],
         capture_output=True,
         text=True,
         encoding="utf-8",
@@ -53,7 +48,7 @@ def graded(name: str, solution: Path, folder: Path) -> tuple[int, str]:
 @pytest.mark.parametrize("name", NAMES)
 def test_it_can_be_solved_and_each_mistake_is_told_apart(name, tmp_path):
     status, words = graded(name, SOLUTIONS / f"{name}.py", tmp_path / "right")
-    assert status == 0 and ": solved" in words, words
+    assert status == 0 and ": solved\nlearnt: " in words and "\ntry next: " in words, words
     status, stub = graded(name, STUBS[name], tmp_path / "stub")
     assert status == 1 and ": not begun" in stub and name in stub and "Goal: " in stub
     mistakes = sorted(SOLUTIONS.glob(f"{name}.wrong*.py"))
@@ -64,104 +59,6 @@ def test_it_can_be_solved_and_each_mistake_is_told_apart(name, tmp_path):
     assert len(messages) >= 2 and messages[0] != messages[1]
 
 
-TASK = "def save_memory(prompt):\n    return "
-ROW = "from providers import Remedy\nREMEDY = "
-LOOP = code_of("01_loop")
-FENCE = code_of("08_fence")
-CHANNEL = code_of("12_channel")
-MESSAGES = [  # exercise, what a student writes, what the grader must say of it
-    (
-        "01_loop",
-        code_of("01_loop.wrong3"),
-        "request 2 with the messages ['user', 'assistant', 'tool', 'tool']: results mean",
-    ),
-    (
-        "01_loop",
-        code_of("01_loop.wrong4"),
-        "yours has asked 20 times, and the script has three answers",
-    ),
-    (
-        "01_loop",
-        LOOP.replace("response.to_message()", "response"),
-        "response.to_message() makes one",
-    ),
-    (
-        "01_loop",
-        LOOP.replace("call.name,", "call.nam,"),
-        "AttributeError in ex_01_loop.py, line 8: ",
-    ),
-    ("01_loop", LOOP.replace("def ask", "def aks"), "`ask` is missing in ex_01_loop.py"),
-    (
-        "01_loop",
-        LOOP + "    )",
-        "SyntaxError while the grader used your ex_01_loop.py: unmatched ')' (ex_01_loop.py, line 10)",
-    ),
-    (
-        "01_loop",
-        "import asyncio\n\nasync def ask(*_):\n    raise asyncio.CancelledError\n",
-        "CancelledError in ex_01_loop.py, line 4",
-    ),
-    (
-        "03_history",
-        code_of("03_history.wrong3"),
-        "expected: each call keeps the result of its own turn, also if a later turn uses its id again",
-    ),
-    (
-        "03_history",
-        code_of("03_history.wrong4"),
-        "messages 0 and 1 are both the user's: make one of them",
-    ),
-    ("04_healing", code_of("04_healing.wrong4"), "expected: an answer also with other numbers: "),
-    (
-        "04_healing",
-        ROW + '("of 64", "changed", dict)',
-        "expected: REMEDY = Remedy(complaint, notice, change)",
-    ),
-    ("04_healing", ROW + 'Remedy("of 64", "", lambda body: body)', "expected: a notice"),
-    (
-        "04_healing",
-        ROW
-        + 'Remedy("of (64", "changed", lambda body: {**body, "max_tokens": body["max_tokens"] // 64 * 64})',
-        "while the grader used your ex_04_healing.py: missing ), unterminated subpattern",
-    ),
-    (
-        "05_memory",
-        TASK + "None",
-        'expected: a dict: {"history_entry": "…", "memory_update": "…"}\ngot:      None',
-    ),
-    (
-        "05_memory",
-        TASK + '{"history_entry": "Ada said hello", "memory_update": ["Ada"]}',
-        "expected: a text as memory_update\ngot:      ['Ada']",
-    ),
-    ("08_fence", FENCE.replace("path: str", "path"), "expected: `path: str`"),
-    ("08_fence", FENCE.replace("(read_only=True)", ""), "expected: @tool(read_only=True)"),
-    (
-        "08_fence",
-        code_of("08_fence.wrong3"),
-        "../diary.txt is refused as an error",
-    ),
-    (
-        "06_skill",
-        code_of("06_skill.wrong2"),
-        "expected: one line in each request, not the instructions",
-    ),
-    (
-        "06_skill",
-        code_of("06_skill.wrong3"),
-        "expected: instructions below the front matter that name `git log`",
-    ),
-    (
-        "12_channel",
-        CHANNEL.replace("await bus.publish", "await bus.publsh"),
-        "logged:   folder: the channel has stopped listening: ",
-    ),
-    (
-        "16_rule",
-        code_of("16_rule.wrong3"),
-        "expected: `how many lines are in notes.txt?` still goes to its own rule",
-    ),
-]
 GRADE = """
 import json, os, sys
 from pathlib import Path
@@ -195,29 +92,6 @@ def test_a_message_names_what_the_student_did(tmp_path):
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.slow
-def test_a_loop_that_never_waits_is_ended_and_the_next_exercise_is_graded(tmp_path):
-    (tmp_path / "ex_01_loop.py").write_text(
-        "import time\n\nasync def ask(*_):\n    while True:\n        time.sleep(0.1)\n"
-    )
-    shutil.copy(SOLUTIONS / "ex_10_helper.py", tmp_path)
-    program = f"import sys; sys.path.insert(0, {str(HERE)!r}); import grading; grading.SECONDS = 8; grading.main(['01', '10'])"
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        timeout=60,
-        env={**os.environ, "NANOBOT_EXERCISES": str(tmp_path)},
-    )
-    assert (
-        "loop: endless loop\nstill running after 8 s: is there a loop without an end?"
-        in done.stdout
-        and "helper: solved" in done.stdout
-    )
-    assert not done.stderr
-
-
 def exercises(kit: Path, *numbers: str, **environ: str) -> str:
     """What `nanobot exercises` prints in this checkout."""
     done = subprocess.run(
@@ -238,7 +112,8 @@ DAMAGED = [  # exercise, the student's file (None: it is deleted), its state in 
     ("02_tool", code_of("02_tool").encode("utf-16"), "not UTF-8", "save it as UTF-8"),
     ("03_history", b"x = 1\n", "not yet right", "`lawful` is missing in ex_03_history.py"),
     ("05_memory", b"import os\n\nos._exit(3)\n", "ended itself", "with os._exit(3)"),
-    ("10_helper", code_of("10_helper").encode(), "solved", "helper: solved"),
+    ("10_helper", code_of("10_helper").encode(), "solved", "learnt:   A helper sees nothing but"),
+    ("14_injection", b"while True:\n    pass\n", "endless loop", "busy for seconds, here in line "),
 ]
 if os.name == "posix":  # Windows has no signal that ends a program
     DAMAGED.append(("07_journal", CRASH, "crashed", "crashed (signal 11"))
@@ -264,6 +139,32 @@ def test_a_file_that_cannot_be_graded_is_told_and_all_others_are_graded(tmp_path
     assert [words for _, _, _, words in DAMAGED if words not in said] == [], said
 
 
+def test_the_table_of_a_class_runs_each_student_apart_and_says_that_it_runs_code(tmp_path):
+    students = {"ada": code_of("01_loop"), "bob": "print(open('../ada/ex_01_loop.py').read())\n"}
+    for name, code in students.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "ex_01_loop.py").write_text(code, encoding="utf-8")
+    said = exercises(ROOT, "--class", str(tmp_path), "1", "2")
+    assert "This runs the code of 2 students on this machine, in a sandbox" in said or (
+        "without a sandbox: it can read and change your files" in said
+    )
+    assert "\nada  ✓  ·  1 solved\nbob  ✗  ·  0 solved\n" in said and "\nbob 01 " in said
+    assert "has_tool_calls" not in said, "what a solution prints"
+
+
+def test_a_class_has_a_folder_and_an_agent_with_each_project_whose_test_passes(tmp_path, own_home):
+    course, bad = tmp_path / "course", tmp_path / "projects" / "bad"
+    said = run(str(HERE / "session0.py"), str(course))
+    assert f"\nREADY. Now: cd {course}\n" in said and (course / "letter.txt").exists()
+    for project in (bad, tmp_path / "projects" / "dice"):
+        shutil.copytree(course / "project" / "dice", project)
+    (bad / "test_tool.py").write_text("def test_it():\n    assert 1 == 2\n")
+    start = [str(HERE / "agent.py"), str(tmp_path / "projects"), "agent", "--offline", "-m"]
+    said = run(*start, "throw a die with 2 sides")
+    assert "✗ bad is left out: AssertionError in test_tool.py, line 2" in said
+    assert "✓ dice: roll; 2 tests passed" in said and "You have thrown a" in said
+
+
 def test_a_solution_sees_no_keys_of_whoever_grades_it(tmp_path):
     lessons = tmp_path / "lessons"
     lessons.mkdir()
@@ -280,12 +181,6 @@ def test_the_list_names_each_exercise_and_a_wrong_number_is_told():
     command = [sys.executable, str(ROOT / "nanobot.py"), "exercises"]
     done = subprocess.run([*command, "99"], capture_output=True, text=True, encoding="utf-8")
     assert done.returncode == 2 and "There is no exercise 99" in done.stderr
-    if os.name == "posix":  # a pipe that is closed early is no error
-        done = subprocess.run(
-            f'"{sys.executable}" "{command[1]}" exercises | true', shell=True, capture_output=True
-        )
-        assert not done.stderr
-    assert len(STUBS) >= 14
     for name, file in STUBS.items():
         task = about(file)
         assert task.startswith("★"), file
@@ -322,12 +217,9 @@ def take_the_tour(home: Path) -> tuple[list[str], list[str], str]:
     """The functions that the turn enters, in order; those of the first readings; all data that it leaves."""
     (home / "a.txt").write_text("hello\n", encoding="utf-8")
     config = nanobot.Config()
-    config.cwd, config.defaults.workspace, config.defaults.provider = (
-        home,
-        str(home / "ws"),
-        "offline",
-    )
-    loop, tour, told = nanobot.AgentLoop(config), Tour(ROOT, is_long=True), []
+    config.defaults.workspace, config.defaults.provider = str(home / "ws"), "offline"
+    loop = nanobot.AgentLoop(config, program=nanobot.Program(home))
+    tour, told = Tour(ROOT, is_long=True), []
     nanobot.record_events(loop, [home / "trace.jsonl"])
 
     async def note(event):
@@ -367,6 +259,15 @@ def test_walk_prints_the_places_of_the_tour_and_what_runs_in_a_task_or_a_thread_
     (tmp_path / "a.txt").write_text("hello\n")
     program = os.path.relpath(ROOT / "nanobot.py", tmp_path)  # as pupils write it
     printed = run(program, "walk", "--offline", "-m", "read a.txt", folder=tmp_path)
+    headings = [line for line in printed.split("\n") if line.startswith("====")]
+    assert [heading[:30] for heading in headings] == [
+        "======== request 1: 2 messages",
+        "======== request 2: 4 messages",
+    ]
+    second = printed.partition("request 2")[2]
+    assert "    + tool: 1| hello" in second and '+ journal: {"n": 4, "role": "assistant"' in second
+    assert re.search(r"\n +nanobot\.py:\d+ AgentRunner\.govern\(RunState\)\n", second)
+    printed = re.sub(r"(\.py):\d+ ", r"\1:", printed)
     firsts = [places[0] for places, _ in tour_rows() if "AgentHook" not in places[0]]
     assert [place for place in firsts if f"{place}(" not in printed] == [] and "1| hello" in printed
     names = [line.partition("(")[0] for line in printed.split("\n")]

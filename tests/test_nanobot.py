@@ -35,6 +35,7 @@ from nanobot import (
     Price,
     load_config,
     names_of,
+    Program,
 )
 from providers import (
     ROWS,
@@ -995,12 +996,16 @@ def settings_for(tmp_path: Path, **defaults) -> Config:
     config = Config()
     for name, value in ({"workspace": str(tmp_path / "workspace")} | defaults).items():
         setattr(config.defaults, name, value)
-    config.cwd = config.workspace
     return config
 
 
 def make_loop(tmp_path: Path, replies=(), **defaults) -> AgentLoop:
-    return AgentLoop(settings_for(tmp_path, **defaults), Script(replies))
+    return agent(settings_for(tmp_path, **defaults), Script(replies))
+
+
+def agent(config: Config, *given) -> AgentLoop:
+    """An agent that works in its workspace."""
+    return AgentLoop(config, *given, program=Program(config.workspace))
 
 
 def ask(loop: AgentLoop, text: str, session: str = "cli:direct", media=()):
@@ -1037,14 +1042,14 @@ def test_a_turn_is_journalled_once_and_told_step_by_step(tmp_path):
     steps = [event for event in events if event[0] != "delta"]
     assert steps == [("progress", "Let me look."), hint, hint, hint, ("final", "an answer")]
     loop = make_loop(tmp_path, ["one two"])
-    loop.streaming = False
+    loop.program.streaming = False
     assert ask(loop, "hello")[1] == [("final", "one two")]
 
 
 def test_a_question_is_sent_with_the_moment_and_the_place(tmp_path):
     """A conversation may go on in another place: each question keeps its own."""
     loop = make_loop(tmp_path, ["ok", "ok"], timezone="Asia/Tokyo")
-    loop.config.now = lambda: datetime(2026, 11, 21, 12, 0, 30, tzinfo=UTC)
+    loop.program.now = lambda: datetime(2026, 11, 21, 12, 0, 30, tzinfo=UTC)
     ask(loop, "one", "telegram:7:8")
     sent = loop.provider.requests[0].messages
     assert legal(sent) == sent
@@ -1058,10 +1063,10 @@ def test_a_question_is_sent_with_the_moment_and_the_place(tmp_path):
     assert journal(loop, "telegram:7:8")[0]["content"] == "one", (
         "it is no part of what the user said"
     )
-    before, loop.config.cwd = loop.config.cwd, tmp_path / "elsewhere"
+    before, loop.program.folder = loop.program.folder, tmp_path / "elsewhere"
     ask(loop, "two", "telegram:7:8")
     text = str([message["content"] for message in loop.provider.requests[1].messages[1:]])
-    assert re.findall(r"Working folder: (.+?)\\n", text) == [str(before), str(loop.config.cwd)]
+    assert re.findall(r"Working folder: (.+?)\\n", text) == [str(before), str(loop.program.folder)]
 
 
 def test_a_failed_turn_is_told_not_put_into_the_models_mouth_and_goes_on_with_continue(tmp_path):
@@ -1145,7 +1150,7 @@ def test_a_tool_that_comes_during_the_turn_is_named_to_the_model():
 
 def test_the_registry_of_a_program_is_not_changed(tmp_path):
     registry = ToolRegistry([look])
-    AgentLoop(settings_for(tmp_path), Script([]), registry)
+    agent(settings_for(tmp_path), Script([]), registry)
     assert names_of(registry.get_definitions()) == ["look"]
 
 
@@ -1177,23 +1182,22 @@ def test_the_fence_opens_neither_home_nor_what_holds_it(own_home, tmp_path, sett
     skill = nanobot.DATA / "skills" / "weather" / "SKILL.md"
 
     def reads(path: Path) -> bool:
-        loop = AgentLoop(config, ScriptedProvider([]))
+        loop = AgentLoop(config, ScriptedProvider([]), program=Program(here))
         turn = loop.turn("cli:direct")
         return not asyncio.run(loop.tools.execute("read_file", {"path": str(path)}, turn)).is_error
 
-    for config.cwd in (own_home, own_home.parent, Path("/")):
+    for here in (own_home, own_home.parent, Path("/")):
         assert (
             not reads(own_home / "outside.txt")
             and reads(config.workspace / "USER.md")
             and reads(skill)
         )
-        assert AgentLoop(config, ScriptedProvider([])).turn("cli:direct").cwd == config.workspace
-    config.cwd = tmp_path / "project"
-    (config.cwd / "a.txt").write_text("mine")
-    assert (
-        reads(config.cwd / "a.txt") and reads(Path("a.txt")) and not reads(own_home / "outside.txt")
-    )
-    config.tools.restrict_to_workspace, config.tools.exec.sandbox, config.cwd = False, "", own_home
+        loop = AgentLoop(config, ScriptedProvider([]), program=Program(here))
+        assert loop.turn("cli:direct").cwd == config.workspace
+    here = tmp_path / "project"
+    (here / "a.txt").write_text("mine")
+    assert reads(here / "a.txt") and reads(Path("a.txt")) and not reads(own_home / "outside.txt")
+    config.tools.restrict_to_workspace, config.tools.exec.sandbox, here = False, "", own_home
     assert reads(Path("outside.txt"))
     config.path = own_home / "other.json"
     for name in (".nanobot/config.json", "other.json", ".nanobot/config.json.bak"):
@@ -1244,7 +1248,7 @@ def test_status_tells_of_the_session_the_window_and_all_since_the_start(tmp_path
     )
     ask(loop, "hello")
     first, place, second, third = ask(loop, "/status")[0].final_content.split("\n")
-    assert place == f"folder {loop.config.cwd}, workspace {loop.workspace}"
+    assert place == f"folder {loop.program.folder}, workspace {loop.workspace}"
     assert first == f"nanobot {nanobot.__version__}, model scripted, session cli:direct, 2 messages"
     assert re.fullmatch(r"context \d,\d{3} of 5,000", second)
     assert third == "since the start, a moment ago: 1,200 in · 34 out"
@@ -1441,7 +1445,7 @@ def test_after_a_storm_every_message_is_there_once_and_the_next_is_answered(tmp_
 
         async def many_turns():
             while storm.weather:
-                loop.streaming, text = len(turns) % 3 > 0, f"question {len(turns)}"
+                loop.program.streaming, text = len(turns) % 3 > 0, f"question {len(turns)}"
                 before = len(loop.sessions.get("cli:direct").messages)
                 turns.append((text, await loop.process_direct(text, "cli:direct"), before))
 
@@ -1523,7 +1527,7 @@ def test_every_request_begins_with_the_bytes_of_the_last_one(tmp_path, streaming
     script += [ask_for("nothing_like_it"), ask_for("look", n=-1), "  third "]
     with FakeLLM(script) as server:
         loop = endpoint_loop(tmp_path, server)
-        loop.streaming = streaming
+        loop.program.streaming = streaming
 
         async def talk():
             for text in ("one", "two \u202e \U0001f600", "three"):
@@ -1574,7 +1578,7 @@ def test_the_system_prompt_has_its_parts_in_order(tmp_path):
 
 def test_the_first_part_of_the_prompt_says_where_whose_files_are_and_how_to_answer(tmp_path):
     loop = make_loop(tmp_path)
-    loop.config.cwd = tmp_path / "project"
+    loop.program.folder = tmp_path / "project"
     for key, style in (("cli:direct", "in a terminal"), ("telegram:7", "in a chat")):
         text = prompt_of(loop, key).split("\n\n---\n\n")[0]
         assert (
@@ -1804,7 +1808,7 @@ def test_a_setting_is_read_in_both_spellings_with_variables_filled_in(own_home, 
         (
             '{"tools": {"web": {"proxy": "socks5://x"}}}',
             "tools.web.proxy",
-            "x is a SOCKS proxy, which does not work here. Write it like",
+            "Write the proxy like http:",
         ),
         (
             '{"tools": {"ssrfWhitelist": ["10.1.2.3/8"]}}',
@@ -1847,9 +1851,10 @@ def test_servers_that_stand_at_the_top_join_those_in_their_place_and_this_is_sai
 def loop_of(home: Path, settings: dict, replies=()) -> AgentLoop:
     config = load_config(write_config(home, settings), {})
     config.defaults.workspace = str(home / "ws")
-    config.cwd = home / "project"
-    config.cwd.mkdir(exist_ok=True)
-    return AgentLoop(config, None if replies is None else ScriptedProvider(replies))
+    folder = home / "project"
+    folder.mkdir(exist_ok=True)
+    provider = None if replies is None else ScriptedProvider(replies)
+    return AgentLoop(config, provider, program=Program(folder))
 
 
 @pytest.mark.parametrize("text_calls", ["auto", "off"])
@@ -1944,7 +1949,7 @@ def is_question(request) -> bool:
 
 def serve(tmp_path: Path, script, work, *tools, **defaults) -> None:
     """Runs `work(chats)` while a bus is served; the model answers by `script(request)`, a coroutine."""
-    loop = AgentLoop(settings_for(tmp_path, **defaults), Model(script))
+    loop = agent(settings_for(tmp_path, **defaults), Model(script))
 
     async def with_tools(chats) -> None:
         await asyncio.sleep(0)  # it begins to serve
@@ -2345,7 +2350,7 @@ def test_a_helper_that_is_waited_for_gives_its_answer_or_why_it_has_none(
             return does(next(count))
         return call("spawn", task="dig", wait=wait) if is_question(request) else "so it is"
 
-    loop = AgentLoop(settings_for(tmp_path, max_tokens=99, temperature=0.5), Model(script))
+    loop = agent(settings_for(tmp_path, max_tokens=99, temperature=0.5), Model(script))
     (event,) = ask(loop, "go", session)[0].tool_events
     assert (event["result"], event["is_error"]) == (said, said != "gold")
 
@@ -2390,7 +2395,7 @@ def test_what_needs_approval_needs_it_in_a_helper_too_and_is_refused_in_a_job(tm
             )
         return call("spawn", task="dig", wait=True) if is_question(request) else "so it is"
 
-    loop = AgentLoop(settings_for(tmp_path), Model(script))
+    loop = agent(settings_for(tmp_path), Model(script))
     loop.hooks.append(ApprovalHook(loop.tools, ask_user))
     assert "did not approve" in ask(loop, "go")[0].tool_events[0]["result"]
     assert "nobody can be asked here" in ask(loop, "dig", "cron:j1")[0].final_content
@@ -2535,7 +2540,7 @@ def test_stop_while_a_long_answer_is_being_sent_sends_no_more_of_it_and_says_so(
         return "long" if users(request)[-1] == "tell me" else "short"
 
     async def whole() -> None:
-        loop = AgentLoop(settings_for(tmp_path), Model(script))
+        loop = agent(settings_for(tmp_path), Model(script))
         async with Chats(loop, Slow()) as chats:
             await chats.say("tell me")
             await chats.until(lambda: "long" in chats.texts() and not loop.turns.tasks)
@@ -2682,80 +2687,51 @@ def test_a_job_of_a_terminal_runs_in_its_folder_and_fails_if_the_folder_is_gone(
     serve(tmp_path, echo, work)
 
 
-def test_what_people_said_at_terminals_is_remembered_together_when_it_is_an_hour_old(tmp_path):
+def test_what_people_said_at_terminals_gets_an_entry_without_a_model_when_it_is_an_hour_old(
+    tmp_path,
+):
     loop = make_loop(tmp_path)
-    asked = []
-
-    async def model(messages, tools):
-        asked.append(messages[-1]["content"])
-        entry = {"history_entry": "They spoke of the moon.", "memory_update": "- the moon"}
-        return LLMResponse(None, [call("save_memory", **entry)], "tool_calls")
-
-    loop.consolidator.ask = model
 
     def talk(key, folder, typed, text, hours):
         session = loop.sessions.get(key)
         session.origin = {"folder": folder, "typed": typed}
         stamp = datetime.fromtimestamp(time.time() - hours * 3_600, UTC).isoformat()
-        session.append(question(text) | {"timestamp": stamp, "runtime": f"Folder: {folder}"})
+        session.append(
+            question(text) | {"timestamp": stamp}, {"role": "assistant", "content": "Yes."}
+        )
         os.utime(session.path, (time.time() - hours * 3_600,) * 2)
 
     def remember():
-        asyncio.run(remember_terminals(loop.consolidator))
-        said = [re.findall(r"\] user: (.+)\nFolder: (\S+)", text) for text in asked]
-        asked.clear()
-        return said
+        known = len(loop.memory.entries())
+        remember_terminals(loop.sessions)
+        texts = [entry["content"] for entry in loop.memory.entries()[known:]]
+        assert all("assistant: Yes." in text for text in texts)
+        return [re.findall(r"In (.+):|\] user: (.+)", text) for text in texts]
 
     talk("cli:a", "/a", True, "one", 5)
     talk("cli:b", "/b", True, "two", 4)
     talk("cli:c", "/c", False, "a script", 4)
     talk("cli:d", "/d", True, "just now", 0.5)
     talk("telegram:7", "/e", True, "a chat", 0.5)
-    assert remember() == [[("one", "/a"), ("two", "/b")]]
-    assert [entry["content"] for entry in loop.memory.entries()] == ["They spoke of the moon."]
-    assert loop.memory.read_facts() == "- the moon\n" and remember() == []
+    assert remember() == [[("/a", ""), ("", "one")], [("/b", ""), ("", "two")]]
+    entry = loop.memory.entries()[1]
+    assert entry["timestamp"] == time.strftime("%Y-%m-%d %H:%M", time.localtime(entry["used"]))
+    assert 0 < time.time() - entry["used"] - 4 * 3_600 < 60, "the time of the conversation"
+    assert remember() == []
     talk("cli:a", "/a", True, "three", 2)  # somebody continued it
-    assert remember() == [[("three", "/a")]]
-    assert roles(loop.sessions.get("cli:a").history()) == ["user", "user"]
+    assert remember() == [[("/a", ""), ("", "three")]]
+    assert roles(loop.sessions.get("cli:a").history()) == ["user", "assistant"] * 2
     talk("cli:d", "/d", True, "later", 1.5)  # also what was said before others were saved
-    assert remember() == [[("just now", "/d"), ("later", "/d")]]
-    loop.sessions.get("cli:b").mark("saved", upto=1, summary="two")
-    talk("cli:b", "/b", True, "four", 1.2)
-    assert remember() == [[("four", "/b")]], "not what the journal says is saved"
-    with SessionManager(loop.workspace).lock("cli:d"):  # another program has it open
-        talk("cli:d", "/d", True, "five", 1.1)
-        assert remember() == [[("five", "/d")]]
+    assert remember() == [[("/d", ""), ("", "just now"), ("", "later")]]
+    with SessionManager(loop.workspace).lock("cli:b"):  # another program has it open
+        talk("cli:b", "/b", True, "four", 1.1)
+        assert remember() == [[("/b", ""), ("", "four")]]
     assert remember() == []
     assert loop.sessions.list_keys()[-2:] == ["cli:a", "cli:c"], "a mark is no use"
-
-
-def test_what_a_terminal_has_saved_when_idle_is_not_saved_again_when_it_moves(tmp_path):
-    loop = make_loop(tmp_path)
-    asked = []
-
-    async def model(messages, tools):
-        asked.append(messages[-1]["content"])
-        saved = {"history_entry": f"Entry {len(asked)}.", "summary": f"Summary {len(asked)}."}
-        saved["memory_update"] = f"- fact {len(asked)}"
-        return LLMResponse(None, [call("save_memory", **saved)], "tool_calls")
-
-    loop.consolidator.ask = model
-    session = loop.sessions.get("cli:a")
-    session.origin = {"folder": "/a", "typed": True}
-    session.append(question("<one>"), {"role": "assistant", "content": "Yes."})
-    os.utime(session.path, (time.time() - 4_000,) * 2)
-    asyncio.run(remember_terminals(loop.consolidator))
-    session = loop.sessions.get("cli:a")
-    assert "<one>" in str(session.history()) and time.time() - session.path.stat().st_mtime > 3_900
-    session.append(question("<two>"), {"role": "assistant", "content": "Yes."}, question("<three>"))
-    told = asyncio.run(loop.consolidator.move(session, 4))
-    assert told.startswith("4 older messages moved to the memory")
-    assert [re.findall("<.*?>", text) for text in asked] == [["<one>"], ["<one>"], ["<two>"]]
-    entries = [entry["content"] for entry in loop.memory.entries()]
-    assert entries == ["Entry 1.", "Entry 3."], "the second request was for the summary only"
-    assert "Summary 2." in asked[2] and loop.memory.read_facts() == "- fact 3\n"
-    summary, three = SessionManager(loop.workspace, loop.memory).get("cli:a").history()
-    assert "Summary 3." in summary["content"] and three["content"] == "<three>"
+    ask(loop, "/new", "cli:a")  # its turns have their entries: no model is asked
+    session = SessionManager(loop.workspace, loop.memory).get("cli:a")
+    assert (session.saved, session.messages, session.history()) == (4, [], [])
+    assert loop.provider.requests == [] and len(loop.memory.entries()) == 5
 
 
 def test_stop_in_a_chat_stops_the_job_that_runs_for_it(tmp_path):
@@ -2830,7 +2806,7 @@ def test_a_temperature_is_sent_if_it_is_set_and_a_low_one_to_local_servers(
 ):
     with FakeLLM(["ok"]) as server:
         provider = OpenAIProvider(Endpoint(ROWS[row], api_base=server.base_url, model="m"))
-        loop = AgentLoop(settings_for(tmp_path, **settings), provider)
+        loop = agent(settings_for(tmp_path, **settings), provider)
         asyncio.run(loop.process_direct("hello"))
     assert server.bodies[0].get("temperature") == sent and len(server.bodies) == 1
 
@@ -2868,7 +2844,7 @@ def test_a_hook_that_fails_before_a_call_stops_the_call_unless_it_only_watches(c
     _, provider = run([[call("act")], "done"], [act], hook=hooks)
     assert ran == [] and f"Policy.{event} failed: 'rules'" in caplog.text
     [told] = results(provider.requests[-1].messages)
-    assert told == f"act was not run: Policy.{event} failed ('rules')."
+    assert told == f"act was not run: Policy.{event} failed: 'rules'"
     run([[call("act")], "done"], [act], hook=CompositeHook([Watcher(event)]))
     assert ran == [1]
 

@@ -25,7 +25,7 @@ from fake_llm import Failure, FakeLLM, Hang, Raw, Reply, call, error
 
 import nanobot
 import providers
-from nanobot import AgentRunSpec, AgentRunner, CostTrackingHook
+from nanobot import AgentRunSpec, AgentRunner
 from providers import (
     ROWS,
     Endpoint,
@@ -140,16 +140,6 @@ CHOICES = {
         settings(openrouter="sk-or-1"),
         {"model": "openrouter/openai/gpt-5"},
         ("openrouter", "sk-or-1", "https://openrouter.ai/api/v1", "openai/gpt-5"),
-    ),
-    "a gateway that wants bare names": (
-        settings(aihubmix="sk-1"),
-        {"model": "anthropic/claude-sonnet-4"},
-        ("aihubmix", "sk-1", "https://aihubmix.com/v1", "claude-sonnet-4"),
-    ),
-    "its own name before a model is always taken off": (
-        settings(aihubmix="sk-1"),
-        {"model": "aihubmix/gpt-5"},
-        ("aihubmix", "sk-1", "https://aihubmix.com/v1", "gpt-5"),
     ),
     "a local server that is configured wins over any key": (
         settings(openai="sk-1", ollama="http://box:11434/v1"),
@@ -623,7 +613,6 @@ FINE = {  # an odd answer: its text and its calls
         [],
     ),
     "one byte a packet": (Raw(chunks=[HI[n : n + 1] for n in range(len(HI))]), "Grüße ☃", []),
-    "a last line without its end": (Raw(HI.partition(b"\n\ndata: [DONE]")[0]), "Grüße ☃", []),
     "no reason but [DONE]": (sse(delta(content="Hi.")), "Hi.", []),
     "whole calls and no end": (
         sse(piece(id="a", name="f", arguments='{"a": 1}'), done=False),
@@ -631,11 +620,6 @@ FINE = {  # an odd answer: its text and its calls
         [{"a": 1}],
     ),
     "a line that breaks behind [DONE]": (Raw(HI, cut=True), "Grüße ☃", []),
-    "a refusal": (
-        sse(delta(refusal="I can"), delta(refusal="not.", content=None), delta("stop")),
-        "I cannot.",
-        [],
-    ),
 }
 
 
@@ -796,7 +780,6 @@ def test_an_errors_own_words_are_found_wherever_they_stand(name):
         ("tool_calls", "tool_calls"),
         ("model_length", "length"),
         ("refusal", "refusal"),
-        ("function_call", "tool_calls"),
     ],
 )
 def test_a_finish_reason_is_told_in_openais_words(reason, meaning):
@@ -859,12 +842,6 @@ CALL_STREAMS = {
         piece(index=0, arguments=X),
         piece(index=0, name="b", arguments=""),
         piece(index=0, arguments=Y),
-    ],
-    "the name repeated in every chunk, without ids": [
-        piece(name="a", arguments='{"x": 1'),
-        piece(name="a", arguments="}"),
-        piece(name="b", arguments='{"y": 2'),
-        piece(name="b", arguments="}"),
     ],
 }
 
@@ -1233,7 +1210,7 @@ STRICT = {
             "type": "object",
             "$schema": "x",
             "additionalProperties": False,
-            "properties": {"const": {"type": "string", "const": "a"}},
+            "properties": {"path": {"type": "string", "const": "a"}},
         },
     },
 }
@@ -1310,7 +1287,7 @@ You have tools. To call tools, answer only with one line like this for each call
 <tool_call>{"name": "the tool's name", "arguments": {"a parameter": "its value"}}</tool_call>
 The result of a call comes back as <tool_result>. These are the tools:
 {"name": "look", "description": "Look.", "parameters": {"type": "object", "$schema": "x", \
-"additionalProperties": false, "properties": {"const": {"type": "string", "const": "a"}}}}"""
+"additionalProperties": false, "properties": {"path": {"type": "string", "const": "a"}}}}"""
 AS_TEXT = {
     "tools": GONE,
     "tool_choice": GONE,
@@ -1338,7 +1315,7 @@ MENDED = {  # a recorded refusal: a part of what the user is told, and what chan
         {"max_tokens": GONE, "max_completion_tokens": 100},
     ),
     "dashscope-stream-only": ("only streams its answers", {"stream": True}),
-    "openai-stream-refused": ("does not stream", {"stream": GONE, "stream_options": GONE}),
+    "openai-stream-refused": ("stream is left out: this model", {"stream": GONE}),
     "openai-tools-with-effort": (
         "reasoning is switched off: this model refuses it with tools",
         {"reasoning_effort": "none"},
@@ -1382,7 +1359,7 @@ MENDED = {  # a recorded refusal: a part of what the user is told, and what chan
         {
             "tools.0.function.parameters": {
                 "type": "object",
-                "properties": {"const": {"type": "string"}},
+                "properties": {"path": {"type": "string"}},
             }
         },
     ),
@@ -1586,23 +1563,6 @@ def test_a_change_that_does_not_help_is_tried_once_and_not_remembered():
     assert len(bodies) < 5 and provider.learnt == {}
 
 
-@pytest.mark.parametrize("name", ["groq-failed-generation", "groq-failed-generation-sse"])
-def test_a_call_that_the_endpoint_could_not_read_is_read(name):
-    error_body = by_id("groq-failed-generation")["body"]
-    line = sse(error_body) if name.endswith("sse") else Failure(400, error_body)
-    search = {"type": "function", "function": {"name": "web_search", "parameters": {}}}
-    with FakeLLM([line]) as server:
-        answer, _ = ask(made(server), HELLO, [search], stream=True)
-    assert [(each.name, each.arguments) for each in answer.tool_calls] == [
-        ("web_search", {"query": "weather in Graz"})
-    ]
-    assert (answer.content, answer.finish_reason, answer.usage["estimated"]) == (
-        None,
-        "tool_calls",
-        True,
-    )
-
-
 @pytest.mark.parametrize("row", ["openai", "custom", "groq"])
 def test_the_names_of_an_openai_account_go_to_openai_only(monkeypatch, row):
     monkeypatch.setenv("OPENAI_ORG_ID", "org-of-mine")
@@ -1676,32 +1636,6 @@ def test_comments_do_not_keep_a_request_waiting_for_ever():
 def test_what_fails_before_anything_was_shown_is_asked_again(line, stream):
     with FakeLLM([line, "Here."]) as server:
         assert ask(made(server), stream=stream)[0].content == "Here."
-
-
-def several(provider, count, told=None):
-    """Answers to the same question, one after the other in one event loop."""
-
-    async def on_retry(line):
-        told.append(line)
-
-    async def asked():
-        answers = [await provider.chat(HELLO, on_retry=on_retry) for _ in range(count)]
-        await provider.close()
-        return answers
-
-    return asyncio.run(asked())
-
-
-def test_a_kept_connection_that_the_server_closed_is_no_reason_to_wait():
-    told = []
-    with FakeLLM(["One.", Hang(0), "Two."]) as server:
-        provider = made(server, "local")
-        provider.pace = 1e9  # a wait would never end
-        answers = several(provider, 2, told)
-        assert [answer.content for answer in answers] == ["One.", "Two."] and told == []
-        assert [request.client for request in server.requests][:2] == [
-            server.requests[0].client
-        ] * 2
 
 
 def test_a_server_that_sees_less_than_it_was_sent_is_told_of_once():
@@ -1912,10 +1846,10 @@ def said(content="Ok", **more):
 def called(*ids, content=None, name="now", arguments="{}", **more):
     """An assistant's message with calls, as the API wants them."""
     functions = [
-        {"id": id_, "type": "function", "function": {"name": name, "arguments": arguments}}
+        {"id": id_, "type": "function", "function": {"name": name, "arguments": arguments}, **more}
         for id_ in ids
     ]
-    return {"role": "assistant", "content": content, "tool_calls": functions, **more}
+    return {"role": "assistant", "content": content, "tool_calls": functions}
 
 
 def result(id_, content="noon"):
@@ -1994,38 +1928,11 @@ LEGAL = {
     ),
     "a content of another kind becomes a text": (
         [user({"a": "ä"}), called("a"), result("a", 7)],
-        [user('{"a": "ä"}'), called("a"), result("a", "7")],
+        [user("{'a': 'ä'}"), called("a"), result("a", "7")],
     ),
     "a call of a strange type is one of a function, and keeps what came with it": (
-        [
-            user(),
-            said(
-                None,
-                tool_calls=[
-                    {
-                        "id": "a",
-                        "type": "x",
-                        "extra_content": 7,
-                        "function": {"name": 5, "arguments": "{}", "more": 1},
-                    }
-                ],
-            ),
-        ],
-        [
-            user(),
-            said(
-                None,
-                tool_calls=[
-                    {
-                        "id": "a",
-                        "type": "function",
-                        "extra_content": 7,
-                        "function": {"name": "5", "arguments": "{}"},
-                    }
-                ],
-            ),
-            result("a", MISSING),
-        ],
+        [user(), called("a", type="x", extra_content=7)],
+        [user(), called("a", extra_content=7), result("a", MISSING)],
     ),
 }
 
@@ -2194,38 +2101,63 @@ def test_a_script_is_played_back_and_keeps_what_it_was_asked():
     assert model.requests[2].options == {"max_tokens": 5}
 
 
-def in_person(*lines, **more):
+def in_person(*lines):
     """A person who says these lines as the model, and the questions that were asked."""
     rest, questions = iter(lines), []
 
     async def ask_person(question, what, **details):
-        questions.append(question)
+        questions.append(question.partition("\nYou are the model")[0])
         return next(rest)
 
-    return HumanProvider(ask_person, **more), questions
+    return HumanProvider(ask_person), questions
 
 
-def test_a_person_sees_what_a_model_sees_and_later_only_what_is_new():
-    person, questions = in_person("read_file {}", "Hi.", "Bye.")
-    asked = ask(person, tools=[TOOL])[0].tool_calls[0]
-    tool = '{"name": "read_file", "description": "Read.", "parameters": {}}'
-    how = 'You are the model. Answer in a line, or call a tool: NAME {"path": "a"}'
+READ_A_FILE = {"name": "read_file", "parameters": {"properties": {"path": {}, "offset": {}}}}
+
+
+@pytest.mark.parametrize(
+    "line, arguments",
+    [  # a text is an answer; None: it is asked about, and never an answer
+        ('read_file("a.txt")', {"path": "a.txt"}),
+        ("read_file('a.txt', 5)", {"path": "a.txt", "offset": 5}),
+        ('read_file {"path": "a.txt", "colour": 1}', {"path": "a.txt", "colour": 1}),
+        ("read_file", {}),
+        ('read_file("a.txt"', None),
+        ('read_file {"path": ', None),
+        ('raed_file("a.txt")', None),
+        ('raed_file {"path": "a.txt"}', None),
+        ('<tool_call>{"name": "read_file"}</tool_call>', None),
+        ("$ ls", None),
+        ("I read a.txt (twice): {x}", "I read a.txt (twice): {x}"),
+        ("", ""),
+    ],
+)
+def test_a_person_types_a_call_as_it_is_shown_and_a_broken_call_is_never_the_answer(
+    line, arguments
+):
+    person, questions = in_person(line, "The second line.")
+    answer = ask(person, tools=[{"type": "function", "function": READ_A_FILE}])[0]
+    if isinstance(arguments, dict):
+        assert [call.arguments for call in answer.tool_calls] == [arguments]
+    else:
+        assert answer.content == ("The second line." if arguments is None else arguments)
+    asked_again = ["This line looks like a call, but is no call of a tool above."]
+    assert questions[1:] == (asked_again if arguments is None else [])
+
+
+def test_a_person_sees_the_headings_of_the_prompt_the_tools_and_what_is_new():
+    person, questions = in_person("read_file", "Hi.")
+    system = {"role": "system", "content": "You are a test.\n# Memory\n- Ada\n\n## Skills\n- none"}
+    talk = [system, user("Hello")]
+    asked = ask(person, talk, tools=[TOOL])[0].tool_calls[0]
     assert questions.pop() == (
-        f"---- system ----\nYou are a test.\n---- user ----\nHello\n---- tools ----\n{tool}\n{how}\nmodel> "
+        "---- tools ----\nread_file()\n"
+        "---- system ----\nYou are a test.\n# Memory\n## Skills\n---- user ----\nHello"
     )
-    talk = [*HELLO, called(asked.id, name="read_file"), result(asked.id)]
-    assert ask(person, talk, [TOOL])[0].content == "Hi."
-    call_as_text = '<tool_call>{"name": "read_file", "arguments": {}}</tool_call>'
-    assert questions.pop() == (
-        f"---- assistant ----\n{call_as_text}\n---- user ----\n<tool_result>\nnoon\n</tool_result>\nmodel> ".replace(
-            "---- user ----\n<tool", "---- tool ----\n<tool"
-        )
-    )
-    ask(person, [*talk, said("Hi."), user([IMAGE])], [])
-    assert questions.pop() == (
-        "---- assistant ----\nHi.\n---- user ----\n[an image: this model cannot see it]\n---- tools ----\n"
-        f"{how}\nmodel> "
-    )
+    talk += [called(asked.id, name="read_file"), result(asked.id), user([IMAGE])]
+    ask(person, talk, [TOOL])
+    image = "[an image: this model cannot see it]"
+    assert questions.pop() == f"---- tool ----\nnoon\n---- user ----\n{image}"
 
 
 # ---- The events of a request, without keys ----
@@ -2252,33 +2184,13 @@ def test_the_events_tell_each_attempt_and_what_was_remembered(tmp_path):
     assert " ".join(kinds) == "request retry retry answer request answer request answer"
     healed, again = [fields for kind, fields in events if kind == "retry"]
     assert healed["changed"] == {"max_tokens": None, "max_completion_tokens": 7}
-    assert "Use 'max_completion_tokens'" in healed["error"] and "busy" in again["error"]
+    assert "Use 'max_completion_tokens'" in healed["error"] and "busy" in again["text"]
     first, second, _ = [fields for kind, fields in events if kind == "request"]
     assert first["healed"] == [] and "max_tokens is renamed" in second["healed"][0]
     assert first["messages"] == HELLO and first["options"] == {"max_tokens": 7}
     answers = [fields["answer"] for kind, fields in events if kind == "answer"]
     assert [answer.content for answer in answers] == ["Here.", None, None]
     assert "HTTP 401" in answers[1].error and "stopped" in answers[2].error
-
-
-def recorded_answer(event: dict) -> LLMResponse:
-    answer = LLMResponse(**event["answer"])
-    answer.tool_calls = [ToolCallRequest(**call) for call in answer.tool_calls]
-    return answer
-
-
-def test_a_scripted_model_repeats_recorded_answers():
-    as_json, lines = keyless_json([]), []
-
-    def record(kind, **fields):
-        lines.append(as_json({"kind": kind, **fields}))
-
-    replies = ["Hi.", ToolCallRequest("c1", "now", {}), LLMResponse(error="no")]
-    first = ScriptedProvider(replies)
-    given = [asyncio.run(first.chat(HELLO, on_event=record)) for _ in replies]
-    events = [json.loads(line) for line in lines]
-    second = ScriptedProvider(recorded_answer(each) for each in events if each["kind"] == "answer")
-    assert [asyncio.run(second.chat(HELLO)) for _ in replies] == given
 
 
 A1 = "aB3dE5gH7jK9mN1pQ3sT5vW7yZ9bC1dE3fG5"  # 36 letters and digits
@@ -2518,7 +2430,7 @@ FAILING = {  # the tool's error is the whole answer
 
 @pytest.mark.parametrize("question", FAILING)
 def test_an_error_of_a_tool_is_shown_as_the_tool_gave_it(desk, question, monkeypatch):
-    monkeypatch.setattr("tools.shutil.which", lambda name: None)
+    monkeypatch.setattr("tools.shutil.which", lambda name, path: None)
     monkeypatch.setattr("tools.os.replace", no_permission)
     assert re.fullmatch(FAILING[question], desk.ask(question)[0])
 
@@ -3010,16 +2922,6 @@ def test_what_one_request_learnt_is_not_lost_by_an_older_one_that_ends_later():
     with FakeLLM(script) as server:
         asyncio.run(side_by_side(made(server, extra_body={"seed": 1})))
         assert ["seed" in body for body in server.bodies] == [True, True, False, False]
-
-
-def test_a_request_that_was_too_long_is_counted_in_the_cost():
-    with FakeLLM([error(400, "prompt is too long"), "Hi."]) as server:
-        provider = made(server)
-        spec = AgentRunSpec([user("x" * 4_000), said("y" * 4_000), user("Well?")])
-        spec.hook = CostTrackingHook({}, "test-model")
-        run = asyncio.run(AgentRunner(provider).run(spec))
-    assert run.final_content == "Hi." and run.usage["estimated"]
-    assert run.usage == spec.hook.total and run.usage["prompt_tokens"] > 1_600
 
 
 def test_a_broken_rule_is_named_at_start_and_by_status(tmp_path):

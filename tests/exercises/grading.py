@@ -1,19 +1,21 @@
-"""What the graders share, and the command behind `nanobot exercises`.
+"""What the graders share, and how one solution is graded; exercises.py is the command `nanobot exercises`.
 
 An exercise is a file `ex_NN_name.py` that you complete; its grader is `test_NN_name.py`, which repeats the task: your file may
 be damaged. A grader says what it expected, what it got and where to look. It works without pytest, without a key and without
 network. Each solution runs in a process of its own, which gets no keys from the environment; it is no sandbox.
 
-    python tests/exercises/grading.py        lists the exercises and their state
-    python tests/exercises/grading.py 04     runs one
+    python tests/exercises/exercises.py        lists the exercises and their state
+    python tests/exercises/exercises.py 04     runs one
     pytest -s tests/exercises/test_04_healing.py      the same with a debugger, which needs the terminal and more time
 """
 
 import ast
 import asyncio
 import contextlib
+import gc
 import inspect
 import json
+import linecache
 import logging
 import os
 import re
@@ -22,15 +24,21 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 import traceback
+import warnings
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-if "NANOBOT_EXERCISES" in os.environ:  # "~/lessons", "lessons": a grader changes the current folder
-    os.environ["NANOBOT_EXERCISES"] = str(
-        Path(os.environ["NANOBOT_EXERCISES"]).expanduser().absolute()
-    )
+# The student's copies: $NANOBOT_EXERCISES ("~/lessons"), or the current folder or its `exercises`, or this folder. It is
+# an absolute path, because a grader changes the current folder.
+COPIES = [Path.cwd(), Path.cwd() / "exercises"]
+OWN = [folder for folder in COPIES if any(folder.glob("ex_[0-9]*.py"))] or [HERE]
+os.environ["NANOBOT_EXERCISES"] = str(
+    Path(os.environ.get("NANOBOT_EXERCISES") or OWN[0]).expanduser().absolute()
+)
 ROOT = HERE.parent.parent
 SECONDS = 60  # for one exercise
 sys.path[:0] = [str(ROOT), str(HERE), str(ROOT / "tests")]  # fake_llm.py: a model of the grader's
@@ -73,8 +81,8 @@ def check(is_right: bool, expected: str, got: Any = "", look: str = "") -> None:
 
 
 def file_of(name: str) -> Path:
-    """`ex_<name>.py`, of the folder in NANOBOT_EXERCISES or of this one."""
-    return Path(os.environ.get("NANOBOT_EXERCISES", HERE)).absolute() / f"ex_{name}.py"
+    """`ex_<name>.py`, of the folder in NANOBOT_EXERCISES."""
+    return Path(os.environ["NANOBOT_EXERCISES"]) / f"ex_{name}.py"
 
 
 def check_begun(file: Path) -> None:
@@ -150,6 +158,8 @@ def told(problem: BaseException, file: Path) -> str:
         if theirs
         else f"while the grader used your {file.name}"
     )
+    if "a coroutine was expected" in str(problem):
+        return f"a function in {file.name} must begin with `async def`, not `def`"
     return f"{type(problem).__name__} {place}: {problem}"
 
 
@@ -173,6 +183,19 @@ def grade(grader: Path, folder: str) -> Verdict:
     agent.propagate = False  # else a traceback of the agent hides the one useful line
     agent.setLevel(logging.INFO)  # at this level a hook's failure has its exception
     os.chdir(folder)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        verdict = run_tests(grader, folder, solution, logged)
+        gc.collect()  # a coroutine that nobody awaited warns when it is removed
+    os.chdir(home)
+    forgotten = re.findall(r"coroutine '(\w+\.)?(\w+)' was never", str([w.message for w in warned]))
+    if verdict[0] == WRONG and forgotten:
+        call = forgotten[0][1]
+        return WRONG, f"`await` is missing before the call of {call}(…)\n{verdict[1]}"
+    return verdict
+
+
+def run_tests(grader: Path, folder: str, solution: Path, logged: list[str]) -> Verdict:
     try:
         for name, test in runpy.run_path(str(grader)).items():
             if name.startswith("test_"):
@@ -182,8 +205,6 @@ def grade(grader: Path, folder: str) -> Verdict:
         if isinstance(problem, Wrong) and logged:
             text += f"\nlogged:   {logged[-1][:300]}"
         return state, text
-    finally:
-        os.chdir(home)
     return SOLVED, ""
 
 
@@ -199,6 +220,8 @@ def grade_and_exit(grader: str, folder: str, report: str) -> None:
     """Write the verdict into the file `report`, and end at once: threads of the solution may go on without end."""
     at_most_4_gb()
     sys.stdout.reconfigure(errors="replace")
+    solution = file_of(Path(grader).stem.removeprefix("test_")).name
+    threading.Thread(target=watch, args=[solution, report], daemon=True).start()
     verdict = grade(Path(grader), folder)
     Path(report).write_text(json.dumps(verdict), encoding="utf-8")
     with contextlib.suppress(OSError, ValueError):  # a closed pipe; the solution closed its stdout
@@ -206,8 +229,29 @@ def grade_and_exit(grader: str, folder: str, report: str) -> None:
     os._exit(0)
 
 
-def grade_apart(grader: Path) -> Verdict:
-    """The verdict on a solution, which runs in a process of its own: it may end, crash or never end."""
+def watch(name: str, report: str) -> None:
+    """End this process with a verdict if one call into the file of this name is busy for 3 s, or if
+    this process has computed for 10 s: a solution needs less than one."""
+    main_thread = threading.main_thread().ident
+    running, place, times = None, "", 0
+    while times < 15 and time.process_time() < 10:
+        time.sleep(0.2)
+        stack = traceback.walk_stack(sys._current_frames().get(main_thread))
+        theirs = [each for each in stack if Path(each[0].f_code.co_filename).name == name]
+        if theirs:
+            times = times + 1 if theirs[-1][0] is running else 1
+            running, (frame, line) = theirs[-1][0], theirs[0]
+            text = linecache.getline(frame.f_code.co_filename, line).strip()
+            place = f", here in line {line}: `{text}`"
+    told = f"{name} has been busy for seconds{place}\nWhat ends the loop?"
+    Path(report).write_text(json.dumps(["endless loop", told]), encoding="utf-8")
+    os._exit(0)
+
+
+def grade_apart(grader: Path, sandbox: Any = None, is_quiet: bool = True) -> Verdict:
+    """The verdict on a solution, which runs in a process of its own: it may end, crash or never end.
+    `sandbox(folder)` returns the beginning of a command that runs the rest in a sandbox. What the
+    solution prints is shown unless `is_quiet`."""
     solution = file_of(grader.stem.removeprefix("test_"))
     try:
         check_begun(solution)
@@ -217,10 +261,13 @@ def grade_apart(grader: Path) -> Verdict:
         folder, report = Path(place, "work"), Path(place, "report.json")
         folder.mkdir()
         kept = [name for name in KEPT_VARIABLES.split() if name in os.environ]
+        command = [sys.executable, HERE / "grading.py", grader, folder, report]
         try:
             done = subprocess.run(
-                [sys.executable, HERE / "grading.py", "--apart", grader, folder, report],
+                [*(sandbox(place) if sandbox else []), *command],
                 stdin=subprocess.DEVNULL,  # `input()` is an EOFError, and does not wait
+                stdout=subprocess.DEVNULL if is_quiet else None,
+                stderr=subprocess.DEVNULL if is_quiet else None,
                 env={name: os.environ[name] for name in kept},
                 timeout=SECONDS,
             )
@@ -245,42 +292,7 @@ def verdict_on_end(status: int) -> Verdict:
     return "crashed", f"your program crashed ({cause}): {question}"
 
 
-def main(numbers: list[str]) -> int:
-    """Prints the state of all exercises, or what is still wrong with some."""
-    sys.stdout.reconfigure(errors="replace")
-    files, numbers = graders(), [number.zfill(2) for number in numbers]  # 1 is 01
-    unknown = [number for number in numbers if number not in files]
-    if unknown:
-        print(f"There is no exercise {unknown[0]}; there are {', '.join(files)}.", file=sys.stderr)
-        return 2
-    failed = 0
-    for number in numbers or files:
-        state, problem = grade_apart(files[number])
-        title, task = about(files[number])
-        print(f"{number} {title}: {state}")
-        if state != SOLVED:
-            failed += 1
-        if numbers and state != SOLVED:
-            print(problem)
-            if state == NOT_BEGUN:
-                print(f"\n{task}")
-            print(f"\nThe exercise: {file_of(files[number].stem.removeprefix('test_'))}")
-        sys.stdout.flush()  # before the next solution prints
-    if not numbers:
-        solved = f"{len(files) - failed} of {len(files)} solved"
-        print(f"\n{solved}. `nanobot exercises 01` says what is wrong with one.")
-    sys.stdout.flush()  # here, and not at exit, where Python reports a closed pipe
-    return int(bool(numbers and failed))
-
-
 if __name__ == "__main__":
     import grading  # not `__main__`: graders raise `grading.Wrong`
 
-    try:
-        if sys.argv[1:2] == ["--apart"]:
-            grading.grade_and_exit(*sys.argv[2:])
-        sys.exit(grading.main(sys.argv[1:]))
-    except BrokenPipeError:  # `nanobot exercises | head`: nobody reads the rest
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except KeyboardInterrupt:
-        sys.exit(130)
+    grading.grade_and_exit(*sys.argv[1:])

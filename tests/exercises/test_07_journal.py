@@ -55,18 +55,6 @@ JOURNALS = [
 ]
 
 
-def test_journals_that_were_written_by_hand():
-    explain = exercise("07_journal", "explain")
-    for journal, right in JOURNALS:
-        shown = "\n          ".join(json.dumps(each) for each in journal[-3:])
-        check(
-            explain(journal) == right,
-            f'"{right}" for a journal that ends with\n          {shown}',
-            explain(journal),
-            LOOK,
-        )
-
-
 AGENT = """
 import asyncio, sys, time
 from pathlib import Path
@@ -82,43 +70,67 @@ def wait() -> str:
     time.sleep(20)
     return "done"
 
-loop = AgentLoop(load_config(Path(sys.argv[2]), environ={}), ScriptedProvider([[ToolCallRequest("c1", "wait", {})]]))
+class Slow(ScriptedProvider):
+    async def answer(self, request):
+        if sys.argv[3] == "asking":
+            await asyncio.sleep(20)
+        return await super().answer(request)
+
+loop = AgentLoop(load_config(Path(sys.argv[2]), environ={}), Slow([[ToolCallRequest("c1", "wait", {})]]))
 loop.tools.register(wait)
 asyncio.run(loop.process_direct("Wait.", "cli:direct"))
 """  # no command: a machine of the class may have no bash
 
 
-def test_a_real_kill(folder):
-    explain = exercise("07_journal", "explain")
-    config = settings(folder)
-    command = [sys.executable, "-c", AGENT, str(ROOT), str(config.path)]
+def journal_of_killed(folder, state):
+    """The journal's lines of an agent that was killed (kill -9) in this state. It is printed, too."""
+    home = folder / state
+    home.mkdir()
+    config = settings(home)
     agent = subprocess.Popen(
-        command,
+        [sys.executable, "-c", AGENT, str(ROOT), str(config.path), state],
         cwd=folder,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
     )
-    journal, lines = folder / "home" / "sessions" / "cli%3Adirect.jsonl", []
+    journal, lines = home / "home" / "sessions" / "cli%3Adirect.jsonl", []
+    wanted = "user" if state == "asking" else "assistant"
     ends = time.monotonic() + 15
-    while (
-        not any(each.get("tool_calls") for each in lines)
-        and time.monotonic() < ends
-        and agent.poll() is None
-    ):
+    while agent.poll() is None and time.monotonic() < ends:
         time.sleep(0.02)
         if journal.exists():
-            lines = [
-                json.loads(text) for text in journal.read_text(encoding="utf-8").split("\n")[:-1]
-            ]
+            texts = journal.read_text(encoding="utf-8").split("\n")[:-1]
+            lines = [json.loads(text) for text in texts]
+            if any(each.get("role") == wanted for each in lines):
+                break
     agent.kill()  # kill -9
     said = agent.communicate()[1].decode(errors="replace")
-    assert any(each.get("tool_calls") for each in lines), (
+    assert any(each.get("role") == wanted for each in lines), (
         f"the grader's own agent did not work: {said[-300:]}"
     )
-    check(
-        explain(lines) == "working",
-        '"working" for an agent that was killed while a tool ran',
-        explain(lines),
-        LOOK,
-    )
+    print(f"Process {agent.pid}, an agent, was killed with kill -9. Its journal:")
+    for each in lines:
+        shown = {key: value for key, value in each.items() if key not in ("runtime", "timestamp")}
+        print(f"    {json.dumps(shown, ensure_ascii=False)[:150]}")
+    return lines
+
+
+def test_real_kills(folder):
+    explain = exercise("07_journal", "explain")
+    for state, when in (("asking", "while the model was asked"), ("working", "while a tool ran")):
+        said = explain(journal_of_killed(folder, state))
+        print(f"Your `explain` says: {said}\n", flush=True)
+        check(said == state, f'"{state}" for an agent that was killed {when}', said, LOOK)
+
+
+def test_journals_that_were_written_by_hand():
+    explain = exercise("07_journal", "explain")
+    for journal, right in JOURNALS:
+        shown = "\n          ".join(json.dumps(each) for each in journal[-3:])
+        check(
+            explain(journal) == right,
+            f'"{right}" for a journal that ends with\n          {shown}',
+            explain(journal),
+            LOOK,
+        )

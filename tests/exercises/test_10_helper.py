@@ -10,7 +10,7 @@ import re
 
 from grading import check, exercise, result_of, settings
 
-from nanobot import AgentLoop
+from nanobot import AgentLoop, Program
 from providers import LLMProvider, LLMResponse, ToolCallRequest
 
 LOOK = "nanobot.py:SubagentManager.spawn"
@@ -51,9 +51,8 @@ class Models(LLMProvider):
 
 def ask(folder, spawn):
     config = settings(folder)
-    config.cwd = folder
     model = Models(spawn)
-    loop = AgentLoop(config, model)
+    loop = AgentLoop(config, model, program=Program(folder))
     return result_of(loop, "How many lines does notes.txt have?").final_content, model.tasks
 
 

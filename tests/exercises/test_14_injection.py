@@ -10,7 +10,7 @@ Hint: keep the context of `before_iteration`: its messages show what was read (r
 
 from grading import check, exercise, result_of, settings
 
-from nanobot import AgentLoop
+from nanobot import AgentLoop, Program
 from providers import LLMResponse, ScriptedProvider, ToolCallRequest
 
 LOOK = "nanobot.py:AgentHook.before_execute_tools"
@@ -24,14 +24,16 @@ def call(number, name, **arguments):
 def run(folder, hook, session, question, *calls):
     """The files that there are after a turn in which the model makes these calls."""
     config = settings(folder)
-    config.cwd = folder / "work"
-    config.cwd.mkdir(exist_ok=True)
-    for file in config.cwd.iterdir():
+    work = folder / "work"
+    work.mkdir(exist_ok=True)
+    for file in work.iterdir():
         file.unlink()
-    (config.cwd / "notes.txt").write_text(EVIL)
-    loop = AgentLoop(config, ScriptedProvider([*calls, "Done."]), hooks=[hook])
+    (work / "notes.txt").write_text(EVIL)
+    loop = AgentLoop(
+        config, ScriptedProvider([*calls, "Done."]), hooks=[hook], program=Program(work)
+    )
     result = result_of(loop, question, session)
-    return sorted(file.name for file in config.cwd.iterdir()), result
+    return sorted(file.name for file in work.iterdir()), result
 
 
 def test_the_hook(folder):

@@ -10,7 +10,7 @@ Hint: `nanobot prompt` shows the tools and their parameters. The grader puts a p
 
 from grading import check, exercise, result_of, settings
 
-from nanobot import AgentLoop
+from nanobot import AgentLoop, Program
 from providers import HumanProvider
 
 LOOK = "providers.py:HumanProvider"
@@ -19,9 +19,9 @@ LOOK = "providers.py:HumanProvider"
 def play(folder, answers):
     """(result, the answers of the model, the files) of a turn in which somebody gives these answers."""
     config = settings(folder)
-    config.cwd = folder / "work"
-    config.cwd.mkdir()
-    (config.cwd / "poem.txt").write_text(
+    work = folder / "work"
+    work.mkdir()
+    (work / "poem.txt").write_text(
         "Roses are red\nviolets are blue\nsugar is sweet\nand so are you\n"
     )
     rest = iter(answers)
@@ -29,10 +29,10 @@ def play(folder, answers):
     async def ask(question, what, **details):
         return next(rest, "(no further answer)")
 
-    loop, told = AgentLoop(config, HumanProvider(ask)), []
+    loop, told = AgentLoop(config, HumanProvider(ask), program=Program(work)), []
     loop.listeners.append(lambda event: told.append(event.get("answer")))
     result = result_of(loop, "Write the number of lines of poem.txt into count.txt.")
-    return result, [answer for answer in told if answer], config.cwd
+    return result, [answer for answer in told if answer], work
 
 
 def test_the_task(folder):

@@ -1,0 +1,113 @@
+"""What students write, and what the grader must say of it; tests/test_exercises.py checks each row."""
+
+from pathlib import Path
+
+SOLUTIONS = Path(__file__).parent / "solutions"
+
+
+def code_of(name: str) -> str:
+    """The text of a solution, `01_loop`, or of a mistake, `01_loop.wrong3`."""
+    return (SOLUTIONS / f"ex_{name}.py").read_text(encoding="utf-8")
+
+
+TASK = "def save_memory(prompt):\n    return "
+ROW = "from providers import Remedy\nREMEDY = "
+LOOP = code_of("01_loop")
+FENCE = code_of("08_fence")
+CHANNEL = code_of("12_channel")
+MESSAGES = [  # exercise, what a student writes, what the grader must say of it
+    (
+        "01_loop",
+        code_of("01_loop.wrong3"),
+        "request 2 with the messages ['user', 'assistant', 'tool', 'tool']: results mean",
+    ),
+    (
+        "01_loop",
+        code_of("01_loop.wrong4"),
+        "yours has asked 20 times, and the script has three answers",
+    ),
+    (
+        "01_loop",
+        LOOP.replace("response.to_message()", "response"),
+        "response.to_message() makes one",
+    ),
+    (
+        "01_loop",
+        LOOP.replace("call.name,", "call.nam,"),
+        "AttributeError in ex_01_loop.py, line 8: ",
+    ),
+    ("01_loop", LOOP.replace("def ask", "def aks"), "`ask` is missing in ex_01_loop.py"),
+    (
+        "01_loop",
+        LOOP + "    )",
+        "SyntaxError while the grader used your ex_01_loop.py: unmatched ')' (ex_01_loop.py, line 10)",
+    ),
+    (
+        "01_loop",
+        "import asyncio\n\nasync def ask(*_):\n    raise asyncio.CancelledError\n",
+        "CancelledError in ex_01_loop.py, line 4",
+    ),
+    ("01_loop", LOOP.replace("await p", "p"), "`await` is missing before the call of chat(…)"),
+    ("01_loop", LOOP.replace("await r", "r"), "`await` is missing before the call of execute(…)"),
+    ("01_loop", "def ask(*_):\n    return 1\n", "must begin with `async def`, not `def`"),
+    (
+        "03_history",
+        code_of("03_history.wrong3"),
+        "expected: each call keeps the result of its own turn, also if a later turn uses its id again",
+    ),
+    (
+        "03_history",
+        code_of("03_history.wrong4"),
+        "messages 0 and 1 are both the user's: make one of them",
+    ),
+    ("04_healing", code_of("04_healing.wrong4"), "expected: an answer also with other numbers: "),
+    (
+        "04_healing",
+        ROW + '("of 64", "changed", dict)',
+        "expected: REMEDY = Remedy(complaint, notice, change)",
+    ),
+    ("04_healing", ROW + 'Remedy("of 64", "", lambda body: body)', "expected: a notice"),
+    (
+        "04_healing",
+        ROW
+        + 'Remedy("of (64", "changed", lambda body: {**body, "max_tokens": body["max_tokens"] // 64 * 64})',
+        "while the grader used your ex_04_healing.py: missing ), unterminated subpattern",
+    ),
+    (
+        "05_memory",
+        TASK + "None",
+        'expected: a dict: {"history_entry": "…", "memory_update": "…"}\ngot:      None',
+    ),
+    (
+        "05_memory",
+        TASK + '{"history_entry": "Ada said hello", "memory_update": ["Ada"]}',
+        "expected: a text as memory_update\ngot:      ['Ada']",
+    ),
+    ("08_fence", FENCE.replace("path: str", "path"), "expected: `path: str`"),
+    ("08_fence", FENCE.replace("(read_only=True)", ""), "expected: @tool(read_only=True)"),
+    (
+        "08_fence",
+        code_of("08_fence.wrong3"),
+        "../diary.txt is refused as an error",
+    ),
+    (
+        "06_skill",
+        code_of("06_skill.wrong2"),
+        "expected: one line in each request, not the instructions",
+    ),
+    (
+        "06_skill",
+        code_of("06_skill.wrong3"),
+        "expected: instructions below the front matter that name `git log`",
+    ),
+    (
+        "12_channel",
+        CHANNEL.replace("await bus.publish", "await bus.publsh"),
+        "logged:   folder: the channel has stopped listening: ",
+    ),
+    (
+        "16_rule",
+        code_of("16_rule.wrong3"),
+        "expected: `how many lines are in notes.txt?` still goes to its own rule",
+    ),
+]
