@@ -1634,26 +1634,23 @@ class WebPage(Channel):
 
     async def take(self, path: str, body: dict):
         """Handle a request from the page. Raises OSError if a message is not on disk yet, which
-        will be retried; ValueError if a question was answered already."""
+        will be retried; KeyError if a question was answered already."""
         if path == "/say":
             chat_id, number = page_chat(body["chat"]), str(body["id"])[:64]
             said = InboundMessage(self.name, "local", chat_id, str(body["text"]), (), number)
             stored, _ = await asyncio.wait([self.bus.publish(said)], timeout=5.0)
             if not stored:
-                raise OSError("waiting: the disk is full, or the message cannot be stored yet")
+                raise OSError("it waits, because the disk is full or its session is not readable")
         elif path == "/step":
             self.chats[page_chat(body["chat"])] = bool(body["on"])
-        elif body["id"] in self.questions:
-            self.questions.pop(body["id"]).set_result(str(body["text"]))
         else:
-            raise ValueError("this question was answered already")
+            self.questions.pop(body["id"]).set_result(str(body["text"]))
 
     def news(self, chat_id: str, most: int):
         """Yield a chat's events, all chats' questions and the memory's events as JSON, after the
         last `most` lines of the journal. Also yield "" every 0.1 s to detect a closed window."""
         journal = self.journal_of(f"{self.name}:{chat_id}")
-        step = self.chats.get(chat_id)
-        yield self._json(kind="hello", step=step, chats=list(self.chats))
+        yield self._json(kind="hello", step=self.chats.get(chat_id), chats=list(self.chats))
         position, seen, draft = 0, 0, ""
         while True:
             time.sleep(0.1)
@@ -1662,7 +1659,7 @@ class WebPage(Channel):
             if text:
                 position += len(text.encode("utf-8", "surrogateescape")) + 1
                 lines = text.split("\n")
-                yield self._json(kind="lines", lines=lines[-most:], left_out=len(lines) > most)
+                yield self._json(kind="lines", lines=lines[-most:])
             for number, owner, event in list(self.events):
                 if number > seen and owner in (EVERYBODY, chat_id):
                     seen = number
@@ -1703,8 +1700,8 @@ class PageRequest:
         return self.headers["Host"] == own and self.headers["Origin"] in (None, f"http://{own}")
 
     def _is_allowed(self):
-        cookies = self.headers.get("Cookie", "").encode().split(b"; ")
         own = self.page.cookie.encode()
+        cookies = self.headers.get("Cookie", "").encode().split(b"; ")
         return self._is_from_here() and any(secrets.compare_digest(own, each) for each in cookies)
 
     def _reply(self, status, text, kind="text/plain", **more):
@@ -1741,7 +1738,8 @@ class PageRequest:
         else:
             html, right = self.page.runs if path == "/runs" else self.page.html
             nonce = secrets.token_urlsafe(16)
-            html, policy = html.replace("%NONCE%", nonce), PAGE_POLICY.format(nonce, right)
+            policy = PAGE_POLICY.format(nonce, right)
+            html = html.replace("%NONCE%", nonce)
             self._reply(200, html, "text/html", Content_Security_Policy=policy)
 
     def do_POST(self):  # noqa: N802
@@ -1755,4 +1753,4 @@ class PageRequest:
             asyncio.run_coroutine_threadsafe(taking, self.page.loop).result(10)
             self._reply(204, "")
         except Exception as problem:  # for example, invalid JSON
-            self._reply(400, str(problem) or repr(problem))
+            self._reply(400, f"not stored: {problem}")

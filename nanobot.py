@@ -2485,8 +2485,8 @@ class RunEvents:
         if not self.listeners:
             return
         if kind == "request":
-            fields |= self._numbered(fields["messages"], fields["tools"])
             tools = fields.pop("tools")
+            fields |= self._numbered(fields["messages"], tools)
             if tools != self.tools:
                 fields["tools"] = self.tools = tools
         event = {"time": time.time(), **self.about, "kind": kind, **fields}
@@ -2496,7 +2496,7 @@ class RunEvents:
     def _numbered(self, messages, tools):
         """The new messages, the numbers of all, and the estimated tokens of each message, of each
         part of the system prompt and, last, of the tools."""
-        parts = [*str(messages[0].get("content")).split(PART_END), lines_of_json(tools)]
+        parts = [*str(messages[0]["content"]).split(PART_END), lines_of_json(tools)]
         texts = [lines_of_json([message]) for message in messages]
         new = [text for text in dict.fromkeys(texts) if text not in self.numbers]
         self.numbers |= zip(new, self.count, strict=False)
@@ -2552,9 +2552,9 @@ def recorded(file):
 
 def described(event):
     """An event for `nanobot trace`: `10:00:01 turn result: 1| hello`"""
-    moment = time.strftime("%H:%M:%S", time.localtime(event["time"]))
-    text = shown(event)[1]
-    return f"{moment} {event['who']} {event['kind']}: {text} {event.get('arguments', '')}"
+    moment = datetime.fromtimestamp(event["time"])
+    about = f"{moment:%H:%M:%S} {event['who']} {event['kind']}"
+    return f"{about}: {shown(event)[1]} {event.get('arguments', '')}"
 
 
 def shown(event):
@@ -3057,8 +3057,8 @@ def web_command(arguments):
     if project.is_unknown:
         print(printable(NOT_FOLLOWED.format(project, command_with_flags(arguments, "trust"))))
     html = glass_html(model=loop.provider.model, window=config.defaults.context_window_tokens)
-    traces = DATA / "templates/traces"
-    runs = glass_html(runs={file.stem: recorded(file) for file in traces.glob("*.jsonl")})
+    traces = (DATA / "templates/traces").glob("*.jsonl")
+    runs = glass_html(runs={file.stem: recorded(file) for file in traces})
     # a browser in a sandbox (snap) cannot open files in hidden folders, like ~/.nanobot
     file = path_of("~/nanobot-page.html")
 
