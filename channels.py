@@ -1655,8 +1655,7 @@ class WebPage(Channel):
         while True:
             time.sleep(0.1)
             self.polls += 1
-            text = text_behind(journal, position).rpartition("\n")[0]
-            if text:
+            if text := text_behind(journal, position).rpartition("\n")[0]:
                 position += len(text.encode("utf-8", "surrogateescape")) + 1
                 lines = text.split("\n")
                 yield self._json(kind="lines", lines=lines[-most:])
