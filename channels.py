@@ -1448,8 +1448,8 @@ def active_tasks(text):
 # messages to the agent and read its answers.
 
 PAGE_POLICY = (
-    "default-src 'none'; script-src 'nonce-{0}'; style-src 'nonce-{0}'; connect-src 'self'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    "default-src 'none'; script-src 'nonce-{0}'; style-src 'nonce-{0}'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; {1}"
 )
 NO_COOKIE = (
     "This address is wrong, or a browser has used it: each address works once. "
@@ -1467,33 +1467,44 @@ class WebPage(Channel):
     `show(event)` sends an event (a dict) to the windows of its session, also after a reload.
     `ask(text)` shows a question of the current turn in all windows and waits for the answer.
     `journal_of("web:page")` returns the path of a chat's journal; the page shows each new line.
-    `as_json(event)` writes an event without API keys.
+    `as_json(event)` writes an event without API keys. `runs` is the HTML with the recorded runs.
     """
 
     name = "web"
     shows_deltas = True
     polls = 0  # rises while a window is open
+    memory = dict  # returns name → text of the parts of the prompt
 
     def __init__(
-        self, html: str, journal_of: Callable, tell: Callable, as_json: Callable, port: int = 0
+        self,
+        html: str,
+        runs: str,
+        journal_of: Callable,
+        tell: Callable,
+        as_json: Callable,
+        port: int = 0,
     ):
         super().__init__(["local"])
-        self.html, self.journal_of, self.tell, self.as_json = html, journal_of, tell, as_json
+        # recorded runs, which may be a stranger's, have no cookie and reach no server
+        self.runs = runs, "sandbox allow-scripts"
+        self.html = html, "connect-src 'self'"
+        self.journal_of, self.tell, self.as_json = journal_of, tell, as_json
         self.turn_of = contextvars.ContextVar("turn_of", default="")  # the current turn's chat
-        self.chats: dict[str, bool] = {}  # chat id → does it pause before each request and call?
-        self.events: deque[tuple] = deque(maxlen=4_000)  # (number, chat id, JSON)
+        self.chats = {}  # chat id → does it pause before each request and call?
+        self.events = deque(maxlen=1_000)  # (number, chat id, JSON)
         self.count = itertools.count(1)  # numbers of the events
         self.drafts = defaultdict(str)  # chat id → the part of an answer that was streamed so far
         self.questions = {}  # id → future with the answer
         self.server = self._server(port)
         port = self.server.server_port
         self.host, self.cookie = f"127.0.0.1:{port}", f"nanobot_{port}={secrets.token_urlsafe(24)}"
-        self.lock = threading.Lock()
+        self.unused = {}  # the path of an address that no browser has used → True
         self.renew()
 
     def renew(self):
-        self.path = f"/?token={secrets.token_urlsafe(24)}"
-        self.address = f"http://{self.host}{self.path}"
+        path = f"/?token={secrets.token_urlsafe(24)}"
+        self.unused[path] = True
+        self.address = f"http://{self.host}{path}"
         self.tell(self.address)
 
     def _server(self, port):
@@ -1509,11 +1520,14 @@ class WebPage(Channel):
             def handle_error(self, *_):  # a closed window needs no traceback
                 log.debug("page: a request has failed", exc_info=True)
 
+            def verify_request(self, *_):  # silent connections leave descriptors to the agent
+                return threading.active_count() < 100
+
         return Server(("127.0.0.1", port), Handler)
 
     async def start(self, bus: MessageBus):
         self.bus, self.loop = bus, asyncio.get_running_loop()
-        on_thread(self.server.serve_forever, 0.1)
+        on_thread(self.server.serve_forever)
 
     async def send(self, message: OutboundMessage):
         if message.kind == "delta":
@@ -1544,9 +1558,9 @@ class WebPage(Channel):
         is only asked in a session for which "Step by step" is ticked."""
         if what in ("request", "call") and not self.chats.get(self.turn_of.get()):
             return ""
-        number, answer = secrets.token_hex(8), asyncio.get_running_loop().create_future()
-        details |= {"session": self.turn_of.get(), "what": what, "text": text}
+        number, answer = secrets.token_hex(8), asyncio.Future()
         self.questions[number] = answer
+        details |= {"session": self.turn_of.get(), "what": what, "text": text}
         self._add(EVERYBODY, kind="ask", id=number, **details)
         question = self.events[-1]
         polls = -1
@@ -1562,35 +1576,32 @@ class WebPage(Channel):
         return answer.result() if answer.done() else None
 
     async def take(self, path: str, body: dict):
-        """Handle a request from the page. Returns False if a message is not on disk yet, which will
-        be retried. Raises ValueError if a question was answered already."""
+        """Handle a request from the page. Raises OSError if a message is not on disk yet, which
+        will be retried; KeyError if a question was answered already."""
         if path == "/say":
             chat_id, number = page_chat(body["chat"]), str(body["id"])[:64]
             said = InboundMessage(self.name, "local", chat_id, str(body["text"]), (), number)
             stored, _ = await asyncio.wait([self.bus.publish(said)], timeout=5.0)
-            return bool(stored)
+            if not stored:
+                raise OSError("it waits, because the disk is full or its session is not readable")
         elif path == "/step":
             self.chats[page_chat(body["chat"])] = bool(body["on"])
-        elif body["id"] in self.questions:
-            self.questions.pop(body["id"]).set_result(str(body["text"]))
         else:
-            raise ValueError("this question was answered already")
-        return True
+            self.questions.pop(body["id"]).set_result(str(body["text"]))
 
-    def news(self, chat_id: str):
-        """Yield a chat's events, all chats' questions and the memory's events as JSON. Also yield
-        "" every 0.1 s to detect a closed window."""
+    def news(self, chat_id: str, most: int):
+        """Yield a chat's events, all chats' questions and the memory's events as JSON, after the
+        last `most` lines of the journal. Also yield "" every 0.1 s to detect a closed window."""
         journal = self.journal_of(f"{self.name}:{chat_id}")
-        is_stepping = self.chats.setdefault(chat_id, False)
-        yield self._json(kind="hello", step=is_stepping, chats=list(self.chats))
+        yield self._json(kind="hello", step=self.chats.get(chat_id), chats=list(self.chats))
         position, seen, draft = 0, 0, ""
         while True:
             time.sleep(0.1)
             self.polls += 1
-            lines = text_behind(journal, position).rpartition("\n")[0]
-            if lines:
-                position += len(lines.encode("utf-8", "surrogateescape")) + 1
-                yield self._json(kind="lines", lines=lines.split("\n"))
+            if text := text_behind(journal, position).rpartition("\n")[0]:
+                position += len(text.encode("utf-8", "surrogateescape")) + 1
+                lines = text.split("\n")
+                yield self._json(kind="lines", lines=lines[-most:])
             for number, owner, event in list(self.events):
                 if number > seen and owner in (EVERYBODY, chat_id):
                     seen = number
@@ -1619,21 +1630,21 @@ class PageRequest:
     """One HTTP request from a browser. A request without a new token or the cookie gets 403."""
 
     page: WebPage
-    timeout = 60  # seconds until an idle connection is closed
+    timeout = 5  # seconds until a silent connection is closed
 
     def log_message(self, *_):
         """Log nothing: the first URL contains the token."""
 
-    def _has(self, secret, *texts):
-        """Is the secret one of `texts`, and does the request come from this page? A DNS
-        rebinding attack sends a wrong Host header; other web pages send a wrong Origin header."""
+    def _is_from_here(self):
+        """Does the request come from this page? A DNS rebinding attack sends a wrong Host header;
+        other web pages send a wrong Origin header."""
         own = self.page.host
-        is_from_here = self.headers.get("Origin", f"http://{own}") == f"http://{own}"
-        found = [secrets.compare_digest(text.encode(), secret.encode()) for text in texts]
-        return self.headers.get("Host") == own and is_from_here and any(found)
+        return self.headers["Host"] == own and self.headers["Origin"] in (None, f"http://{own}")
 
     def _is_allowed(self):
-        return self._has(self.page.cookie, *self.headers.get("Cookie", "").split("; "))
+        own = self.page.cookie.encode()
+        cookies = self.headers.get("Cookie", "").encode().split(b"; ")
+        return self._is_from_here() and any(secrets.compare_digest(own, each) for each in cookies)
 
     def _reply(self, status, text, kind="text/plain", **more):
         self.send_response(status)
@@ -1651,22 +1662,26 @@ class PageRequest:
 
     def do_GET(self):  # noqa: N802
         path, _, query = self.path.partition("?")
-        with self.page.lock:  # of two requests with the same address, one gets the cookie
-            if self._has(self.page.path, self.path):
-                cookie = f"{self.page.cookie}; HttpOnly; SameSite=Strict; Path=/"
-                # after a 303, a browser that comes from a file would not send this cookie
-                self._reply(200, "", Refresh="0; url=/", Set_Cookie=cookie)
-                return self.page.renew()
-        if not self._is_allowed():
+        # `pop`: of two requests with the same address, one gets the cookie
+        if self._is_from_here() and self.page.unused.pop(self.path, False):
+            cookie = f"{self.page.cookie}; HttpOnly; SameSite=Strict; Path=/"
+            # after a 303, a browser that comes from a file would not send this cookie
+            self._reply(200, "", Refresh="0; url=/", Set_Cookie=cookie)
+            self.page.renew()
+        elif not self._is_allowed():
             self._reply(403, NO_COOKIE)
+        elif path == "/memory":
+            self._reply(200, self.page.as_json(self.page.memory()))
         elif path == "/events":
             self._reply(200, "retry: 1000\n\n", "text/event-stream")  # milliseconds
-            chat = dict(urllib.parse.parse_qsl(query)).get("chat", "page")
-            for event in self.page.news(page_chat(chat)):
+            chat, most = urllib.parse.unquote(query).split("&")
+            for event in self.page.news(page_chat(chat), int(most)):
                 self.wfile.write(f"data: {event}\n\n".encode() if event else b":\n\n")
         else:
+            html, right = self.page.runs if path == "/runs" else self.page.html
             nonce = secrets.token_urlsafe(16)
-            html, policy = self.page.html.replace("%NONCE%", nonce), PAGE_POLICY.format(nonce)
+            policy = PAGE_POLICY.format(nonce, right)
+            html = html.replace("%NONCE%", nonce)
             self._reply(200, html, "text/html", Content_Security_Policy=policy)
 
     def do_POST(self):  # noqa: N802
@@ -1677,9 +1692,7 @@ class PageRequest:
             if not 0 <= size <= 1_000_000 or self.headers.get_content_type() != "application/json":
                 return self._reply(413, "Send JSON of at most 1,000,000 bytes.")
             taking = self.page.take(self.path, json.loads(self.rfile.read(size)))
-            if asyncio.run_coroutine_threadsafe(taking, self.page.loop).result(10):
-                self._reply(204, "")
-            else:
-                self._reply(202, "waiting: the disk is full, or the message cannot be stored yet")
+            asyncio.run_coroutine_threadsafe(taking, self.page.loop).result(10)
+            self._reply(204, "")
         except Exception as problem:  # for example, invalid JSON
-            self._reply(400, f"The message was not accepted: {problem}")
+            self._reply(400, f"not stored: {problem}")
