@@ -2126,7 +2126,6 @@ READ_A_FILE = {"name": "read_file", "parameters": {"properties": {"path": {}, "o
         ("read_file", {}),
         ('read_file("a.txt"', None),
         ('read_file {"path": ', None),
-        ('raed_file("a.txt")', None),
         ('raed_file {"path": "a.txt"}', None),
         ('<tool_call>{"name": "read_file"}</tool_call>', None),
         ("$ ls", None),
