@@ -687,7 +687,7 @@ class ContextBuilder:
         images = [image for _, image in files if image]
         runtime = template(
             "runtime",
-            time=f"{self.now():%Y-%m-%d %H:%M (%A), %Z}",
+            time=f"{self.now():%Y-%m-%d %H:%M:%S (%A), %Z}",
             cwd=turn.cwd,
             channel=turn.channel,
             chat_id=turn.chat_id,
@@ -752,9 +752,11 @@ class AgentLoop:
         on_event: Emit | None = None,
         media: Media = (),
         folder: Path | None = None,
+        waiting: Callable = list,
     ) -> AgentRunResult:
         """Answer one message, without a `session_key` in a new session; commands run in `folder`.
-        Raises SessionBusy, and OSError if the journal cannot be written."""
+        `waiting` as in `answer`. Raises SessionBusy, and OSError if the journal cannot be written.
+        """
         session_key = session_key or self.sessions.new_key()
         events = EventHook(on_event, self.turn(session_key, folder), self.program.streaming)
         command, argument = slash_command(text)
@@ -768,7 +770,7 @@ class AgentLoop:
                 else:
                     session.end_open_turn("interrupted")
                     images = self.enter(session, events.turn, [{"content": text, "media": media}])
-                result = result or await self.answer(session, events, images)
+                result = result or await self.answer(session, events, images, waiting)
         else:  # other commands run at once, even during a turn
             result = await self.commands.answer(command, argument, events.turn)
         if result.final_content:
@@ -952,6 +954,21 @@ def run(text: str, session_key: str = "", config: Config | None = None) -> str:
     if result.stop_reason in NOT_ANSWERED:
         raise RuntimeError(result.error or result.final_content)
     return result.final_content
+
+
+async def answer_with_helpers(loop, text, key, on_event=None, waiting=list):
+    """Answer a message, then wait for all running helpers and answer their reports."""
+    helpers = loop.subagents
+    try:
+        while True:
+            result = await loop.process_direct(text, key, on_event, waiting=waiting)
+            await asyncio.gather(*helpers.of(key), return_exceptions=True)
+            if helpers.results.empty():
+                return result
+            text = helpers.results.get_nowait().content
+    except asyncio.CancelledError:
+        loop.stop(key)
+        raise
 
 
 @dataclass
@@ -1264,12 +1281,8 @@ class LoggingHook(AgentHook):
     only_watches = True
 
     async def after_tool(self, call: ToolCallRequest, result: ToolResult, seconds: float):
-        outcome = "failed" if result.is_error else f"{len(result.text):,} characters"
+        outcome = result.shown.partition("\n")[0]
         log.info("%s: %s in %.3f s", tool_hint(call), outcome, seconds)
-
-    async def after_iteration(self, context: AgentHookContext):
-        finish_reason = context.response.finish_reason
-        log.info("iteration %d: %s %s", context.iteration, finish_reason, context.usage)
 
 
 class CostTrackingHook(AgentHook):
@@ -1291,6 +1304,18 @@ class CostTrackingHook(AgentHook):
         return f"{mark}{tokens}{money}"
 
 
+def what_always_allows(call):
+    """The tool, or the first words of a command: git status, but all of rm -f a.txt. "" if "always"
+    is not possible, because the command has operators."""
+    if call.name != "exec":
+        return call.name
+    command = str(call.arguments.get("command"))
+    if re.search(r"[;&|<>`$(){}\n]", command):
+        return ""
+    words = re.match("[a-z0-9.-]+ [a-z][a-z-]*(?= |$)", command)
+    return words[0] if words else command
+
+
 NOBODY = (
     "Not approved: nobody can be asked here, so this call did not run. Tell the user to ask for it "
     "at a terminal or in an open window of the page, or to start nanobot without --approve."
@@ -1303,27 +1328,28 @@ class ApprovalHook(AgentHook):
 
     tools: ToolRegistry
     ask: Callable | None  # None, also as an answer: nobody is there
-    always: set[str] = field(default_factory=set)  # tools that need no further approval
+    always: set[str] = field(default_factory=set)  # tools and commands that were approved for good
 
     async def before_execute_tools(self, tool_calls: list[ToolCallRequest]):
         for call in tool_calls:
-            is_free = is_read_only(call.name, self.tools) or call.name in self.always
+            is_free = is_read_only(call.name, self.tools) or what_always_allows(call) in self.always
             if not (is_free or call.error or call.denied):
                 call.denied = await self._objection(call)  # if this fails, CompositeHook denies
 
     async def _objection(self, call):
         """Ask the user. Returns "" if the user approves, else the reason for the model."""
-        question = approval_question(call.name, call.arguments)
+        kind = what_always_allows(call)
+        question = approval_question(call.name, call.arguments, kind)
         answer = await self.ask(question) if self.ask else None
         if answer is None:
             return NOBODY
         answer = answer.strip()
-        if answer.lower() in ("a", "always"):
-            self.always.add(call.name)
+        if kind and answer.lower() in ("a", "always"):
+            self.always.add(kind)
         if answer.lower() in ("y", "yes", "a", "always"):
             return ""
         reason = answer.partition(" ")[2]  # n because it is used elsewhere
-        return f"The user did not approve this call. {reason}".rstrip()
+        return f"The user did not approve this call: {reason}".rstrip(": ")
 
 
 @dataclass
@@ -1523,13 +1549,7 @@ class Conversation:
     async def obey(self, command: str):
         """Answer a command, also during a turn. If the command fails, the chat gets the error."""
         try:
-            is_stop = slash_command(command)[0] == "stop"
-            is_between = is_stop and not self.loop.sessions.get(self.key).is_open
-            if is_between and self.bus.stop_sending(*self.chat):
-                text = "Stopped: the rest of the answer is not sent. The journal has all of it."
-                self.bus.send(OutboundMessage(*self.chat, text))
-            else:
-                await self.loop.process_direct(command, self.key, self.emit)
+            await self.loop.process_direct(command, self.key, self.emit)
         except Exception as problem:
             text = f"Sorry, {command.split()[0]} failed: {problem}"
             self.bus.send(OutboundMessage(*self.chat, text))
@@ -1669,7 +1689,6 @@ def text_for_chat(result):
 # A lock prevents a second gateway, because two gateways could answer the same message twice.
 
 GATEWAY_LOG = logging.getLogger("nanobot.gateway")  # the gateway logs one line per event
-STRANGERS = ".nanobot/strangers.txt"
 SERVED = "A gateway or a page already serves {}. Stop that program, or use another --workspace."
 
 
@@ -1731,7 +1750,6 @@ class Gateway:
                     api_base=telegram.api_base,
                     group_policy=telegram.group_policy,
                     media_folder=self.loop.workspace / ".nanobot" / "media",
-                    keep_strangers=partial(write_atomically, self.loop.workspace / STRANGERS),
                 )
             )
         if not (self.page or telegram.token and telegram.allow_from):
@@ -2252,6 +2270,7 @@ class Config:
         self.tools.mcp_servers = self.mcp_servers | self.tools.mcp_servers
         self.path = path_of(USUAL_SETTINGS)
         self.base_url = ""  # from a flag or the environment
+        self.read_only = False  # from a flag
 
     @property
     def defaults(self):
@@ -2406,10 +2425,18 @@ def lacks_model(loop):
     return is_offline and loop.config.defaults.provider != "offline"
 
 
+class ReadOnlyTools(ToolRegistry):
+    """For --read-only: a tool that may change something is not added, also if it comes later."""
+
+    def register(self, tool):
+        if tool.read_only:
+            super().register(tool)
+
+
 def make_tools(config):
     """The tools that the settings allow. MCP tools are added when their server connects."""
     settings, shell = config.tools, config.tools.exec
-    tools = ToolRegistry(FILE_TOOLS)
+    tools = (ReadOnlyTools if config.read_only else ToolRegistry)(FILE_TOOLS)
     if shell.enable:
         tools.register(
             Exec(
@@ -2456,14 +2483,10 @@ class StepHook(AgentHook):
                 call.arguments, call.error = parse_arguments(answer, repair=False)
 
     async def _decide(self, text, what, **details):
-        while True:  # ask again after an invalid answer
-            answer = await self.ask(text, what, **details)
-            answer = "stop" if answer is None else answer.strip()  # /continue resumes the turn
-            if answer == "stop":
-                raise asyncio.CancelledError
-            _, error = parse_arguments(answer, repair=False)
-            if not answer or (what == "call" and (answer == "skip" or not error)):
-                return answer
+        answer = await self.ask(text, what, **details)
+        if answer is None or answer.strip() == "stop":  # /continue resumes the turn
+            raise asyncio.CancelledError
+        return answer.strip()
 
 
 class RunEvents:
@@ -2601,16 +2624,18 @@ def settings_of(arguments):
     if arguments.provider or arguments.base_url:
         defaults.provider = arguments.provider or "auto"
         config.base_url = arguments.base_url or ""
+    config.read_only = vars(arguments).get("read_only", False)
     return config
 
 
 def command_with_flags(arguments, *words):
     """A command for the user: `nanobot -s work -m /continue --workspace /tmp/ws`"""
     command = ["nanobot", *words]
-    for name in ("config", "workspace", "model", "base_url", "provider"):
-        value = getattr(arguments, name)
+    flags = ("config", "workspace", "model", "base_url", "provider", "read_only", "approve")
+    for name in flags:
+        value = vars(arguments).get(name)
         if value:
-            command += ["--" + name.replace("_", "-"), str(value)]
+            command += ["--" + name.replace("_", "-"), *([] if value is True else [str(value)])]
     return shlex.join(command)
 
 
@@ -2662,8 +2687,6 @@ class Talk:
         first line of a new journal has the folder and whether `-c` may continue the session."""
         sessions, folder = self.loop.sessions, self.loop.program.folder
         key = named_session(sessions, arguments.session)
-        if arguments.session.isdecimal():  # use moves a conversation to number 1
-            self.terminal.note(f"Session {key}")
         if not key and (self.is_conversation or arguments.resume):
             key = sessions.latest(folder)
             if not key and arguments.resume:
@@ -2745,34 +2768,21 @@ class Talk:
         """Answer one message on the terminal. Returns the exit status."""
         self.follow_project()
         self.terminal.waiting.begin("the model")
-        loop = self.loop
-        work = self.answer_with_helpers(text)
-        result = self.background.complete(work)
+        loop, terminal = self.loop, self.terminal
+        hear = terminal.hear if self.is_conversation else None  # else the shell gets the lines
+        work = answer_with_helpers(loop, text, self.key, terminal.send, terminal.heard)
+        result = self.background.complete(work, hear)
         if result.requests:
             requests = counted(result.requests, "request")
             context = loop.config.defaults.share(result.context_tokens)
             self.terminal.note(f"{requests} · {loop.cost.line(result.usage)} · {context}")
         if result.stop_reason == "max_iterations":
-            self.terminal.note(f"nanobot: {LIMIT_REACHED}")
+            complain(LIMIT_REACHED)
         if result.stop_reason not in NOT_ANSWERED:
             return 0
         if result.error or not self.terminal.live:  # a terminal already shows `final_content`
-            self.terminal.note(f"nanobot: {result.error or result.final_content}")
+            complain(result.error or result.final_content)
         return 1
-
-    async def answer_with_helpers(self, text):
-        """Answer a message, then wait for all running helpers and answer their reports."""
-        helpers = self.loop.subagents
-        try:
-            while True:
-                result = await self.loop.process_direct(text, self.key, self.terminal.send)
-                await asyncio.gather(*helpers.of(self.key), return_exceptions=True)
-                if helpers.results.empty():
-                    return result
-                text = helpers.results.get_nowait().content
-        except asyncio.CancelledError:
-            self.loop.stop(self.key)
-            raise
 
     def follow_project(self):
         """Use the project's instructions if the user has allowed this version of the file. A
@@ -2858,14 +2868,12 @@ def undo_command(arguments):
     """Takes back the file changes of the last turn in this folder that changed files."""
     loop = AgentLoop(settings_of(arguments))
     turn = loop.turn("cli:undo")
-    folders = {}  # session, the newest first → the folder of its last change
-    for change in reversed(kept_changes(turn.undo)):
-        folders.setdefault(change["session"], change["folder"])
-    keys = [key for key in folders if key[:4] == "cli:" and folders[key] == str(turn.cwd)]
+    here = [each for each in kept_changes(turn.undo) if each["folder"] == str(turn.cwd)]
+    keys = [each["session"] for each in here if each["session"].startswith("cli:")]
     if not keys:
         raise ConfigError(f"There is nothing to undo: no turn has changed files in {turn.cwd}.")
     with BackgroundLoop(loop.close) as background:
-        result = background.complete(loop.process_direct("/undo", keys[0]))
+        result = background.complete(loop.process_direct("/undo", keys[-1]))
     print(printable(result.final_content))
 
 
@@ -2913,17 +2921,12 @@ def status_rows(config):
     telegram = config.channels.telegram  # the token is never printed
     if telegram.token:
         allowed = ", ".join(map(str, telegram.allow_from))
-        strangers = loop.memory.text_of(loop.workspace / STRANGERS) or "none"
-        state = f"a token is set, allowed: {allowed or 'nobody'}, last strangers: {strangers}"
+        state = f"a token is set, allowed: {allowed or 'nobody'}"
         yield "telegram", state, "" if allowed else "put user ids into channels.telegram.allowFrom"
     else:
         yield "telegram", "off: put a token into channels.telegram.token", None
     for name, problem in asyncio.run(loop.mcp.check()).items():
         yield f"mcp {name}", "connected", problem
-    for skill in loop.skills.load():
-        why = skill.problem or ", ".join(skill.missing)
-        if why:
-            yield f"skill {skill.name}", f"not used: {why}", None
 
 
 async def model_and_problem(provider):
@@ -3158,6 +3161,7 @@ OPTIONS = (  # rows: commands ("" means all), spellings, help, more settings of 
     ("agent", "--no-stream", "do not stream answers", SWITCH),
     ("agent", "--step", "stop before each request and tool call", SWITCH),
     ("agent web", "--approve", "ask before a tool writes or executes", SWITCH),
+    ("agent prompt web", "--read-only", "only tools that change nothing", SWITCH),
     ("agent web", "--trace", "append all events", FILE | RECORD | {"action": "append"}),
     ("agent", "--json", ON_STDOUT, RECORD | {"action": "append_const", "const": 1}),
     ("prompt", "text", "", {"nargs": "?", "default": "Hello!"}),

@@ -174,6 +174,17 @@ def test_what_stands_beside_the_answer_can_be_switched_off(own_home):
         assert [shown for shown in ("Let me look.", "list_dir()") if shown in err] == [left]
 
 
+def test_read_only_gives_the_model_only_tools_that_change_nothing(own_home, tmp_path):
+    reading = ["glob", "grep", "list_dir", "read_file", "web_fetch", "web_search"]
+    with FakeLLM([call("exec", command="touch made"), "I may not."]) as server:
+        answered = nanobot("--read-only", "make a file", server=server, cwd=tmp_path)
+        assert answered[1] == "I may not.\n" and "There is no tool 'exec'" in answered[2]
+        assert [each["function"]["name"] for each in server.bodies[0]["tools"]] == reading
+    shown = nanobot("prompt", "--read-only", "--offline")[1]
+    assert re.findall(r'"function": {"name": "(\w+)"', shown) == reading
+    assert not (tmp_path / "made").exists()
+
+
 def test_without_a_key_it_says_so_and_asks_the_offline_model_which_can_be_wanted(own_home):
     status, out, err = nanobot("agent", "-m", "tell me a joke")
     assert (status, "I know no rule" in out, "OPENAI_API_KEY" in err) == (0, True, True)
@@ -480,7 +491,7 @@ def test_status_and_prompt_show_servers_and_what_was_pasted_from_elsewhere_is_no
 class Terminal:
     """The program on a pseudo-terminal: what a person would see and type."""
 
-    def __init__(self, *arguments: str, server: FakeLLM | None = None, cwd: Path | None = None):
+    def __init__(self, *arguments: str, server: FakeLLM | None = None, cwd=None, program=PROGRAM):
         import fcntl
         import termios
 
@@ -489,9 +500,8 @@ class Terminal:
 
         self.screen, inner = os.openpty()
         streams = {"stdin": inner, "stdout": inner, "stderr": inner, "start_new_session": True}
-        self.process = start(
-            *arguments, server=server, cwd=cwd, preexec_fn=take_terminal, **streams
-        )
+        streams |= {"cwd": cwd, "program": program}
+        self.process = start(*arguments, server=server, preexec_fn=take_terminal, **streams)
         os.close(inner)
         self.text = self.everything = ""
 
@@ -654,6 +664,64 @@ def test_who_starts_no_gateway_gets_one_dream_a_day_when_a_prompt_opens(own_home
 
 
 @needs_terminal
+def test_what_is_typed_during_a_turn_reaches_it_and_is_never_lost(own_home, tmp_path):
+    is_typed = threading.Event()
+
+    def script(body):
+        if len(server.bodies) in (1, 4):
+            assert is_typed.wait(LONG)
+        is_typed.clear()
+        return lines.pop(0)
+
+    def type_during(number: int, *texts: str) -> None:
+        """Type during the request of this number, then let the model answer."""
+        wait_until(lambda: len(server.bodies) == number)
+        for text in texts:
+            terminal.say(text, f"queued: {text}")
+        is_typed.set()
+
+    def sent(number: int) -> str:
+        return str(server.bodies[number - 1]["messages"][-1]["content"])
+
+    with FakeLLM(script) as server:
+        lines = [call("list_dir"), "One.", "Two.", Reply("Never shown.", delay=60), "Five."]
+        terminal = Terminal(*DIRECT, server=server, cwd=tmp_path)
+        terminal.expect("> ")
+        terminal.type("begin\n")
+        type_during(1, "tabs, grüße", "/help", "after it")
+        terminal.expect("list_dir", "One.", "> /help", "/undo: ", "> after it", "Two.")
+        assert sent(2).endswith("\n\ntabs, grüße") and sent(3).endswith("\n\nafter it")
+        terminal.type("stop me\n")
+        type_during(4, "kept", "/status")
+        terminal.type("\x03")
+        terminal.expect("stopped", "> kept", "/status")
+        terminal.type("\x15new\n")  # Ctrl-U: what was typed can be edited, and dropped
+        terminal.expect("Five.", "> ")
+        assert sent(5).endswith("\n\nnew")
+        assert terminal.close() == 0
+    users = [line["content"] for line in journal(own_home) if line["role"] == "user"]
+    assert users == ["begin", "tabs, grüße", "after it", "stop me", "new"]
+
+
+IN_THE_BACKGROUND = """
+import subprocess, sys
+child = "from channels import typed_lines; print('child:', [typed_lines()])"
+print(sys.stdin.readline())
+subprocess.run([sys.executable, "-c", child], process_group=0, timeout=30)
+print("parent:", [sys.stdin.readline()])
+"""
+
+
+@needs_terminal
+def test_a_program_in_the_background_does_not_read_the_keyboard():
+    """The system would stop it with SIGTTIN; the shell, which is in front, gets the line."""
+    terminal = Terminal(program=[sys.executable, "-c", IN_THE_BACKGROUND])
+    terminal.type("first\nsecond\n")
+    terminal.expect("child: ['']", "parent: ['second\\n']")
+    assert terminal.close("") == 0
+
+
+@needs_terminal
 def test_on_each_morning_the_first_request_has_yesterdays_work(own_home, tmp_path):
     """In any folder, after single messages only, and also if no model can save it."""
 
@@ -719,22 +787,30 @@ def test_approval_shows_the_escaped_command_and_obeys_what_is_typed_after_the_qu
     touch = call("exec", command=f"touch {target}; echo '\x1b[2J'")
     with FakeLLM(script) as server:
         lines = [touch, "I may not.", touch, "It is done."]
-        terminal = Terminal("--approve", server=server)
+        terminal = Terminal("--approve", server=server, cwd=tmp_path)
         terminal.expect("> ")
         terminal.type("make it\n")
         wait_until(lambda: len(server.bodies) == 1)
-        terminal.type("yes\n")  # before the question: no answer to it
+        terminal.say("yes", "queued: yes")  # before the question: no answer to it
         is_typed.set()
-        terminal.expect("\\u001b[2J", "[y/n/always]")
-        refusal = "The user did not approve this call. It is used Elsewhere"
+        terminal.expect("\\x1b[2J", "[y/n]")
+        refusal = "The user did not approve this call: It is used Elsewhere"
         terminal.say("n It is used Elsewhere", f"· refused: {refusal}", "I may not.", "> ")
-        assert server.bodies[1]["messages"][-1]["content"] == refusal
-        assert "did not approve" in server.bodies[1]["messages"][-1]["content"]
+        refused, typed = server.bodies[1]["messages"][-2:]
+        assert refused["content"] == refusal and typed["content"].endswith("\n\nyes")
         assert not target.exists()
-        terminal.say("again", "[y/n/always]")
+        terminal.say("again", "[y/n]")
         assert not target.exists()
         terminal.say("y", "It is done.", "> ")
         assert target.exists()
+        long = call("write_file", path="long.txt", content="\n".join(map(str, range(60))))
+        lines += [long, "Written."]
+        terminal.say("write", "+20\r\n", "-- Enter shows 39 more lines -- ")
+        terminal.say("y", "+21\r\n", "+42\r\n", "-- Enter shows 17 more lines -- ")
+        assert not (tmp_path / "long.txt").exists(), "only the question can be answered with yes"
+        terminal.say("", "+59\r\n", "Run it? ")
+        terminal.say("y", "Written.", "> ")
+        assert (tmp_path / "long.txt").exists()
         assert terminal.close() == 0
 
 
@@ -1056,16 +1132,10 @@ def test_only_a_regular_file_inside_the_project_is_followed(own_home, tmp_path, 
 # ---- Standard input in a loop ----
 
 
-def test_a_command_in_a_loop_leaves_the_list_alone_and_names_what_it_attaches(tmp_path):
-    (tmp_path / "list").write_text("a\nb\nc\n", encoding="utf-8")
-    one_shot = f"{sys.executable} {ROOT}/nanobot.py -m"
-    loop = f'while read name; do {one_shot} "file $name"; done < list'
-    with FakeLLM(lambda body: "ok") as server:
-        options = {"cwd": tmp_path, "env": surroundings(server), "capture_output": True}
-        subprocess.run(["sh", "-c", loop], check=True, **options)
-        assert [texts_sent(body) for body in server.bodies] == [[f"file {name}"] for name in "abc"]
-        done = subprocess.run(["sh", "-c", f"{one_shot} count < list"], text=True, **options)
-        assert "attached: 5 characters from standard input" in done.stderr
+def test_what_is_attached_is_said(tmp_path):
+    with FakeLLM(["ok"]) as server:
+        err = nanobot("-m", "count", server=server, stdin=b"a\nb\nc\n")[2]
+        assert "attached: 5 characters from standard input" in err
         assert texts_sent(server.bodies[-1]) == ["count\n\na\nb\nc"]
 
 
@@ -1326,7 +1396,7 @@ def status_rows(*flags: str, server: FakeLLM | None = None) -> dict[str, str]:
     return rows
 
 
-def test_status_has_a_row_for_each_part_and_says_what_is_missing_or_broken(own_home, monkeypatch):
+def test_status_has_a_row_for_each_part_and_says_what_is_missing_or_broken(own_home):
     rows = status_rows()
     assert list(rows)[:5] == ["settings", "workspace", "model", "sandbox", "telegram"]
     assert [name for name in ("settings", "workspace", "model") if rows[name][:2] != "ok"] == []
@@ -1337,16 +1407,12 @@ def test_status_has_a_row_for_each_part_and_says_what_is_missing_or_broken(own_h
     assert rows["sandbox"].startswith("ok off")
     bot = {"token": "1:secret", "allowFrom": [7, "8"]}
     rows = status_rows(*settings(own_home, channels={"telegram": bot}))
-    assert rows["telegram"] == "ok a token is set, allowed: 7, 8, last strangers: none"
-    (workspace_of(own_home) / "skills" / "odd" / "SKILL.md").mkdir(parents=True)
-    monkeypatch.setenv("PATH", str(own_home))
+    assert rows["telegram"] == "ok a token is set, allowed: 7, 8"
     rows = status_rows(
         "--provider", "human", *settings(own_home, channels={"telegram": {"token": "1:secret"}})
     )
     assert rows["telegram"].startswith("BAD ") and "channels.telegram.allowFrom" in rows["telegram"]
     assert rows["model"].startswith("ok human")
-    assert rows["skill github"] == "-- not used: program gh" and "skill cron" not in rows
-    assert rows["skill odd"].startswith("-- not used: ")
 
 
 def test_a_flag_wins_over_a_variable_and_a_variable_over_the_file(own_home, monkeypatch):
@@ -1521,7 +1587,7 @@ def test_a_gateway_answers_lets_others_look_survives_its_terminal_and_ends_whate
     said = [line["content"] for line in journal(own_home, "telegram%3A7")]
     assert (gateway.process.returncode, said) == (0, ["hello", "to hello", "stay", "I stay."])
     log = gateway.log.read_text()
-    assert telegram.token not in log and "Traceback" not in log and "iteration 1" not in log
+    assert telegram.token not in log and "Traceback" not in log
     stamp = r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} INFO nanobot.gateway: "
     assert len(re.findall(rf"{stamp}telegram:7", log, re.M)) == 3, (
         "a line an event: two came, one was answered"
@@ -1539,7 +1605,7 @@ def test_a_verbose_gateway_with_a_wrong_token_says_so_and_cron_goes_on(own_home)
         telegram.token, token = "1:wrong", telegram.token
         gateway = Gateway(own_home, telegram, server, "--verbose")
         telegram.token = token
-        for text in ("Telegram does not know this bot token", "iteration 1"):
+        for text in ("Telegram does not know this bot token", "INFO nanobot.gateway: cron "):
             wait_until(lambda text=text: text in gateway.log.read_text())
         gateway.end()
     assert "1:wrong" not in gateway.log.read_text()
@@ -1679,7 +1745,7 @@ def test_a_chat_whose_file_cannot_be_written_waits_alone_is_told_once_and_answer
     assert "ERROR" not in log and "Traceback" not in log
 
 
-def test_a_stranger_gets_no_answer_and_the_log_and_status_name_the_id(own_home):
+def test_a_stranger_gets_no_answer_and_the_log_names_the_id(own_home):
     people = [(number, f"P{number}") for number in range(1_000, 1_020)]
     with FakeTelegram() as telegram:
         gateway = Gateway(own_home, telegram, None, "--offline")
@@ -1696,10 +1762,6 @@ def test_a_stranger_gets_no_answer_and_the_log_and_status_name_the_id(own_home):
         True,
         *[False] * 20,
     ]
-    bot = {"token": "1:a", "allowFrom": [7]}
-    out = nanobot("status", "--offline", *settings(own_home, channels={"telegram": bot}))[1]
-    last = ", ".join(f"{number} (P{number})" for number in range(1_015, 1_020))
-    assert f"allowed: 7, last strangers: {last}\n" in out
 
 
 def test_a_gateway_says_which_settings_it_lacks(own_home):
