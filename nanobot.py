@@ -2004,6 +2004,7 @@ COMMANDS = {
     "continue": "resume a turn that was interrupted",
     "undo": "take back the file changes of the last turn that changed files",
     "status": "version, model, tokens, context, uptime",
+    "model": "say which model answers, or use the one that you name until the program ends",
     "dream": "read the recent history and save lasting facts in the memory",
     "dream-log": "list the commits of the memory, or show the commit that you name",
     "dream-restore": "undo the last dream, or the commit that you name",
@@ -2015,10 +2016,10 @@ WAITING = ("new", "continue", "undo")  # these commands wait for the end of a ru
 def slash_command(text):
     """`/NEW ` → ("new", ""), `/dream-log 1f3a` → ("dream-log", "1f3a"), other text → ("", "")"""
     # Commands: "/status@my_bot", "/dream-log 1f3a9c". Not commands: "/etc/hosts?", "/new York?"
-    match = re.fullmatch(r"/([a-z][a-z-]*)(?:@\w+)?(?:\s+(.+))?", text.strip().lower())
-    if match is None or (match[2] and match[1] not in ("dream-log", "dream-restore")):
-        return "", ""
-    return match[1], match[2] or ""
+    match = re.fullmatch(r"(?i)/([a-z][a-z-]*)(?:@\w+)?(?:\s+(\S.*))?", text.strip())
+    command, argument = match.groups(default="") if match else ("", "")
+    has_argument = command.lower() in ("model", "dream-log", "dream-restore")
+    return (command.lower(), argument) if has_argument or not argument else ("", "")
 
 
 @dataclass
@@ -2071,6 +2072,10 @@ class Commands:
                 has_stopped = self.loop.stop(turn.session_key)
                 await asyncio.sleep(0)  # first, the stopped turn sends its last text
                 text = "Stopped; resume with /continue." if has_stopped else "Nothing is running."
+            case "model":
+                if argument and self.loop.config.defaults.provider != "human":
+                    self._use_model(argument)
+                text = f"The model is {self.loop.provider.model}."
             case "dream":
                 text = await self.loop.dream.run()
             case "dream-log":
@@ -2080,6 +2085,11 @@ class Commands:
             case _:
                 text = f"There is no /{command}. /help lists the commands."
         return said(text)
+
+    def _use_model(self, name):
+        loop = self.loop
+        loop.provider = loop.runner.provider = make_provider(loop.config, name)
+        loop.cost.price = loop.config.prices.get(loop.provider.model)
 
     def _status(self, turn):
         request = self.preview(turn)
@@ -2394,9 +2404,11 @@ def camel_case(name):
     return re.sub("_([a-z])", lambda match: match[1].upper(), name)
 
 
-def make_provider(config):
-    """The provider of the settings, or OfflineProvider if key, URL and model are missing."""
+def make_provider(config, model=""):
+    """The provider of the settings for their model or for this one; OfflineProvider if key, URL and
+    model are missing."""
     defaults = config.defaults
+    model = model or defaults.model
     if unknown := config.providers.keys() - ROWS.keys():
         raise ConfigError(f"providers.{min(unknown)} is unknown. Known: {', '.join(ROWS)}")
     if defaults.provider == "offline":
@@ -2406,15 +2418,15 @@ def make_provider(config):
     own = {name: Endpoint(ROWS[name], **vars(row)) for name, row in config.providers.items()}
     chosen = "" if defaults.provider == "auto" else defaults.provider
     try:
-        endpoint = choose_endpoint(own, defaults.model, chosen, config.base_url)
+        endpoint = choose_endpoint(own, model, chosen, config.base_url)
     except ValueError as problem:
         raise ConfigError(str(problem)) from None
     if endpoint:
         return OpenAIProvider(endpoint)
-    if defaults.model in ("", "offline"):
+    if model in ("", "offline"):
         return OfflineProvider()
     raise ConfigError(
-        f"There is no key and no base URL for the model {defaults.model}. "
+        f"There is no key and no base URL for the model {model}. "
         "Set OPENAI_API_KEY or OPENAI_BASE_URL, or use --offline."
     )
 
@@ -2657,7 +2669,8 @@ class Talk:
         self.words = arguments.text + arguments.message
         self.background = background
         out = sys.stderr if 1 in arguments.record else sys.stdout
-        self.terminal = CLI(out, kinds=kinds_to_show(config.channels))
+        err = open(os.devnull, "w") if arguments.quiet else sys.stderr  # noqa: SIM115
+        self.terminal = CLI(out, err, kinds_to_show(config.channels))
         self.has_keyboard = sys.stdin.isatty()
         self.is_conversation = self.has_keyboard and not self.words
         self.is_watched = self.terminal.err.isatty()  # does a person see the reports?
@@ -3160,6 +3173,7 @@ OPTIONS = (  # rows: commands ("" means all), spellings, help, more settings of 
     ),
     ("agent", "--no-stream", "do not stream answers", SWITCH),
     ("agent", "--step", "stop before each request and tool call", SWITCH),
+    ("agent", "-q --quiet", "print nothing but the answer and errors", SWITCH),
     ("agent web", "--approve", "ask before a tool writes or executes", SWITCH),
     ("agent prompt web", "--read-only", "only tools that change nothing", SWITCH),
     ("agent web", "--trace", "append all events", FILE | RECORD | {"action": "append"}),
@@ -3220,6 +3234,8 @@ def main(argv=None):
     stamp = "%(asctime)s " if arguments.command == "gateway" else ""
     handler.setFormatter(PrintableFormatter(f"{stamp}%(levelname)s %(name)s: %(message)s"))
     level = logging.INFO if arguments.logs else logging.WARNING
+    if vars(arguments).get("quiet"):
+        level = logging.ERROR
     logging.basicConfig(level=level, handlers=[handler])
     end_on_signals()  # SIGTERM acts like Ctrl-C: the journal keeps all finished steps
     try:

@@ -174,6 +174,19 @@ def test_what_stands_beside_the_answer_can_be_switched_off(own_home):
         assert [shown for shown in ("Let me look.", "list_dir()") if shown in err] == [left]
 
 
+def test_quiet_prints_the_answer_and_errors_alone(own_home, tmp_path):
+    (tmp_path / "AGENTS.md").write_text("Be brief.")  # a note says that it is not followed
+    with FakeLLM([LOOK, "Here it is.", BOOM, *[LOOK] * 2, "So far."]) as server:
+        assert nanobot("-q", "-m", "hi", server=server, cwd=tmp_path) == (0, "Here it is.\n", "")
+        status, out, err = nanobot("-q", "hi", server=server, cwd=tmp_path)
+        assert (status, out, "boom" in err, err.count("\n")) == (1, "", True, 1)
+        limit = settings(own_home, agents={"defaults": {"maxToolIterations": 2}})
+        assert nanobot("-q", "hi", *limit, server=server)[1:] == (
+            "So far.\n",
+            f"nanobot: {program.LIMIT_REACHED}\n",
+        )
+
+
 def test_read_only_gives_the_model_only_tools_that_change_nothing(own_home, tmp_path):
     reading = ["glob", "grep", "list_dir", "read_file", "web_fetch", "web_search"]
     with FakeLLM([call("exec", command="touch made"), "I may not."]) as server:
@@ -566,12 +579,15 @@ def test_a_conversation_at_the_prompt(own_home):
         terminal.expect(" is an agent: it answers, and ", " · test-model · a new conv", "> ")
         terminal.say("hi", "Hello, human.", "· context ", "> ")
         terminal.say("/status", "model test-model", "> ")
+        terminal.say("/model", "The model is test-model.", "> ")
+        terminal.say("/model Qwen/Qwen3", "The model is Qwen/Qwen3.", "> ")
         terminal.type("one\n")
         wait_until(lambda: len(server.bodies) == 2)
         terminal.type("\x03")
         terminal.expect("stopped", "> ")
         terminal.say("two", "half \\x1b[31mof it\\u202e", "boom", "> ")
         terminal.say("bye", "Good-bye.", "> ")
+        assert [body["model"] for body in server.bodies[:2]] == ["test-model", "Qwen/Qwen3"]
         assert terminal.close("/exit\n") == 0
         terminal = Terminal(server=server)  # who comes back is greeted more briefly
         terminal.expect(" · test-model · continuing: ", "a moment ago · /new starts afresh", "> ")
