@@ -180,6 +180,7 @@ class AgentRunSpec:
     append: Callable = lambda *messages: None  # stores each new message at once
     arrivals: Callable = list  # journals and returns new user messages
     make_room: Callable | None = None  # awaited before each request: messages → fewer messages
+    note: str = ""  # a message for the first request only
     keeps_half: bool = True  # if the run is cancelled, journal the text that was streamed
 
 
@@ -334,7 +335,7 @@ class AgentRunner:
     async def run(self, spec: AgentRunSpec) -> AgentRunResult:
         """Ask the model until the run ends. Raises CancelledError, and errors of the callbacks."""
         model = spec.model or self.provider.model
-        state = RunState(spec, AgentHookContext(list(spec.messages), model=model))
+        state = RunState(spec, AgentHookContext(list(spec.messages), model=model), note=spec.note)
         try:
             while not state.result.stop_reason:  # the run ends when it has a stop reason
                 await spec.hook.before_iteration(state.context)
@@ -815,6 +816,7 @@ class AgentLoop:
         """
         await self.mcp.connect(self.program.patience)
         spec = self.run_spec(session.history(), images, events)
+        spec.note = "\n".join(self.mcp.told_problems)
         spec.append = session.append
         spec.arrivals = lambda: self.arrive(session, events.turn, waiting())
         is_kept = events.turn.channel != "cron"  # the memory ignores the conversation of a job
@@ -948,8 +950,9 @@ def run(text: str, session_key: str = "", config: Config | None = None) -> str:
     loop = AgentLoop(config or load_config())
     if lacks_model(loop):
         warnings.warn(template("no_model"), stacklevel=2)
+    key = session_key or loop.sessions.new_key()
     with BackgroundLoop(loop.close) as background:
-        result = background.complete(loop.process_direct(text, session_key))
+        result = background.complete(answer_with_helpers(loop, text, key))
         background.complete(loop.background.settled())
     if result.stop_reason in NOT_ANSWERED:
         raise RuntimeError(result.error or result.final_content)
@@ -1971,13 +1974,18 @@ class SubagentManager:
         self.results.put_nowait(InboundMessage("system", "subagent", turn.session_key, text))
 
 
+NOT_FOR_HELPERS = ("cron", "memory", "skill-creator")  # skills
+
+
 async def helper_answer(loop, task, turn):
     """Run a helper. Returns its answer, or raises ToolError if there is none."""
     names = names_of(loop.tools.get_definitions())
     kept = ("spawn", "message", "cron")
     tools = [loop.tools.get(name) for name in names if name not in kept]
     prompt = template("subagent", cwd=turn.cwd, workspace=turn.workspace)
-    parts = [prompt, *skill_parts(loop.skills.load()).values()]
+    facts = loop.context.parts(turn).get("Memory", "")
+    skills = [skill for skill in loop.skills.load() if skill.name not in NOT_FOR_HELPERS]
+    parts = [prompt, facts, *skill_parts(skills).values()]
     message, _ = loop.context.user_message(task, turn)  # adds date and time to the task
     messages = [{"role": "system", "content": "\n\n".join(parts)}, as_sent(message)]
     spec = loop.limited(
@@ -2351,6 +2359,9 @@ def load_config(path=None, environ=os.environ):
     return config
 
 
+JSON_ADVICE = "Write straight quotes, no comma before a closing bracket, and at least {}."
+
+
 def read_json(file, environ):
     """Read a settings file. Each `${VAR}` is replaced by the environment variable VAR."""
 
@@ -2366,7 +2377,7 @@ def read_json(file, environ):
         fix = f"`nanobot onboard --config {file}` creates it."
         fault = f"Cannot read {file}: {problem.strerror}. {fix}"
     except ValueError as problem:
-        fault = f"{file} is not JSON: {problem}. Correct the file."
+        fault = f"{file} is not JSON: {problem}. {JSON_ADVICE}"
     raise ConfigError(fault)
 
 
