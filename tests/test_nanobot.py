@@ -1766,7 +1766,7 @@ def test_a_setting_is_read_in_both_spellings_with_variables_filled_in(own_home, 
     ("text", "place", "said"),
     [
         ("[]", "the file", "object"),
-        ("{", "config.json", "line 1 column 2", "at least {}"),
+        ("{", "line 1 column 2", "at least {}"),
         ('{"a": [1,]}', "config.json", "no comma before a closing bracket"),
         ("{“a”: 1}", "config.json", "straight quotes"),
         ('{"streaming": false}', "streaming: unknown key", "agents, channels, gateway, "),
