@@ -28,6 +28,7 @@ import os
 import queue
 import re
 import secrets
+import select
 import shutil
 import signal
 import sys
@@ -222,7 +223,6 @@ UNSAFE = (
     "\u2800\u3164\ufeff\uffa0\ufff9-\ufffb\U000e0000-\U000e01ef]"
 )  # "\x1b[2J"
 JOINERS = "[\xad\u200c\u200d]"  # "می\u200cخواهم"; a joiner in a shell command is invisible
-BLANKS = r"\s{4,}"  # "true                                    ; rm -rf ~"
 
 
 def printable(text):
@@ -246,16 +246,27 @@ class PrintableFormatter(logging.Formatter):
         return printable(super().format(record)).replace("\n", "\n    ")
 
 
-def approval_question(name, arguments):
-    """Shows the whole call as one line, so that an argument cannot imitate the question below.
+MARKED = {"command": "$ ", "old_text": "-", "new_text": "+", "content": "+", "source": "+"}
 
-    ("exec", {"command": "ls\\nRun it?"}) → `exec {"command": "ls\\\\nRun it?"}`, then `Run it? [y…`
+
+def approval_question(name, arguments, always=""):
+    """Shows the whole call. The lines of a command and of a change are marked, so that they cannot
+    imitate the question; the other arguments are JSON. `always`: what this answer would allow.
+
+    ("edit_file", {"path": "a.py", "old_text": "x = 1", "new_text": "x = 2"}, "edit_file")
+    → `edit_file {"path": "a.py"}`, `-x = 1`, `+x = 2`, `Run it? [y/n/always] …`
     """
-    shown = escaped(JOINERS, printable(f"{name} {json.dumps(arguments, ensure_ascii=False)}"))
-    shown = re.sub(BLANKS, lambda blanks: f"[{len(blanks[0])} blanks]", shown)
-    size = f"{name}, {len(shown):,} characters. " if len(shown) > 500 else ""
-    always = f"always: allow every {name} until the program ends"
-    return f"{shown}\n{size}Run it? [y/n/always] ({always}) "
+    rest = dict(arguments)
+    lines = []
+    for key, mark in MARKED.items():
+        if isinstance(rest.get(key), str):
+            lines += [mark + line for line in rest.pop(key).split("\n")]
+    others = json.dumps(rest, ensure_ascii=False) if rest else ""
+    call = "\n".join([f"{name} {others}".rstrip(), *lines])
+    question = "Run it? [y/n] (n REASON says why not) "
+    if always:
+        question = f"Run it? [y/n/always] (n REASON says why not; always: {always} until you quit) "
+    return escaped(JOINERS, printable(f"{call}\n{question}"))
 
 
 # ---- Signals and standard streams ----
@@ -316,6 +327,19 @@ def read_answer(question):
     return type_at(prompt)
 
 
+def read_pages(question):
+    """Like `read_answer`; but if the question is longer than the terminal, nothing scrolls away."""
+    *lines, prompt = question.split("\n")
+    columns, height = shutil.get_terminal_size()
+    rows = []
+    for line in lines:
+        rows += [line[at : at + columns] for at in range(0, len(line) or 1, columns)]
+    while len(rows) > height - 2:
+        page, rows = rows[: height - 2], rows[height - 2 :]
+        read_answer("\n".join([*page, f"-- Enter shows {len(rows)} more lines -- "]))
+    return read_answer("\n".join([*rows, prompt]))
+
+
 def type_at(prompt):
     """Read a line from the keyboard. If stdout is not a terminal, print the prompt to stderr."""
     if sys.stdout.isatty():
@@ -324,22 +348,34 @@ def type_at(prompt):
     return input()
 
 
+def typed_lines():
+    """What was typed and ended with Enter, or "". It does not wait: during a turn, the terminal
+    itself echoes and edits a line. The system would stop a background program that reads it."""
+    data = b""
+    with contextlib.suppress(OSError, AttributeError):  # no terminal, or Windows
+        keyboard = sys.stdin.fileno()
+        while os.tcgetpgrp(keyboard) == os.getpgrp() and select.select([keyboard], [], [], 0)[0]:
+            data += os.read(keyboard, 4_096)
+    return data.decode(errors="replace").strip()
+
+
 # ---- The waiting line at the terminal ----
 
 
 class Waiting:
-    """The line `waiting for the model, 12 s`, which is erased before CLI prints anything. The main
-    thread draws this line during a turn, except when the user has to answer a question."""
+    """The line `waiting for the model … `, which is erased before CLI prints anything. The main
+    thread draws this line during a turn, except when the user has to answer a question. The line
+    does not count the seconds, because the user may be typing behind it."""
 
     def __init__(self, err: TextIO, clock: Callable = time.monotonic):
         self.err, self.clock = err, clock
         self.can_draw = err.isatty() and os.environ.get("TERM") != "dumb"
         self.what, self.since = "", 0.0
-        self.drawn = ""
+        self.is_drawn = False
         self._lock = threading.RLock()  # the main thread and the loop's thread both print
 
     def begin(self, what: str):
-        """Start to count the seconds. `what` is the reason for the wait, such as `the model`."""
+        """In a second, show what the turn waits for, such as `the model`."""
         with self._lock:
             self.erase()
             self.what, self.since = what, self.clock()
@@ -349,21 +385,19 @@ class Waiting:
 
     def draw(self):
         with self._lock:
-            seconds = int(self.clock() - self.since)
-            what = printable(" ".join(self.what.split()))[:60]
-            line = f"waiting for {what}, {seconds} s"
-            if self.can_draw and what and seconds >= 1 and line != self.drawn:
-                self.drawn = line
-                # ?7l turns line wrapping off, because `erase` clears only one line. The last \r
-                # moves the cursor to column 1, because other output, such as a warning, may follow.
-                line = f"\r\x1b[K\x1b[?7l\x1b[2m{line}\x1b[0m\x1b[?7h\r"
+            is_due = self.what and self.clock() >= self.since + 1.0
+            if self.can_draw and is_due and not self.is_drawn:
+                self.is_drawn = True
+                what = printable(" ".join(self.what.split()))[:50]
+                line = f"\r\x1b[K\x1b[2mwaiting for {what} … \x1b[0m"
                 print(line, end="", file=self.err, flush=True)
 
-    def erase(self):
+    def erase(self, up: str = ""):
+        """`up` moves the cursor to the line, if it is not there."""
         with self._lock:
-            if self.drawn:
-                self.drawn = ""
-                print("\r\x1b[K", end="", file=self.err, flush=True)
+            if self.is_drawn:
+                self.is_drawn = False
+                print(f"{up}\r\x1b[J", end="", file=self.err, flush=True)
 
     def print(self, text: str, file: TextIO):
         """Erase the waiting line, then print `text`."""
@@ -400,8 +434,9 @@ class BackgroundLoop:
         self.loop.run_forever()
         self.loop.close()  # releases the loop's pipes and threads
 
-    def complete(self, work: Coroutine):
-        """Run `work`. On Ctrl-C, cancel `work`, wait for its end, and raise KeyboardInterrupt."""
+    def complete(self, work: Coroutine, hear: Callable | None = None):
+        """Run `work`. On Ctrl-C, cancel `work`, wait for its end, and raise KeyboardInterrupt.
+        `hear(text)` gets what the user types meanwhile."""
         questions = queue.SimpleQueue()  # a new queue contains no old question
 
         def start():
@@ -410,11 +445,11 @@ class BackgroundLoop:
 
         try:
             self.loop.call_soon_threadsafe(start)
-            while asked := self._next(questions):
-                answer, question = asked
+            while asked := self._next(questions, hear):
+                answer, question, read = asked
                 if answer.set_running_or_notify_cancel():  # false if `ask` was cancelled
                     self.waiting.erase()
-                    answer.set_result(read_answer(question))
+                    answer.set_result(read(question))
         except BaseException as stop:
             self.loop.call_soon_threadsafe(lambda: self._turn.cancel())
             while self._next(questions):
@@ -426,7 +461,7 @@ class BackgroundLoop:
             self.waiting.end()
         return self._turn.result()
 
-    def _next(self, questions):
+    def _next(self, questions, hear=None):
         """Return a question, or None if the turn has ended. Without a timeout, `get` would ignore
         Ctrl-C if the system sent the signal to another thread."""
         while True:
@@ -434,12 +469,16 @@ class BackgroundLoop:
                 return questions.get(timeout=0.2)
             except queue.Empty:
                 self.waiting.draw()
+            finally:  # also before a question, which drops earlier key presses
+                if hear and (text := typed_lines()):
+                    hear(text)
 
     async def ask(self, question: str, what: str = "", **details):
-        """Ask the person at the terminal for a line; `what` and `details` are for the page. Raises
-        RuntimeError if no turn is running, or if the turn ends before the person answers."""
+        """Ask the person at the terminal for a line; without `what`, the call to be approved is
+        shown in pages. `details` are for the web page. Raises RuntimeError if no turn is running,
+        or if the turn ends before the person answers."""
         answer = Future()
-        self._questions.put((answer, question))
+        self._questions.put((answer, question, read_answer if what else read_pages))
         answered = asyncio.wrap_future(answer)
         try:
             await asyncio.wait([answered, self._turn], return_when="FIRST_COMPLETED")
@@ -482,14 +521,21 @@ class CLI(Channel):
     name = "cli"
     shows_deltas = True
 
-    def __init__(self, out: TextIO | None = None, err: TextIO | None = None, kinds: Sequence = ()):
+    def __init__(
+        self,
+        out: TextIO | None = None,
+        err: TextIO | None = None,
+        kinds: Sequence = ("progress", "tool_hint", "retry"),  # printed to `err`
+    ):
         super().__init__(allow_from=["*"])
         self.out, self.err = out or sys.stdout, err or sys.stderr
-        self.kinds = kinds or ("progress", "tool_hint", "retry")  # printed to `err`
+        self.kinds = kinds
         self.live = self.out.isatty()
         self.waiting = Waiting(self.err)
         self._streamed = ""  # the text of an unfinished answer so far
         self._prompt = ""  # the prompt at which the user is typing
+        self.queued: list[str] = []  # what was typed during a turn
+        self.draft = ""  # it stands in the next prompt
 
     async def send(self, message: OutboundMessage):
         match message.kind:
@@ -518,6 +564,9 @@ class CLI(Channel):
         end a streamed answer's line."""
         if self._streamed:
             self._end_text(self._streamed)
+        self._print_dim(text)
+
+    def _print_dim(self, text):
         lines = printable(text).split("\n")
         if self.err.isatty():
             lines = [f"\x1b[{COLOURS.get(line[:1], 2)}m{line}\x1b[0m" for line in lines]
@@ -533,6 +582,19 @@ class CLI(Channel):
                 prompt += printable(readline.get_line_buffer())
         report = printable(text.removesuffix("\n"))
         self.waiting.print(f"\r\x1b[K{report}\n{prompt}", self.err)
+
+    def hear(self, text: str):
+        """Queue what the user types during a turn."""
+        self.queued.append(text)
+        self.waiting.erase("\x1b[A")  # Enter has moved the cursor down
+        self._print_dim(f"queued: {text}")
+
+    def heard(self) -> list[dict]:
+        """Take what the running turn gets from the queue; a command waits for the turn's end."""
+        lines = itertools.takewhile(lambda line: not line.startswith("/"), self.queued)
+        lines = [{"content": line} for line in lines]
+        del self.queued[: len(lines)]
+        return lines
 
     def converse(self, ask: Callable, history: Path):
         """Read and answer lines until the user exits. Ctrl-C stops a turn; Ctrl-D exits."""
@@ -551,6 +613,8 @@ class CLI(Channel):
                 raise
             except KeyboardInterrupt:
                 self.note("\nstopped; /continue resumes the turn" if text else "")
+                self.draft = "\n".join(self.queued)
+                self.queued.clear()
             except Exception as problem:  # a failed turn does not end the conversation
                 if not text:
                     raise  # `read_line` failed, for example because the terminal is closed
@@ -558,13 +622,18 @@ class CLI(Channel):
                 self.note(f"Sorry, that failed: {str(problem).rstrip('.')}.")
 
     def read_line(self, prompt: str, history: Path):
-        """Read a line, with line editing and history. Raises EOFError on Ctrl-D."""
+        """Read a line, with line editing and history; the first one may be queued already. Raises
+        EOFError on Ctrl-D."""
+        if self.queued:
+            self.note(f"{prompt}{self.queued[0]}")
+            return self.queued.pop(0)
         # there is no readline on Windows; other systems have one without some of the functions
         missing = (ImportError, OSError, AttributeError)
         with contextlib.suppress(*missing):
             import readline
 
             readline.parse_and_bind("set enable-bracketed-paste on")  # pasted lines are one message
+            readline.set_startup_hook(self._insert_draft)
             if not readline.get_current_history_length():
                 history.parent.mkdir(parents=True, exist_ok=True)
                 history.touch(0o600)  # `append_history_file` needs the file to exist
@@ -577,6 +646,12 @@ class CLI(Channel):
                 readline.append_history_file(1, history)
         return line
 
+    def _insert_draft(self):
+        import readline
+
+        readline.insert_text(self.draft)
+        self.draft = ""  # the next input may be the answer to a question
+
     def ask(self, question: str, read: Callable = read_answer):
         """Ask the user. A report that arrives meanwhile is shown above the question."""
         self._prompt = question
@@ -586,8 +661,7 @@ class CLI(Channel):
             self._prompt = ""
 
     def read_piped(self, beside_message: bool, folder: Path):
-        """Read standard input. With -m, wait at most 3 s, because a pipe may never send a byte, and
-        leave a file alone that another program is reading."""
+        """Read standard input. With -m, wait at most 3 s, because a pipe may never send a byte."""
         if beside_message and is_partly_read(sys.stdin):
             return ""
         begun = b""
@@ -601,15 +675,6 @@ class CLI(Channel):
         if text and beside_message:
             self.note(f"attached: {len(text):,} characters from standard input")
         return text
-
-
-def is_partly_read(stream):
-    """True for the list of `while read name; do nanobot -m "…"; done < list`: a file from which
-    another program reads line by line."""
-    try:
-        return os.lseek(stream.fileno(), 0, os.SEEK_CUR) > 0
-    except OSError:  # a pipe, or a window of an IDE
-        return False
 
 
 def not_yet_shown(text, streamed):
@@ -626,20 +691,27 @@ def not_yet_shown(text, streamed):
 MOST_PIPED = 100_000  # the maximum number of characters of standard input in a message
 
 
+def is_partly_read(stream):
+    """True for the list of `while read name; do nanobot -m "…"; done < list`: a file from which
+    another program reads line by line."""
+    try:
+        return os.lseek(stream.fileno(), 0, os.SEEK_CUR) > 0
+    except OSError:  # a pipe, or a window of an IDE
+        return False
+
+
 def text_of_pipe(begun, stream, folder):
     """Return the text, or save a long text in a file and return the start and the path. `begun`:
     the bytes that were read already."""
-    beginning = begun + stream.read(4 * MOST_PIPED + 1)  # a character has up to four bytes
-    text = beginning.decode("utf-8-sig", errors="replace")  # PowerShell sends a BOM
+    data = begun + stream.read()
+    text = data.decode("utf-8-sig", errors="replace")  # PowerShell sends a BOM
     if len(text) <= MOST_PIPED:
         return text.strip()
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     path = folder / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.txt"
-    with path.open("wb") as file:
-        file.write(beginning)
-        shutil.copyfileobj(stream, file)
+    path.write_bytes(data)
     return (
-        f"{text[:10_000]}\n[standard input is longer: all {path.stat().st_size:,} bytes are "
+        f"{text[:10_000]}\n[standard input is longer: all {len(data):,} bytes are "
         f"in {path}. Use grep, or read_file in pages]"
     )
 

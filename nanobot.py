@@ -180,6 +180,7 @@ class AgentRunSpec:
     append: Callable = lambda *messages: None  # stores each new message at once
     arrivals: Callable = list  # journals and returns new user messages
     make_room: Callable | None = None  # awaited before each request: messages → fewer messages
+    note: str = ""  # a message for the first request only
     keeps_half: bool = True  # if the run is cancelled, journal the text that was streamed
 
 
@@ -334,7 +335,7 @@ class AgentRunner:
     async def run(self, spec: AgentRunSpec) -> AgentRunResult:
         """Ask the model until the run ends. Raises CancelledError, and errors of the callbacks."""
         model = spec.model or self.provider.model
-        state = RunState(spec, AgentHookContext(list(spec.messages), model=model))
+        state = RunState(spec, AgentHookContext(list(spec.messages), model=model), note=spec.note)
         try:
             while not state.result.stop_reason:  # the run ends when it has a stop reason
                 await spec.hook.before_iteration(state.context)
@@ -687,7 +688,7 @@ class ContextBuilder:
         images = [image for _, image in files if image]
         runtime = template(
             "runtime",
-            time=f"{self.now():%Y-%m-%d %H:%M (%A), %Z}",
+            time=f"{self.now():%Y-%m-%d %H:%M:%S (%A), %Z}",
             cwd=turn.cwd,
             channel=turn.channel,
             chat_id=turn.chat_id,
@@ -752,9 +753,11 @@ class AgentLoop:
         on_event: Emit | None = None,
         media: Media = (),
         folder: Path | None = None,
+        waiting: Callable = list,
     ) -> AgentRunResult:
         """Answer one message, without a `session_key` in a new session; commands run in `folder`.
-        Raises SessionBusy, and OSError if the journal cannot be written."""
+        `waiting` as in `answer`. Raises SessionBusy, and OSError if the journal cannot be written.
+        """
         session_key = session_key or self.sessions.new_key()
         events = EventHook(on_event, self.turn(session_key, folder), self.program.streaming)
         command, argument = slash_command(text)
@@ -768,7 +771,7 @@ class AgentLoop:
                 else:
                     session.end_open_turn("interrupted")
                     images = self.enter(session, events.turn, [{"content": text, "media": media}])
-                result = result or await self.answer(session, events, images)
+                result = result or await self.answer(session, events, images, waiting)
         else:  # other commands run at once, even during a turn
             result = await self.commands.answer(command, argument, events.turn)
         if result.final_content:
@@ -813,6 +816,7 @@ class AgentLoop:
         """
         await self.mcp.connect(self.program.patience)
         spec = self.run_spec(session.history(), images, events)
+        spec.note = "\n".join(self.mcp.told_problems)
         spec.append = session.append
         spec.arrivals = lambda: self.arrive(session, events.turn, waiting())
         is_kept = events.turn.channel != "cron"  # the memory ignores the conversation of a job
@@ -946,12 +950,28 @@ def run(text: str, session_key: str = "", config: Config | None = None) -> str:
     loop = AgentLoop(config or load_config())
     if lacks_model(loop):
         warnings.warn(template("no_model"), stacklevel=2)
+    key = session_key or loop.sessions.new_key()
     with BackgroundLoop(loop.close) as background:
-        result = background.complete(loop.process_direct(text, session_key))
+        result = background.complete(answer_with_helpers(loop, text, key))
         background.complete(loop.background.settled())
     if result.stop_reason in NOT_ANSWERED:
         raise RuntimeError(result.error or result.final_content)
     return result.final_content
+
+
+async def answer_with_helpers(loop, text, key, on_event=None, waiting=list):
+    """Answer a message, then wait for all running helpers and answer their reports."""
+    helpers = loop.subagents
+    try:
+        while True:
+            result = await loop.process_direct(text, key, on_event, waiting=waiting)
+            await asyncio.gather(*helpers.of(key), return_exceptions=True)
+            if helpers.results.empty():
+                return result
+            text = helpers.results.get_nowait().content
+    except asyncio.CancelledError:
+        loop.stop(key)
+        raise
 
 
 @dataclass
@@ -1264,12 +1284,8 @@ class LoggingHook(AgentHook):
     only_watches = True
 
     async def after_tool(self, call: ToolCallRequest, result: ToolResult, seconds: float):
-        outcome = "failed" if result.is_error else f"{len(result.text):,} characters"
+        outcome = result.shown.partition("\n")[0]
         log.info("%s: %s in %.3f s", tool_hint(call), outcome, seconds)
-
-    async def after_iteration(self, context: AgentHookContext):
-        finish_reason = context.response.finish_reason
-        log.info("iteration %d: %s %s", context.iteration, finish_reason, context.usage)
 
 
 class CostTrackingHook(AgentHook):
@@ -1291,6 +1307,18 @@ class CostTrackingHook(AgentHook):
         return f"{mark}{tokens}{money}"
 
 
+def what_always_allows(call):
+    """The tool, or the first words of a command: git status, but all of rm -f a.txt. "" if "always"
+    is not possible, because the command has operators."""
+    if call.name != "exec":
+        return call.name
+    command = str(call.arguments.get("command"))
+    if re.search(r"[;&|<>`$(){}\n]", command):
+        return ""
+    words = re.match("(git|npm|cargo|go|pip|uv|docker) [a-z][a-z-]*(?= |$)", command)
+    return words[0] if words else command
+
+
 NOBODY = (
     "Not approved: nobody can be asked here, so this call did not run. Tell the user to ask for it "
     "at a terminal or in an open window of the page, or to start nanobot without --approve."
@@ -1303,27 +1331,28 @@ class ApprovalHook(AgentHook):
 
     tools: ToolRegistry
     ask: Callable | None  # None, also as an answer: nobody is there
-    always: set[str] = field(default_factory=set)  # tools that need no further approval
+    always: set[str] = field(default_factory=set)  # tools and commands that were approved for good
 
     async def before_execute_tools(self, tool_calls: list[ToolCallRequest]):
         for call in tool_calls:
-            is_free = is_read_only(call.name, self.tools) or call.name in self.always
+            is_free = is_read_only(call.name, self.tools) or what_always_allows(call) in self.always
             if not (is_free or call.error or call.denied):
                 call.denied = await self._objection(call)  # if this fails, CompositeHook denies
 
     async def _objection(self, call):
         """Ask the user. Returns "" if the user approves, else the reason for the model."""
-        question = approval_question(call.name, call.arguments)
+        kind = what_always_allows(call)
+        question = approval_question(call.name, call.arguments, kind)
         answer = await self.ask(question) if self.ask else None
         if answer is None:
             return NOBODY
         answer = answer.strip()
-        if answer.lower() in ("a", "always"):
-            self.always.add(call.name)
+        if kind and answer.lower() in ("a", "always"):
+            self.always.add(kind)
         if answer.lower() in ("y", "yes", "a", "always"):
             return ""
         reason = answer.partition(" ")[2]  # n because it is used elsewhere
-        return f"The user did not approve this call. {reason}".rstrip()
+        return f"The user did not approve this call: {reason}".rstrip(": ")
 
 
 @dataclass
@@ -1953,13 +1982,18 @@ class SubagentManager:
         self.results.put_nowait(InboundMessage("system", "subagent", turn.session_key, text))
 
 
+NOT_FOR_HELPERS = ("cron", "memory", "skill-creator")  # skills
+
+
 async def helper_answer(loop, task, turn):
     """Run a helper. Returns its answer, or raises ToolError if there is none."""
     names = names_of(loop.tools.get_definitions())
     kept = ("spawn", "message", "cron")
     tools = [loop.tools.get(name) for name in names if name not in kept]
     prompt = template("subagent", cwd=turn.cwd, workspace=turn.workspace)
-    parts = [prompt, *skill_parts(loop.skills.load()).values()]
+    facts = loop.context.parts(turn).get("Memory", "")
+    skills = [skill for skill in loop.skills.load() if skill.name not in NOT_FOR_HELPERS]
+    parts = [prompt, facts, *skill_parts(skills).values()]
     message, _ = loop.context.user_message(task, turn)  # adds date and time to the task
     messages = [{"role": "system", "content": "\n\n".join(parts)}, as_sent(message)]
     spec = loop.limited(
@@ -1986,6 +2020,7 @@ COMMANDS = {
     "continue": "resume a turn that was interrupted",
     "undo": "take back the file changes of the last turn that changed files",
     "status": "version, model, tokens, context, uptime",
+    "model": "say which model answers, or use the one that you name until the program ends",
     "dream": "read the recent history and save lasting facts in the memory",
     "dream-log": "list the commits of the memory, or show the commit that you name",
     "dream-restore": "undo the last dream, or the commit that you name",
@@ -1997,10 +2032,10 @@ WAITING = ("new", "continue", "undo")  # these commands wait for the end of a ru
 def slash_command(text):
     """`/NEW ` → ("new", ""), `/dream-log 1f3a` → ("dream-log", "1f3a"), other text → ("", "")"""
     # Commands: "/status@my_bot", "/dream-log 1f3a9c". Not commands: "/etc/hosts?", "/new York?"
-    match = re.fullmatch(r"/([a-z][a-z-]*)(?:@\w+)?(?:\s+(.+))?", text.strip().lower())
-    if match is None or (match[2] and match[1] not in ("dream-log", "dream-restore")):
-        return "", ""
-    return match[1], match[2] or ""
+    match = re.fullmatch(r"(?i)/([a-z][a-z-]*)(?:@\w+)?(?:\s+(\S.*))?", text.strip())
+    command, argument = match.groups(default="") if match else ("", "")
+    has_argument = command.lower() in ("model", "dream-log", "dream-restore")
+    return (command.lower(), argument) if has_argument or not argument else ("", "")
 
 
 @dataclass
@@ -2053,6 +2088,10 @@ class Commands:
                 has_stopped = self.loop.stop(turn.session_key)
                 await asyncio.sleep(0)  # first, the stopped turn sends its last text
                 text = "Stopped; resume with /continue." if has_stopped else "Nothing is running."
+            case "model":
+                if argument and self.loop.config.defaults.provider != "human":
+                    self._use_model(argument)
+                text = f"The model is {self.loop.provider.model}."
             case "dream":
                 text = await self.loop.dream.run()
             case "dream-log":
@@ -2062,6 +2101,11 @@ class Commands:
             case _:
                 text = f"There is no /{command}. /help lists the commands."
         return said(text)
+
+    def _use_model(self, name):
+        loop = self.loop
+        loop.provider = loop.runner.provider = make_provider(loop.config, name)
+        loop.cost.price = loop.config.prices.get(loop.provider.model)
 
     def _status(self, turn):
         request = self.preview(turn)
@@ -2252,6 +2296,7 @@ class Config:
         self.tools.mcp_servers = self.mcp_servers | self.tools.mcp_servers
         self.path = path_of(USUAL_SETTINGS)
         self.base_url = ""  # from a flag or the environment
+        self.read_only = False  # from a flag
 
     @property
     def defaults(self):
@@ -2322,6 +2367,9 @@ def load_config(path=None, environ=os.environ):
     return config
 
 
+JSON_ADVICE = "Write straight quotes, no comma before a closing bracket, and at least {}."
+
+
 def read_json(file, environ):
     """Read a settings file. Each `${VAR}` is replaced by the environment variable VAR."""
 
@@ -2337,7 +2385,7 @@ def read_json(file, environ):
         fix = f"`nanobot onboard --config {file}` creates it."
         fault = f"Cannot read {file}: {problem.strerror}. {fix}"
     except ValueError as problem:
-        fault = f"{file} is not JSON: {problem}. Correct the file."
+        fault = f"{file} is not JSON: {problem}. {JSON_ADVICE}"
     raise ConfigError(fault)
 
 
@@ -2375,9 +2423,11 @@ def camel_case(name):
     return re.sub("_([a-z])", lambda match: match[1].upper(), name)
 
 
-def make_provider(config):
-    """The provider of the settings, or OfflineProvider if key, URL and model are missing."""
+def make_provider(config, model=""):
+    """The provider of the settings for their model or for this one; OfflineProvider if key, URL and
+    model are missing."""
     defaults = config.defaults
+    model = model or defaults.model
     if unknown := config.providers.keys() - ROWS.keys():
         raise ConfigError(f"providers.{min(unknown)} is unknown. Known: {', '.join(ROWS)}")
     if defaults.provider == "offline":
@@ -2387,15 +2437,15 @@ def make_provider(config):
     own = {name: Endpoint(ROWS[name], **vars(row)) for name, row in config.providers.items()}
     chosen = "" if defaults.provider == "auto" else defaults.provider
     try:
-        endpoint = choose_endpoint(own, defaults.model, chosen, config.base_url)
+        endpoint = choose_endpoint(own, model, chosen, config.base_url)
     except ValueError as problem:
         raise ConfigError(str(problem)) from None
     if endpoint:
         return OpenAIProvider(endpoint)
-    if defaults.model in ("", "offline"):
+    if model in ("", "offline"):
         return OfflineProvider()
     raise ConfigError(
-        f"There is no key and no base URL for the model {defaults.model}. "
+        f"There is no key and no base URL for the model {model}. "
         "Set OPENAI_API_KEY or OPENAI_BASE_URL, or use --offline."
     )
 
@@ -2406,10 +2456,18 @@ def lacks_model(loop):
     return is_offline and loop.config.defaults.provider != "offline"
 
 
+class ReadOnlyTools(ToolRegistry):
+    """For --read-only: a tool that may change something is not added, also if it comes later."""
+
+    def register(self, tool):
+        if tool.read_only:
+            super().register(tool)
+
+
 def make_tools(config):
     """The tools that the settings allow. MCP tools are added when their server connects."""
     settings, shell = config.tools, config.tools.exec
-    tools = ToolRegistry(FILE_TOOLS)
+    tools = (ReadOnlyTools if config.read_only else ToolRegistry)(FILE_TOOLS)
     if shell.enable:
         tools.register(
             Exec(
@@ -2456,14 +2514,10 @@ class StepHook(AgentHook):
                 call.arguments, call.error = parse_arguments(answer, repair=False)
 
     async def _decide(self, text, what, **details):
-        while True:  # ask again after an invalid answer
-            answer = await self.ask(text, what, **details)
-            answer = "stop" if answer is None else answer.strip()  # /continue resumes the turn
-            if answer == "stop":
-                raise asyncio.CancelledError
-            _, error = parse_arguments(answer, repair=False)
-            if not answer or (what == "call" and (answer == "skip" or not error)):
-                return answer
+        answer = await self.ask(text, what, **details)
+        if answer is None or answer.strip() == "stop":  # /continue resumes the turn
+            raise asyncio.CancelledError
+        return answer.strip()
 
 
 PART_END = "\n\n---\n\n"  # between the parts of the system prompt
@@ -2608,16 +2662,18 @@ def settings_of(arguments):
     if arguments.provider or arguments.base_url:
         defaults.provider = arguments.provider or "auto"
         config.base_url = arguments.base_url or ""
+    config.read_only = vars(arguments).get("read_only", False)
     return config
 
 
 def command_with_flags(arguments, *words):
     """A command for the user: `nanobot -s work -m /continue --workspace /tmp/ws`"""
     command = ["nanobot", *words]
-    for name in ("config", "workspace", "model", "base_url", "provider"):
-        value = getattr(arguments, name)
+    flags = ("config", "workspace", "model", "base_url", "provider", "read_only", "approve")
+    for name in flags:
+        value = vars(arguments).get(name)
         if value:
-            command += ["--" + name.replace("_", "-"), str(value)]
+            command += ["--" + name.replace("_", "-"), *([] if value is True else [str(value)])]
     return shlex.join(command)
 
 
@@ -2639,7 +2695,8 @@ class Talk:
         self.words = arguments.text + arguments.message
         self.background = background
         out = sys.stderr if 1 in arguments.record else sys.stdout
-        self.terminal = CLI(out, kinds=kinds_to_show(config.channels))
+        err = open(os.devnull, "w") if arguments.quiet else sys.stderr  # noqa: SIM115
+        self.terminal = CLI(out, err, kinds_to_show(config.channels))
         self.has_keyboard = sys.stdin.isatty()
         self.is_conversation = self.has_keyboard and not self.words
         self.is_watched = self.terminal.err.isatty()  # does a person see the reports?
@@ -2752,34 +2809,21 @@ class Talk:
         """Answer one message on the terminal. Returns the exit status."""
         self.follow_project()
         self.terminal.waiting.begin("the model")
-        loop = self.loop
-        work = self.answer_with_helpers(text)
-        result = self.background.complete(work)
+        loop, terminal = self.loop, self.terminal
+        hear = terminal.hear if self.is_conversation else None  # else the shell gets the lines
+        work = answer_with_helpers(loop, text, self.key, terminal.send, terminal.heard)
+        result = self.background.complete(work, hear)
         if result.requests:
             requests = counted(result.requests, "request")
             context = loop.config.defaults.share(result.context_tokens)
             self.terminal.note(f"{requests} · {loop.cost.line(result.usage)} · {context}")
         if result.stop_reason == "max_iterations":
-            self.terminal.note(f"nanobot: {LIMIT_REACHED}")
+            complain(LIMIT_REACHED)
         if result.stop_reason not in NOT_ANSWERED:
             return 0
         if result.error or not self.terminal.live:  # a terminal already shows `final_content`
-            self.terminal.note(f"nanobot: {result.error or result.final_content}")
+            complain(result.error or result.final_content)
         return 1
-
-    async def answer_with_helpers(self, text):
-        """Answer a message, then wait for all running helpers and answer their reports."""
-        helpers = self.loop.subagents
-        try:
-            while True:
-                result = await self.loop.process_direct(text, self.key, self.terminal.send)
-                await asyncio.gather(*helpers.of(self.key), return_exceptions=True)
-                if helpers.results.empty():
-                    return result
-                text = helpers.results.get_nowait().content
-        except asyncio.CancelledError:
-            self.loop.stop(self.key)
-            raise
 
     def follow_project(self):
         """Use the project's instructions if the user has allowed this version of the file. A
@@ -2865,14 +2909,12 @@ def undo_command(arguments):
     """Takes back the file changes of the last turn in this folder that changed files."""
     loop = AgentLoop(settings_of(arguments))
     turn = loop.turn("cli:undo")
-    folders = {}  # session, the newest first → the folder of its last change
-    for change in reversed(kept_changes(turn.undo)):
-        folders.setdefault(change["session"], change["folder"])
-    keys = [key for key in folders if key[:4] == "cli:" and folders[key] == str(turn.cwd)]
+    here = [each for each in kept_changes(turn.undo) if each["folder"] == str(turn.cwd)]
+    keys = [each["session"] for each in here if each["session"].startswith("cli:")]
     if not keys:
         raise ConfigError(f"There is nothing to undo: no turn has changed files in {turn.cwd}.")
     with BackgroundLoop(loop.close) as background:
-        result = background.complete(loop.process_direct("/undo", keys[0]))
+        result = background.complete(loop.process_direct("/undo", keys[-1]))
     print(printable(result.final_content))
 
 
@@ -3164,7 +3206,9 @@ OPTIONS = (  # rows: commands ("" means all), spellings, help, more settings of 
     ),
     ("agent", "--no-stream", "do not stream answers", SWITCH),
     ("agent", "--step", "stop before each request and tool call", SWITCH),
+    ("agent", "-q --quiet", "print nothing but the answer and errors", SWITCH),
     ("agent web", "--approve", "ask before a tool writes or executes", SWITCH),
+    ("agent prompt web", "--read-only", "only tools that change nothing", SWITCH),
     ("agent web", "--trace", "append all events", FILE | RECORD | {"action": "append"}),
     ("agent", "--json", ON_STDOUT, RECORD | {"action": "append_const", "const": 1}),
     ("prompt", "text", "", {"nargs": "?", "default": "Hello!"}),
@@ -3223,6 +3267,8 @@ def main(argv=None):
     stamp = "%(asctime)s " if arguments.command == "gateway" else ""
     handler.setFormatter(PrintableFormatter(f"{stamp}%(levelname)s %(name)s: %(message)s"))
     level = logging.INFO if arguments.logs else logging.WARNING
+    if vars(arguments).get("quiet"):
+        level = logging.ERROR
     logging.basicConfig(level=level, handlers=[handler])
     end_on_signals()  # SIGTERM acts like Ctrl-C: the journal keeps all finished steps
     try:

@@ -600,18 +600,32 @@ PROVIDERS = [  # order: name, keywords, env_key, default_api_base, hosts
         "ANTHROPIC_API_KEY",
         "https://api.anthropic.com/v1",
         key_prefix="sk-ant-",
+        default_model="claude-sonnet-4-5",
         supports_prompt_caching=True,
     ),
-    ProviderSpec("deepseek", "deepseek", "DEEPSEEK_API_KEY", "https://api.deepseek.com/v1"),
+    ProviderSpec(
+        "deepseek",
+        "deepseek",
+        "DEEPSEEK_API_KEY",
+        "https://api.deepseek.com/v1",
+        default_model="deepseek-chat",
+    ),
     ProviderSpec(
         "gemini",
         "gemini|gemma",
         "GEMINI_API_KEY",
         key_prefix="AIza",
+        default_model="gemini-flash-latest",
         default_api_base="https://generativelanguage.googleapis.com/v1beta/openai",
     ),
     ProviderSpec("groq", "", "GROQ_API_KEY", "https://api.groq.com/openai/v1", key_prefix="gsk_"),
-    ProviderSpec("mistral", "mistral|codestral", "MISTRAL_API_KEY", "https://api.mistral.ai/v1"),
+    ProviderSpec(
+        "mistral",
+        "mistral|codestral",
+        "MISTRAL_API_KEY",
+        "https://api.mistral.ai/v1",
+        default_model="mistral-medium-latest",
+    ),
     ProviderSpec(
         "moonshot",
         "kimi|moonshot",
@@ -631,6 +645,7 @@ PROVIDERS = [  # order: name, keywords, env_key, default_api_base, hosts
         "DASHSCOPE_API_KEY",
         "https://dashscope.aliyuncs.com/compatible-mode/v1",
         (".dashscope-intl.aliyuncs.com",),
+        default_model="qwen-plus",
     ),
     ProviderSpec(
         "siliconflow",
@@ -648,7 +663,14 @@ PROVIDERS = [  # order: name, keywords, env_key, default_api_base, hosts
         is_gateway=True,
     ),
     ProviderSpec("volcengine", "doubao", "ARK_API_KEY", "https://ark.cn-beijing.volces.com/api/v3"),
-    ProviderSpec("xai", "grok", "XAI_API_KEY", "https://api.x.ai/v1", key_prefix="xai-"),
+    ProviderSpec(
+        "xai",
+        "grok",
+        "XAI_API_KEY",
+        "https://api.x.ai/v1",
+        key_prefix="xai-",
+        default_model="grok-4",
+    ),
     ProviderSpec(
         "azure",
         "",
@@ -810,7 +832,7 @@ TROUBLES = {  # the first row whose pattern fits
     # xAI "Incorrect API key provided", Gemini "API key not valid", LiteLLM "No connected db"
     "key": Trouble(
         "^40[13] |incorrect api key|api key not valid|no connected db",
-        "{where} refuses the key ({cause}). Set {variable}.",
+        "{where} refuses the key ({cause}). Replace {variable}.",
     ),
     # "is not a valid model ID", DeepSeek "Model Not Exist", LiteLLM "Invalid model name passed in"
     "model": Trouble(

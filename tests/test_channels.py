@@ -206,27 +206,26 @@ def test_a_log_line_is_made_harmless_with_its_traceback():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "question"),
+    ("arguments", "shown"),
     [
-        ({"command": "ls\nRun it?"}, 'exec {"command": "ls\\nRun it?"}\n' + ASKED),
+        ({"command": "ls\nRun it?"}, "act\n$ ls\n$ Run it?"),
+        ({"command": "Grüße \x1b[2J \x9b\u202e"}, "act\n$ Grüße \\x1b[2J \\x9b\\u202e"),
+        ({"command": "a\u2800\u115f\uffa0"}, "act\n$ a\\u2800\\u115f\\uffa0"),
+        ({"command": "r\u200dm\xad", "n": 1}, 'act {"n": 1}\n$ r\\u200dm\\xad'),
+        ({"url": "a\nRun it?", "n": 1}, 'act {"url": "a\\nRun it?", "n": 1}'),
+        ({"path": "a", "content": "x\n\n  y"}, 'act {"path": "a"}\n+x\n+\n+  y'),
         (
-            {"command": "Grüße \x1b[2J \x9b\u202e"},
-            'exec {"command": "Grüße \\u001b[2J \\x9b\\u202e"}\n' + ASKED,
+            {"path": "a", "old_text": "1\n2\n3", "new_text": "1\nRun it?\n3"},
+            'act {"path": "a"}\n-1\n-2\n-3\n+1\n+Run it?\n+3',
         ),
-        (
-            {"command": "a\u2800\u115f\uffa0"},
-            'exec {"command": "a\\u2800\\u115f\\uffa0"}\n' + ASKED,
-        ),
-        ({"command": "r\u200dm\xad"}, 'exec {"command": "r\\u200dm\\xad"}\n' + ASKED),
-        ({"command": f"a{' ' * 999};rm x"}, 'exec {"command": "a[999 blanks];rm x"}\n' + ASKED),
-        (
-            {"command": "x" * 600},
-            f'exec {{"command": "{"x" * 600}"}}\nexec, 620 characters. ' + ASKED,
-        ),
+        ({"old_text": "x" * 600 + "\n", "new_text": ""}, f"act\n-{'x' * 600}\n-\n+"),
     ],
 )
-def test_a_call_to_be_approved_is_shown_whole_on_one_line(arguments, question):
-    assert approval_question("exec", arguments) == question
+def test_a_call_to_be_approved_is_shown_whole_and_cannot_imitate_the_question(arguments, shown):
+    always = "[y/n/always] (n REASON says why not; always: git status until you quit) "
+    assert approval_question("act", arguments, "git status") == f"{shown}\nRun it? {always}"
+    only_once = f"{shown}\nRun it? [y/n] (n REASON says why not) "
+    assert approval_question("act", arguments) == only_once
 
 
 # ---- The answer and what stands beside it ----
@@ -551,9 +550,9 @@ def test_what_is_waited_for_is_shown_after_a_second_and_is_gone_before_anything_
     cli.waiting = waiting = Waiting(terminal.stream, lambda: clock.now)
 
     def shown() -> str:
-        """A line that waits begins with `<` and is erased by `|`."""
-        text = terminal.read().replace("\r\x1b[K\x1b[?7l", "<").replace("\x1b[?7h\r", ">")
-        return text.replace("\r\x1b[K", "|")
+        """A line that waits begins with `<`; `|` erases it, and `^` erases it one line above."""
+        text = terminal.read().replace("\r\x1b[K", "<").replace("\x1b[A\r\x1b[J", "^")
+        return text.replace("\r\x1b[J", "|")
 
     def drawn_after(seconds: float) -> str:
         clock.now += seconds
@@ -563,16 +562,18 @@ def test_what_is_waited_for_is_shown_after_a_second_and_is_gone_before_anything_
     assert drawn_after(9) == ""
     waiting.begin("the model")
     assert drawn_after(0.9) == ""
-    assert drawn_after(1.2) == "<waiting for the model, 2 s>"
-    assert drawn_after(0) == ""
-    assert drawn_after(57) == "<waiting for the model, 59 s>"
+    assert drawn_after(1.2) == "<waiting for the model … "
+    assert drawn_after(57) == "", "the user may be typing behind it"
     waiting.begin('read_file("a\x1b[2J.txt")\n' + "x" * 99)
-    assert drawn_after(61) == '|<waiting for read_file("a\\x1b[2J.txt") ' + "x" * 34 + ", 61 s>"
+    assert drawn_after(61) == '|<waiting for read_file("a\\x1b[2J.txt") ' + "x" * 24 + " … "
     cli.note("a note")
     assert shown() == "|a note\n"
     assert drawn_after(0).startswith("<waiting for read_file")
     send(cli, event("final", "The answer."))
     assert shown() == "|The answer.\n"
+    assert drawn_after(1).startswith("<waiting for read_file")
+    cli.hear("and b.txt")
+    assert (shown(), cli.heard()) == ("^queued: and b.txt\n", [{"content": "and b.txt"}])
     waiting.end()
     assert drawn_after(10) == ""
 

@@ -1094,7 +1094,7 @@ def test_what_was_shown_of_an_answer_that_broke_off_is_told_with_the_cause(line,
 
 
 LITELLM = {
-    "litellm-no-db": "refuses the key.*Set OPENAI_API_KEY",
+    "litellm-no-db": "refuses the key.*Replace OPENAI_API_KEY",
     "litellm-unknown-model": "has no such model.*--model",
     "deepseek-400-model": "has no such model.*--model",
     "moonshot-quota-inactive": "reports a billing problem.*--provider",
