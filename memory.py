@@ -56,9 +56,9 @@ class Session:
         self.path = path
         self.on_event = on_event  # called with "journal" and each new line, without its text
         self.created_at = time.strftime(MOMENT)
-        self.origin: dict = {}  # more keys for the first line: `folder` and `typed`
+        self.origin = {}  # more keys for the first line: `folder` and `typed`
         self.messages = []  # messages that are not in the long-term memory
-        self.newest: dict = {}  # the last message that is no report
+        self.newest = {}  # the last message that is no report
         self.last = 0  # the number of this message
         self.highest = 0  # highest number so far: the next message gets `highest + 1`
         self.start = 0  # last message number before `/new`
@@ -87,7 +87,7 @@ class Session:
             first = {"mark": "session", "key": self.key, "created_at": self.created_at}
             lines = [first | self.origin, *lines]
         moment = {"timestamp": time.strftime(MOMENT)}
-        lines = [line if "timestamp" in line else line | moment for line in lines]
+        lines = [line | moment | line for line in lines]  # a line's own time stays
         self.size += append_lines(self.path, lines)
         for line in lines:
             self.take(line)
@@ -148,8 +148,7 @@ class Session:
                                                    [2026-11-23 10:00, reminder: stretch!]\\n\\nb"
         """
         sent = self.summary_messages()
-        before: dict = {}
-        reports: list[dict] = []
+        before, reports = {}, []
         for message in [*self.conversation(), *later]:
             if "report" in message:
                 reports.append(message)
@@ -350,7 +349,7 @@ class MemoryStore:
         texts = [f"[{entry['timestamp']}] {entry['content']}" for entry in entries]
         return [fitted(text, 1_800 // len(texts)) for text in texts]
 
-    def archive_old(self, keep: int = 1_000):
+    def archive_old(self, keep=1_000):
         """Move entries to the archive if Dream has read them, except the newest `keep` entries."""
         with locked(self.lock):
             entries = self.entries()
@@ -634,7 +633,8 @@ def has(record, **kinds):
 
 
 def is_inbox_line(line: dict):
-    return has({"media": []} | line, id=str, kind=str, content=str, media=list)
+    has_keys = has({"media": []} | line, id=str, kind=str, content=str, media=list)
+    return has_keys and all(isinstance(path, str) for path in line.get("media", []))
 
 
 def journal_lines(path: Path):
@@ -660,7 +660,7 @@ def is_journal_line(line: dict):
     return is_message and has_calls and ("content" in line or bool(calls))
 
 
-def numbered(lines: list[dict]):
+def numbered(lines):
     """Convert a journal of the system that this kit re-creates: all of its turns have ended.
 
     {"_type": "metadata", "created_at": "2026-02-01T10:00:00", "last_consolidated": 2}
@@ -1076,7 +1076,7 @@ class Dream:
         outcomes = {"completed": "completed", "error": UNREACHABLE}
         return outcomes.get(result.stop_reason, "failed")
 
-    def refuse(self, name: str, arguments: dict):
+    def refuse(self, name, arguments):
         """Returns why a call is refused, or "". Without this check, the text of a web page could
         mislead Dream into writing elsewhere. The tool gets exactly these `arguments`. Raises
         ValueError, for example for a path with a NUL."""
@@ -1133,15 +1133,13 @@ class MemoryRepository:
             errors="replace",
         )
         if done.returncode:
-            problem = done.stderr.strip()
             remedy = f"If {self.folder} is damaged, remove it: the next dream begins a new one."
-            raise OSError(why or f"{problem}. {remedy}")
+            raise OSError(why or f"{done.stderr.strip()}. {remedy}")
         return done.stdout
 
     def commit(self, subject: str):
         """Commit the files. Returns `2 lines removed, 1 added`, or "". Raises OSError."""
         if not (self.folder / "HEAD").exists():
-            self.folder.parent.mkdir(exist_ok=True)
             self.git("init", "-q")
             write_atomically(self.folder / "info" / "attributes", self.attributes)
         self.git("add", "-u")  # changed and deleted files
@@ -1177,19 +1175,20 @@ class MemoryRepository:
         try:
             with self.lock():
                 self.commit(OUTSIDE)
-                commit = f"{sha or LAST_DREAM}^0"
                 patch = ".nanobot/undo.patch"  # not read here: its bytes must stay as they are
-                output = f"--output={patch}"
-                self.git(
-                    "diff-tree", "-p", "--binary", output, commit, "--", *self.files, why=UNKNOWN
-                )
+                which = (f"--output={patch}", f"{sha or LAST_DREAM}^0", "--", *self.files)
+                self.git("diff-tree", "-p", "--binary", *which, why=UNKNOWN)
                 files = [self.workspace / name for name in self.git("ls-files", "-z").split("\0")]
                 modes = {path: path.stat().st_mode for path in files if path.is_file()}
-                # -C0: the lines around a change may have changed since
-                self.git("apply", "-R", "-C0", "--whitespace=nowarn", patch, why=why)
+                try:
+                    self.git("apply", "--check", patch)
+                except OSError:  # -C0: the lines around a change may have changed since
+                    self.git("apply", "-R", "-C0", "--whitespace=nowarn", patch, why=why)
+                else:
+                    raise OSError(why)  # the change could be made again
                 for path, mode in modes.items():  # git has given new files the usual mode
                     if path.exists():
-                        path.chmod(stat.S_IMODE(mode))
+                        path.chmod(mode)
                 told = self.commit(f"restore of {sha or 'the last dream'}")
                 return f"Undone: {told}."
         except (OSError, SessionBusy) as problem:
@@ -1235,9 +1234,7 @@ class SkillsLoader:
             return Skill(path.parent.name, path, problem=why)
 
 
-@cache
-def warn_once(text):
-    log.warning("%s", text)
+warn_once = cache(log.warning)
 
 
 # "---\nname: weather\n---\n"

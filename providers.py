@@ -1718,16 +1718,15 @@ class HumanProvider(LLMProvider):
         return answer
 
 
-HOW_TO_ANSWER = """You are the model. Answer in words, or call a tool: read_file("a.txt")
+HOW_TO_ANSWER = """
+You are the model. Answer in words, or call a tool: read_file("a.txt")
 or read_file {"path": "a.txt"}. `nanobot prompt` prints the whole prompt and all parameters."""
 
 
 def request_text(request: LLMRequest):
-    """What a person reads of a request: the tools with their parameters, the headings of the
-    prompt, and the messages since the model's last one."""
-    lines = ["---- tools ----"]
-    for name, schema in parameters_by_name(request.tools).items():
-        lines.append(f"{name}({', '.join(schema.get('properties', []))})")
+    """What a person reads of a request: the messages since the model's last one, of the prompt only
+    the headings, and at the beginning of a turn the tools with their parameters."""
+    lines = []
     for message in request.messages:
         text = as_text(message)["content"]
         if message["role"] == "system":
@@ -1735,6 +1734,11 @@ def request_text(request: LLMRequest):
         lines.append(f"---- {message['role']} ----\n{text}")
         if message["role"] == "assistant":
             lines.clear()
+    if request.messages[-1]["role"] == "user":
+        tools = parameters_by_name(request.tools)
+        lines = [
+            f"{name}({', '.join(tools[name].get('properties', []))})" for name in tools
+        ] + lines
     return "\n".join(lines)
 
 

@@ -1247,7 +1247,7 @@ COMMANDS = [
     ("/dream-log", "no dream"),
     (
         "/dream-log wrong way",
-        "there is no commit",
+        "there is no such commit",
     ),
     ("/dream-restore", "no dream"),
     ("/etc/hosts?", "asked"),

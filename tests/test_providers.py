@@ -2106,7 +2106,7 @@ def in_person(*lines):
     rest, questions = iter(lines), []
 
     async def ask_person(question, what, **details):
-        questions.append(question.partition("\nYou are the model")[0])
+        questions.append(question.partition("\n\nYou are the model")[0])
         return next(rest)
 
     return HumanProvider(ask_person), questions
@@ -2151,13 +2151,12 @@ def test_a_person_sees_the_headings_of_the_prompt_the_tools_and_what_is_new():
     talk = [system, user("Hello")]
     asked = ask(person, talk, tools=[TOOL])[0].tool_calls[0]
     assert questions.pop() == (
-        "---- tools ----\nread_file()\n"
-        "---- system ----\nYou are a test.\n# Memory\n## Skills\n---- user ----\nHello"
+        "read_file()\n---- system ----\nYou are a test.\n# Memory\n## Skills\n---- user ----\nHello"
     )
     talk += [called(asked.id, name="read_file"), result(asked.id), user([IMAGE])]
     ask(person, talk, [TOOL])
     image = "[an image: this model cannot see it]"
-    assert questions.pop() == f"---- tool ----\nnoon\n---- user ----\n{image}"
+    assert questions.pop() == f"read_file()\n---- tool ----\nnoon\n---- user ----\n{image}"
 
 
 # ---- The events of a request, without keys ----

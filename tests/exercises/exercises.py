@@ -66,7 +66,7 @@ AFTER = {  # what was learnt, what to try next
     ),
     "13": (
         "A hook sees each request and each call, so limits need no change in the loop.",
-        "python agent.py 13 --offline (in `course`) opens the page with your hook. Set a limit of 0 in `BudgetHook`.",
+        "Give the three parameters default values (0, 0.15, 0.60), then: python agent.py 13 --offline (in `course`) opens the page.",
     ),
     "14": (
         "The program decides which calls run, not the prompt. A model that was convinced by a file still cannot act.",

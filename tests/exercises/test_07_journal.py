@@ -6,7 +6,8 @@ Goal: an agent was killed at a random moment. Say from its journal alone what it
       "working"      a tool was running: a call has no result
       "ended"        the turn was ended without an answer: stopped, or the endpoint failed
 Read: NOTES.md "What the journal can do", memory.py:Session.unfinished, nanobot.py:AgentRunner._act
-Hint: look at the last message (a line with `n`), at its role and its tool_calls, and at the marks behind it.
+Hint: the grader kills two agents (kill -9) and prints their journals with your answer, as soon as `explain` returns something.
+      Look at the last message (a line with `n`), at its role and its tool_calls, and at the marks after it.
 """
 
 import json

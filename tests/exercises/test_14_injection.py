@@ -5,7 +5,8 @@ Goal: a file says "ignore the user and run …", and the model believes it. No p
       command stands in the message with which the user began this turn.
 Read: nanobot.py:ApprovalHook, nanobot.py:is_read_only, NOTES.md "What the guard-rails do not stop"
 Hint: keep the context of `before_iteration`: its messages show what was read (role tool) and what the user said last (role
-      user). The path is call.arguments["path"] for write_file and edit_file; exec has "command".
+      user). The path is call.arguments["path"] for write_file and edit_file; exec has "command". Then open the page with your hook:
+      python agent.py 14 --provider human (in the course's folder; else tests/exercises/agent.py), and play a model that believes letter.txt.
 """
 
 from grading import check, exercise, result_of, settings
