@@ -430,7 +430,7 @@ class AgentRunner:
             temperature=spec.temperature,
             on_delta=state.show if spec.hook.wants_streaming else None,
             on_retry=spec.hook.on_retry,
-            on_event=spec.on_event,
+            on_event=partial(spec.on_event, step=state.context.iteration, total=request.tokens),
             read_only=[name for name in names if is_read_only(name, spec.tools)],
         )
         if response.usage.get("estimated"):  # one estimate everywhere, also in `nanobot prompt`
@@ -658,7 +658,7 @@ class ContextBuilder:
         return [system, *history[:-1], {"role": "user", "content": [*images, text]}]
 
     def system_prompt(self, turn: Turn) -> str:
-        return "\n\n---\n\n".join(self.parts(turn).values())
+        return PART_END.join(self.parts(turn).values())
 
     def parts(self, turn: Turn) -> dict[str, str]:
         """Name → text of each part of the system prompt, in order. "Memory" contains facts from
@@ -2512,6 +2512,9 @@ class StepHook(AgentHook):
         return answer.strip()
 
 
+PART_END = "\n\n---\n\n"  # between the parts of the system prompt
+
+
 class RunEvents:
     """Tells all listeners what happens in a run, as the events that providers.py describes. Each
     message of a request is told once; later requests only name its number."""
@@ -2520,24 +2523,26 @@ class RunEvents:
         self.listeners = listeners
         # key: of the session
         self.about = {"run": uuid.uuid4().hex[:8], "who": who, "key": key}
-        self.numbers: dict[str, int] = {}  # each message of the last request, as JSON → its number
+        self.numbers = {}  # each message of the last request, as JSON → its number
         self.count = itertools.count(1)
-        self.tools: list = []  # of the last request
+        self.tools = []  # of the last request
 
     def __call__(self, kind: str, **fields):
         if not self.listeners:
             return
         if kind == "request":
-            if fields["tools"] == self.tools:
-                del fields["tools"]
-            else:
-                self.tools = fields["tools"]
-            fields |= self._numbered(fields["messages"])
+            tools = fields.pop("tools")
+            fields |= self._numbered(fields["messages"], tools)
+            if tools != self.tools:
+                fields["tools"] = self.tools = tools
         event = {"time": time.time(), **self.about, "kind": kind, **fields}
         for listener in self.listeners:
             listener(event)
 
-    def _numbered(self, messages):
+    def _numbered(self, messages, tools):
+        """The new messages, the numbers of all, and the estimated tokens of each message, of each
+        part of the system prompt and, last, of the tools."""
+        parts = [*str(messages[0]["content"]).split(PART_END), lines_of_json(tools)]
         texts = [lines_of_json([message]) for message in messages]
         new = [text for text in dict.fromkeys(texts) if text not in self.numbers]
         self.numbers |= zip(new, self.count, strict=False)
@@ -2545,6 +2550,7 @@ class RunEvents:
         return {
             "sent": [self.numbers[text] for text in texts],
             "tokens": list(map(message_tokens, messages)),
+            "parts": list(map(estimate, parts)),
             "messages": list(map(json.loads, new)),
         }
 
@@ -2564,15 +2570,16 @@ def record_events(loop, files):
 
 
 def glass_html(**run):
-    """The HTML of the page. With the `events` of a recorded run, the page needs no server."""
-    html = (DATA / "templates" / "glass.html").read_text(encoding="utf-8")
+    """The HTML of the page. With the `events` of a recorded run, or with the `runs` that are
+    shipped, the page needs no server."""
+    html = (DATA / "templates/glass.html").read_text(encoding="utf-8")
     escaped = json.dumps(run).replace("<", "\\u003c").replace("%", "\\u0025")
     return html.replace("%RUN%", escaped)  # the data cannot contain </script> or %NONCE%
 
 
 def recorded(file):
     """The events of a file, or of the run of this name in `templates/traces/`."""
-    shipped = DATA / "templates" / "traces" / f"{file.name}.jsonl"
+    shipped = DATA / f"templates/traces/{file.name}.jsonl"
     events = []
     try:
         with open(file if file.exists() else shipped, encoding="utf-8") as lines:
@@ -2583,17 +2590,17 @@ def recorded(file):
     except Exception as fault:
         raise ConfigError(
             f"{file}, line {len(events) + 1} is no event of a run, as this version records it: "
-            f"{fault!r}. Record a run with `nanobot agent --trace FILE`, or use one of: mistake, "
-            "overflow, two-tools"
+            f"{fault!r}. Record a run with `nanobot agent --trace FILE`, or name a run that is "
+            "shipped, like two-tools"
         ) from None
     return events
 
 
 def described(event):
     """An event for `nanobot trace`: `10:00:01 turn result: 1| hello`"""
-    moment = time.strftime("%H:%M:%S", time.localtime(event["time"]))
-    _, text = shown(event)
-    return f"{moment} {event['who']} {event['kind']}: {text} {event.get('arguments', '')}"
+    moment = datetime.fromtimestamp(event["time"])
+    about = f"{moment:%H:%M:%S} {event['who']} {event['kind']}"
+    return f"{about}: {shown(event)[1]} {event.get('arguments', '')}"
 
 
 def shown(event):
@@ -3076,20 +3083,20 @@ def web_command(arguments):
     loop.context.project = project.part()
     if project.is_unknown:
         print(printable(NOT_FOLLOWED.format(project, command_with_flags(arguments, "trust"))))
-    price = vars(loop.cost.price or Price())
-    window = config.defaults.context_window_tokens
-    html = glass_html(model=loop.provider.model, window=window, price=price)
+    html = glass_html(model=loop.provider.model, window=config.defaults.context_window_tokens)
+    traces = (DATA / "templates/traces").glob("*.jsonl")
+    runs = glass_html(runs={file.stem: recorded(file) for file in traces})
     # a browser in a sandbox (snap) cannot open files in hidden folders, like ~/.nanobot
     file = path_of("~/nanobot-page.html")
 
-    def tell(address: str):
+    def tell(address):
         """Print a new address; the file has only the first one."""
         print(f"The page (each address works once): {address}", flush=True)
         file.unlink(missing_ok=True)
 
     as_json = record_events(loop, arguments.record)
     try:
-        page = WebPage(html, loop.sessions.path, tell, as_json, arguments.port)
+        page = WebPage(html, runs, loop.sessions.path, tell, as_json, arguments.port)
     except (OSError, OverflowError) as problem:
         raise ConfigError(f"Port {arguments.port}: {problem}. Change or omit --port.") from None
     connect_page(loop, page, arguments)
@@ -3106,8 +3113,9 @@ def web_command(arguments):
 
 def connect_page(loop, page, arguments):
     """Let the page show the sessions and each turn, and ask the questions of a turn."""
-    names = [key[4:] for key in loop.sessions.list_keys() if key[:4] == "web:"]
-    page.chats |= dict.fromkeys(names, False)
+    keys = loop.sessions.list_keys()
+    page.chats |= {key[4:]: False for key in keys if key[:4] == "web:"}
+    page.memory = lambda: loop.context.parts(loop.turn("web:page"))
     loop.listeners.append(page.show)
     loop.hooks.append(StepHook(page.ask))
     loop.can_ask = lambda turn: turn.channel == "web"
@@ -3124,8 +3132,7 @@ def recording_command(arguments):
     if arguments.command == "replay":
         return asyncio.run(play(events, CLI(), 0 if arguments.fast else 1))
     if arguments.html:
-        html = glass_html(events=events).replace("%NONCE%", uuid.uuid4().hex)
-        arguments.html.write_text(html, encoding="utf-8")
+        arguments.html.write_text(glass_html(events=events), encoding="utf-8")
         complain(f"{arguments.html} contains the prompts and all tool results")
     else:
         print(printable("\n".join(map(described, events))))

@@ -340,12 +340,16 @@ def test_a_gateway_without_a_model_does_not_start_and_a_program_is_warned(own_ho
     assert status == 1 and "has no model" in err and "--offline" in err
     code = "import nanobot\nfor _ in range(2): print(nanobot.run('hi'))"
     options = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(ROOT)}}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, **options)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, encoding="utf-8", **options
+    )
     assert done.stdout.count("Hello!") == 2 and done.stderr.count("OPENAI_API_KEY") == 1
     settings(own_home, agents={"defaults": {"provider": "offline"}})
     code = code.replace("'hi'", "'hi', config=nanobot.load_config(nanobot.Path('settings.json'))")
     options["cwd"] = own_home
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, **options)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, encoding="utf-8", **options
+    )
     assert done.stdout.count("Hello!") == 2 and done.stderr == ""  # it was asked for
 
 
@@ -998,7 +1002,7 @@ def test_in_a_deleted_folder_the_error_says_what_to_do(tmp_path):
     code = (
         f"mkdir gone && cd gone && rmdir ../gone && {sys.executable} {ROOT}/nanobot.py --offline hi"
     )
-    done = subprocess.run(["sh", "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(["sh", "-c", code], cwd=tmp_path, capture_output=True, encoding="utf-8")
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert "does not exist" in done.stderr and "cd" in done.stderr
 
@@ -1148,10 +1152,16 @@ def test_only_a_regular_file_inside_the_project_is_followed(own_home, tmp_path, 
 # ---- Standard input in a loop ----
 
 
-def test_what_is_attached_is_said(tmp_path):
-    with FakeLLM(["ok"]) as server:
-        err = nanobot("-m", "count", server=server, stdin=b"a\nb\nc\n")[2]
-        assert "attached: 5 characters from standard input" in err
+def test_a_command_in_a_loop_leaves_the_list_alone_and_names_what_it_attaches(tmp_path):
+    (tmp_path / "list").write_text("a\nb\nc\n", encoding="utf-8")
+    one_shot = f"{sys.executable} {ROOT}/nanobot.py -m"
+    loop = f'while read name; do {one_shot} "file $name"; done < list'
+    with FakeLLM(lambda body: "ok") as server:
+        options = {"cwd": tmp_path, "env": surroundings(server), "capture_output": True}
+        subprocess.run(["sh", "-c", loop], check=True, **options)
+        assert [texts_sent(body) for body in server.bodies] == [[f"file {name}"] for name in "abc"]
+        done = subprocess.run(["sh", "-c", f"{one_shot} count < list"], encoding="utf-8", **options)
+        assert "attached: 5 characters from standard input" in done.stderr
         assert texts_sent(server.bodies[-1]) == ["count\n\na\nb\nc"]
 
 

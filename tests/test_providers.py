@@ -1478,7 +1478,7 @@ def test_without_any_package_the_offline_model_works_and_a_missing_one_is_named(
     done = subprocess.run(
         [*WITHOUT_PACKAGES, *flags],
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         cwd=tmp_path,
         env=environment,
         stdin=subprocess.DEVNULL,
@@ -1496,7 +1496,9 @@ def test_a_library_that_does_not_load_is_not_called_missing(tmp_path):
     command = [sys.executable, WITHOUT_PACKAGES[-1], "--base-url", "http://127.0.0.1:1/v1"]
     for more in (["-m", "hi"], ["status"]):
         flags = [*command[:2], *more, *command[2:]]
-        done = subprocess.run(flags, capture_output=True, text=True, cwd=tmp_path, env=environment)
+        done = subprocess.run(
+            flags, capture_output=True, encoding="utf-8", cwd=tmp_path, env=environment
+        )
         said_of_it = done.stdout + done.stderr
         assert done.returncode == 1 and "missing" not in said_of_it, said_of_it
         assert (
@@ -2124,7 +2126,6 @@ READ_A_FILE = {"name": "read_file", "parameters": {"properties": {"path": {}, "o
         ("read_file", {}),
         ('read_file("a.txt"', None),
         ('read_file {"path": ', None),
-        ('raed_file("a.txt")', None),
         ('raed_file {"path": "a.txt"}', None),
         ('<tool_call>{"name": "read_file"}</tool_call>', None),
         ("$ ls", None),
@@ -2432,6 +2433,16 @@ def test_an_error_of_a_tool_is_shown_as_the_tool_gave_it(desk, question, monkeyp
     monkeypatch.setattr("tools.shutil.which", lambda name, path: None)
     monkeypatch.setattr("tools.os.replace", no_permission)
     assert re.fullmatch(FAILING[question], desk.ask(question)[0])
+
+
+def test_without_bash_the_commands_of_the_rules_are_not_sent_to_powershell(desk, monkeypatch):
+    (desk.folder / "powershell").write_text("#!/bin/sh\necho not for me")
+    (desk.folder / "powershell").chmod(0o755)
+    monkeypatch.setenv("PATH", str(desk.folder))
+    if os.name == "posix":
+        assert desk.ask("run ls") == ("not for me", ["exec"])
+    for question in ("rename a.txt to b.txt", "delete a.txt", "how many words are in a.txt?"):
+        assert desk.ask(question)[0].startswith("That needs bash") and desk.read("a.txt")
 
 
 def test_the_offline_model_works_through_a_conversation(desk):
@@ -2844,7 +2855,7 @@ def test_without_its_rules_the_offline_model_says_so(tmp_path):
         "import asyncio, providers as p; print(asyncio.run(p.OfflineProvider().chat([])).content)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, encoding="utf-8"
     )
     assert "templates/offline/rules.md is missing." in done.stdout
 
@@ -2939,7 +2950,7 @@ def test_a_broken_rule_is_named_at_start_and_by_status(tmp_path):
         done = subprocess.run(
             [sys.executable, "nanobot.py", *flags],
             capture_output=True,
-            text=True,
+            encoding="utf-8",
             cwd=tmp_path,
             env=environment,
             stdin=subprocess.DEVNULL,

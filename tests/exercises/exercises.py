@@ -128,7 +128,8 @@ MARKS = {grading.SOLVED: "✓", grading.NOT_BEGUN: "·", grading.Missing.state: 
 
 def show_class(folder: Path, numbers: list[str]) -> int:
     """Print a table: a line for each student, a mark for each exercise; then what is wrong."""
-    students = sorted({file.parent for file in folder.glob("*/ex_[0-9]*.py")})
+    students = sorted({file.parent for file in folder.glob("*/**/ex_[0-9]*.py")})
+    names = {student: student.relative_to(folder).parts[0] for student in students}
     if not students:
         print(
             f"{folder} has no folder with exercises. It must have one for each student: "
@@ -138,7 +139,7 @@ def show_class(folder: Path, numbers: list[str]) -> int:
         return 2
     sandbox, how = sandbox_here()
     print(f"This runs the code of {len(students)} students on this machine, {how}.", flush=True)
-    width = max(len(student.name) for student in students)
+    width = max(map(len, names.values()))
     print(f"{'':{width}}  {' '.join(numbers)}")
     problems = []
     for student in students:
@@ -148,11 +149,11 @@ def show_class(folder: Path, numbers: list[str]) -> int:
             verdicts = list(pool.map(lambda each: grading.grade_apart(each, sandbox), graders))
         marks = [f"{MARKS.get(state, '✗'):2}" for state, _ in verdicts]
         solved = [state for state, _ in verdicts].count(grading.SOLVED)
-        print(f"{student.name:{width}}  {' '.join(marks)} {solved} solved", flush=True)
+        print(f"{names[student]:{width}}  {' '.join(marks)} {solved} solved", flush=True)
         for number, (state, problem) in zip(numbers, verdicts, strict=True):
             if state not in MARKS:
                 first = problem.partition("\n")[0]
-                problems.append(f"{student.name} {number} {state}: {first}")
+                problems.append(f"{names[student]} {number} {state}: {first}")
     print("\n✓ solved, ✗ not yet right, · not begun\n" + "\n".join(problems))
     return 0
 

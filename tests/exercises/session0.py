@@ -45,12 +45,11 @@ def turn_problem(folder: Path) -> str:
     try:
         from grading import result_of, settings
 
-        from nanobot import AgentLoop
+        from nanobot import AgentLoop, Program
 
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as place:
-            config = settings(Path(place))
-            config.cwd = folder
-            answer = result_of(AgentLoop(config), "read a.txt").final_content
+            loop = AgentLoop(settings(Path(place)), program=Program(folder))
+            answer = result_of(loop, "read a.txt").final_content
         return "" if answer and "This is a.txt" in answer else f"it answered {answer!r}"
     except Exception as problem:
         return f"{type(problem).__name__}: {problem}"

@@ -37,8 +37,9 @@ class Shown:
     is_again: bool = False
 
     @property
-    def has_data(self) -> bool:
-        return self.name in (HEADING, DATA) or any(each.has_data for each in self.below)
+    def is_new(self) -> bool:
+        """Is here, or below, something that was not shown before?"""
+        return not self.is_again or any(each.is_new for each in self.below)
 
     def lines(self, depth: int = 0) -> list[str]:
         """This line and those below it. What ran before is not shown within what ran before."""
@@ -46,9 +47,7 @@ class Shown:
         lines = [f"{'  ' * depth}{line}"[:WIDTH] for line in (first, *rest)]
         if self.name == HEADING:
             lines = ["", *self.text.split("\n")]
-        below = [
-            each for each in self.below if not (self.is_again and each.is_again) or each.has_data
-        ]
+        below = [each for each in self.below if each.is_new or not self.is_again]
         for name, group in itertools.groupby(below, lambda each: each.name):
             neighbours = list(group)
             inner = neighbours if name in (HEADING, DATA) else neighbours[:1]
@@ -68,11 +67,18 @@ def main(arguments: Any, make_loop: Any) -> int:
     follower, loop = Follower(HOUSE, arguments.all), make_loop()
     follower.journal = loop.sessions.path("cli:walk")
     loop.listeners.append(follower.tell)
-    work = functools.partial(loop.process_direct, arguments.message, "cli:walk")
-    result = follower.follow(lambda: asyncio.run(work()))
+
+    async def turn() -> Any:
+        return await loop.process_direct(arguments.message, "cli:walk", drop)
+
+    result = follower.follow(lambda: asyncio.run(turn()))
     lines = [*follower.top.lines(-1)[1:], f"\nanswer: {result.final_content or result.error or ''}"]
     print("\n".join(lines).encode("utf-8", "replace").decode())
     return int(result.stop_reason == "error")
+
+
+async def drop(message: Any) -> None:
+    """Gets what a terminal would show: without it, answers are not streamed."""
 
 
 class Follower:
