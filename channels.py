@@ -661,7 +661,8 @@ class CLI(Channel):
             self._prompt = ""
 
     def read_piped(self, beside_message: bool, folder: Path):
-        """Read standard input. With -m, wait at most 3 s, because a pipe may never send a byte."""
+        """Read standard input. With -m, wait at most 3 s, because a pipe may never send a byte, and
+        leave a file alone that another program is reading."""
         if beside_message and is_partly_read(sys.stdin):
             return ""
         begun = b""
@@ -675,6 +676,15 @@ class CLI(Channel):
         if text and beside_message:
             self.note(f"attached: {len(text):,} characters from standard input")
         return text
+
+
+def is_partly_read(stream):
+    """True for the list of `while read name; do nanobot -m "…"; done < list`: a file from which
+    another program reads line by line."""
+    try:
+        return os.lseek(stream.fileno(), 0, os.SEEK_CUR) > 0
+    except OSError:  # a pipe, or a window of an IDE
+        return False
 
 
 def not_yet_shown(text, streamed):
