@@ -678,15 +678,6 @@ class CLI(Channel):
         return text
 
 
-def is_partly_read(stream):
-    """True for the list of `while read name; do nanobot -m "…"; done < list`: a file from which
-    another program reads line by line."""
-    try:
-        return os.lseek(stream.fileno(), 0, os.SEEK_CUR) > 0
-    except OSError:  # a pipe, or a window of an IDE
-        return False
-
-
 def not_yet_shown(text, streamed):
     """("Hello.", "Hel") → "lo."; ("Bye.", "Hel") → "\\nBye.": a different text gets a new line."""
     shown = streamed.strip()  # providers remove blanks at both ends of the final text
