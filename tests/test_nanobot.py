@@ -1782,7 +1782,6 @@ def test_a_setting_is_read_in_both_spellings_with_variables_filled_in(own_home, 
             "integer, true",
         ),
         ('{"agents": {"defaults": {"maxTokens": 0}}}', "agents.defaults.maxTokens", "1"),
-        ('{"agents": {"defaults": {"temperature": NaN}}}', "agents.defaults.temperature", "number"),
         ('{"gateway": {"heartbeat": {"enabled": 1}}}', "gateway.heartbeat.enabled", "boolean, 1"),
         (
             '{"channels": {"telegram": {"allowFrom": [[]]}}}',
