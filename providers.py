@@ -1582,7 +1582,7 @@ THOUGHT_START = re.compile(THOUGHT_LINE)
 LINE_START = re.compile(rf"{THOUGHT_LINE}|(?:\A\s{{0,200}}|^)(?:{TAG}|{FENCE}|{BARE}|{UNCLEAR})")
 THOUGHT_TAG = re.compile(r"</?(?:think|thinking|thought)>")
 THOUGHT = re.compile(
-    r"(?s)\s{0,200}(<(?:think|thinking|thought)>.*?)?</(?:think|thinking|thought)>"
+    r"\s{0,200}(<(?:think|thinking|thought)>(?:[^<]++|<)*?)?</(?:think|thinking|thought)>"
 )
 AROUND = re.compile(
     r"(?:\s|</?(?:tool_calls?|tools)>|</function>|<\|python_tag\|>|\[TOOL_CALLS\](?=\s{0,99}[\[{]))*"
