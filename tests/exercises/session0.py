@@ -73,7 +73,8 @@ def findings(folder: Path) -> list[tuple[str, str, str]]:
         found.append((word, what, fix if problem else ""))
 
     number = ".".join(map(str, sys.version_info[:3]))
-    note(sys.version_info < (3, 11), f"Python {number}", "install Python 3.11 or newer")
+    python = f"Python {number} ({sys.executable})"
+    note(sys.version_info < (3, 11), python, "install Python 3.11 or newer")
     if found[0][0] != "ok":
         return found  # the rest cannot be imported
     try:
@@ -83,11 +84,16 @@ def findings(folder: Path) -> list[tuple[str, str, str]]:
         note(problem, f"the folder {folder}", f"{problem}: name another folder")
     problem = turn_problem(folder)
     note(problem, "an agent reads a.txt", problem)
+    program = HERE.parent.parent / "nanobot.py"
+    fix = f"activate the environment, or write: {Path(sys.executable).name} {program}"
+    note(not shutil.which("nanobot"), "the command nanobot", fix, is_needed=False)
     problem = port_problem()
     note(problem, "the page (session 1)", f"no program may listen on 127.0.0.1: {problem}")
-    for name, use in (("openai", "exercise 04, real models"), ("mcp", "exercise 09")):
-        fix = f"python -m pip install {'mcp>=2.3' if name == 'mcp' else name}"
-        note(not importlib.util.find_spec(name), f"package {name} ({use})", fix, is_needed=False)
+    for name, use in (("openai>=3", "exercise 04, real models"), ("mcp>=2.3", "exercise 09")):
+        fix = f'python -m pip install "{name}"'
+        package = name.partition(">")[0]
+        is_there = importlib.util.find_spec(package)
+        note(not is_there, f"package {package} ({use})", fix, is_needed=False)
     fix = "install Git for Windows" if os.name == "nt" else "install bash"
     note(not shutil.which("bash"), "bash (commands)", f"{fix}; the exercises need none", False)
     return found
