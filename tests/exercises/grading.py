@@ -198,7 +198,7 @@ def at_most_4_gb() -> None:
 def grade_and_exit(grader: str, folder: str, report: str) -> None:
     """Write the verdict into the file `report`, and end at once: threads of the solution may go on without end."""
     at_most_4_gb()
-    sys.stdout.reconfigure(errors="replace")
+    sys.stdout.reconfigure(encoding="utf-8", errors="replace")
     verdict = grade(Path(grader), folder)
     Path(report).write_text(json.dumps(verdict), encoding="utf-8")
     with contextlib.suppress(OSError, ValueError):  # a closed pipe; the solution closed its stdout
@@ -247,7 +247,7 @@ def verdict_on_end(status: int) -> Verdict:
 
 def main(numbers: list[str]) -> int:
     """Prints the state of all exercises, or what is still wrong with some."""
-    sys.stdout.reconfigure(errors="replace")
+    sys.stdout.reconfigure(encoding="utf-8", errors="replace")
     files, numbers = graders(), [number.zfill(2) for number in numbers]  # 1 is 01
     unknown = [number for number in numbers if number not in files]
     if unknown:
