@@ -821,7 +821,8 @@ class BotAPI:
                 return response.status, response.read()
 
         try:
-            return await in_thread(fetch)
+            async with asyncio.timeout(seconds):  # a DNS lookup has no time limit of its own
+                return await in_thread(fetch)
         except TimeoutError:
             problem = f"no answer in {seconds:g} s"
         except Exception as failure:  # the text of any error may contain the token
@@ -835,6 +836,9 @@ class BotAPI:
 # ---- Telegram as a channel ----
 # The server sends each message again until `getUpdates` asks for a higher offset.
 
+RIVAL = (  # 409 "Conflict: terminated by other getUpdates request; make sure that only one bot …"
+    "Another program also reads this bot's messages. Stop that program, or give it another bot."
+)
 BAD_TOKEN = (
     "Telegram does not know this bot token. Copy it again from @BotFather into "
     "channels.telegram.token (and check apiBase, if it is set), then restart nanobot"
@@ -848,6 +852,9 @@ class Telegram(Channel):
     name = "telegram"
     poll_seconds = 50  # if no message arrives within this time, the server returns []
     slack_seconds = 15  # getUpdates times out so many seconds after the server should answer
+    album_seconds = 2.0  # seconds to wait for the other pictures of an album
+    most_typing = 75  # at most 75 "typing" signals for each message: 75 × 4 s = 5 minutes
+    typing_seconds = 4.0  # seconds between two "typing" signals, which Telegram shows for 5 s
 
     def __init__(
         self,
@@ -863,11 +870,11 @@ class Telegram(Channel):
         super().__init__(allow_from)
         self.api = BotAPI(token, api_base)
         self.group_policy, self.media_folder, self.sleep = group_policy, media_folder, sleep
-        self.keep_strangers = keep_strangers
-        self._strangers = []  # 8 (Ann), 9 (Bob)
+        self.keep_strangers, self._strangers = keep_strangers, []  # 8 (Ann), 9 (Bob)
         self.bot = {}  # the bot's id and username, from getMe
         self._offset = 0  # all updates with a lower id are on disk
-        self._storing = {}  # update id → the future of its message, done if it is on disk
+        self._storing = {}  # update id → task that ends with `confirm()`
+        self._order = defaultdict(asyncio.Lock)  # chat id → lock
         self._typing = {}  # chat id → task
 
     async def start(self, bus: MessageBus):
@@ -881,36 +888,34 @@ class Telegram(Channel):
                 pause = max(10, getattr(failure, "retry_after", 0))
                 if str(failure) != told:  # log each new problem once
                     told = str(failure)
-                    log.warning("Telegram: %s. Retried every %s s.", told, pause)
-                self.bot = {}  # `_poll` deletes the webhook again
+                    hint = RIVAL if "terminated by" in told else f"Retried every {pause} s."
+                    log.warning("Telegram: %s. %s", told, hint)
+                self.bot = {}  # `_introduce` runs again and deletes a webhook
                 await self.sleep(pause)
 
+    async def _introduce(self):
+        """Get the bot's username for groups. Delete the webhook, because it blocks getUpdates."""
+        if not re.fullmatch(r"\d+:[\w-]+", self.api.token):  # 110201543:AAHdqTcvCH1vGWJxfSeofSAs0
+            raise TelegramError(BAD_TOKEN, 60)
+        self.bot = await self.api.call("getMe")
+        await self.api.call("deleteWebhook")
+
     async def _poll(self, bus):
-        """Publish the new messages in order. Set the offset to the first update that is not on disk
-        yet: the server repeats all updates from the offset on."""
+        """Publish the new messages. Set the offset to the first update that is not on disk yet.
+        The server repeats all updates from the offset on; `_storing` has the known ones."""
         if not self.bot:
-            self.bot = await self.api.call("getMe")
-            await self.api.call("deleteWebhook")  # a webhook blocks getUpdates
+            await self._introduce()
         updates = await self._get_updates(self.poll_seconds)
-        new = [update for update in updates if update["update_id"] not in self._storing]
-        if any("media_group_id" in update.get("message", {}) for update in new):
-            await self.sleep(2.0)
+        new = [update for update in updates if self._is_new(update)]
+        if any("media_group_id" in update["message"] for update in new):
+            await self.sleep(self.album_seconds)
             updates = await self._get_updates(0)  # the same updates, now with the whole album
-        for _, group in itertools.groupby(updates, album_of):
-            album = [update for update in group if update["update_id"] not in self._storing]
-            messages = [update["message"] for update in album if self._is_wanted(update)]
-            try:
-                inbound = await self._inbound(messages) if messages else None
-            except Exception:  # otherwise Telegram would send this message again and again
-                log.warning("Telegram: an unreadable message is skipped", exc_info=True)
-                inbound = None
-            if inbound:
-                chat_id = inbound.chat_id
-                self._stop_typing(chat_id)
-                self._typing[chat_id] = asyncio.create_task(self._type(chat_id))
-                stored = bus.publish(inbound)
-                self._storing |= {update["update_id"]: stored for update in album}
-        if self._storing:  # at most 1 s: a chat whose inbox cannot be written waits alone
+            new = [update for update in updates if self._is_new(update)]
+        for _, group in itertools.groupby(new, album_of):
+            album = list(group)
+            storing = asyncio.create_task(self._take([each["message"] for each in album], bus))
+            self._storing |= {update["update_id"]: storing for update in album}
+        if self._storing:  # at most 1 s, because other chats do not wait for one that is slow
             await asyncio.wait(self._storing.values(), timeout=1.0)
         for update in updates:
             number = update["update_id"]
@@ -929,10 +934,10 @@ class Telegram(Channel):
             allowed_updates=["message"],
         )
 
-    def _is_wanted(self, update):
+    def _is_new(self, update):
         """Strangers do not even get a refusal, because a refusal shows that the bot runs."""
         sender = update.get("message", {}).get("from", {})
-        if sender.get("is_bot", True):
+        if update["update_id"] in self._storing or sender.get("is_bot", True):
             return False
         if self.is_allowed(sender["id"]):
             return True
@@ -943,15 +948,29 @@ class Telegram(Channel):
             self.keep_strangers(", ".join(self._strangers[-5:]))
         return False
 
+    async def _take(self, messages, bus):
+        """Publish a message, or an album, which consists of several messages. Wait until it is on
+        disk. A chat keeps its order, also while a file of an earlier message is downloaded."""
+        try:
+            chat_id = str(messages[0]["chat"]["id"])
+            async with self._order[chat_id]:
+                inbound = await self._inbound(messages)
+                if inbound is None:
+                    return
+                journalled = bus.publish(inbound)
+            self._stop_typing(chat_id)
+            self._typing[chat_id] = asyncio.create_task(self._type(chat_id))
+            await journalled
+        except Exception:  # otherwise Telegram would send this message again and again
+            log.warning("Telegram: an unreadable message is skipped", exc_info=True)
+
     async def _inbound(self, messages):
         """Combine messages into one. Returns None if the messages are empty or not for the bot."""
-        chat = messages[0]["chat"]
-        sender = messages[0]["from"]
+        chat, sender = messages[0]["chat"], messages[0]["from"]
         is_open = chat["type"] == "private" or self.group_policy == "open"
         if not is_open and not any(is_call(message, self.bot) for message in messages):
             return None
-        texts = []
-        media = []
+        texts, media = [], []
         for message in messages:
             texts.append(with_quote(message))
             try:
@@ -974,8 +993,15 @@ class Telegram(Channel):
 
     async def _save(self, file):
         """Save as `AgADBQ-report.pdf`, to keep an earlier file that is also named `report.pdf`."""
-        place = (await self.api.call("getFile", file_id=file["file_id"]))["file_path"]
-        data = await self.api.download(place)
+        for attempt in range(1, 31):  # five minutes, because the message comes only once
+            try:
+                place = (await self.api.call("getFile", file_id=file["file_id"]))["file_path"]
+                data = await self.api.download(place)
+                break
+            except TelegramError as failure:
+                if attempt == 30:
+                    raise
+                await self.sleep(failure.retry_after or 10)
         path = self.media_folder / file_name(file, place)
         path.parent.mkdir(parents=True, exist_ok=True)
         await in_thread(path.write_bytes, data)
@@ -987,9 +1013,9 @@ class Telegram(Channel):
 
     async def _type(self, chat_id):
         with contextlib.suppress(TelegramError, Refused):  # "typing" is not important
-            for _ in range(75):  # for 5 minutes
+            for _ in range(self.most_typing):
                 await self.api.call("sendChatAction", chat_id=chat_id, action="typing")
-                await self.sleep(4.0)  # Telegram shows the signal for 5 s
+                await self.sleep(self.typing_seconds)
 
     async def send(self, message: OutboundMessage):
         """Send the text in parts, then the files. A retry skips the parts already sent."""
@@ -998,9 +1024,8 @@ class Telegram(Channel):
         if message.kind == "final":
             self._stop_typing(message.chat_id)
         target = {"chat_id": message.chat_id}
-        number = message.reply_to.partition("/")[0]
-        if number.isdecimal():  # false for the id of a job's report
-            reply = {"message_id": int(number), "allow_sending_without_reply": True}
+        if own := re.fullmatch(r"(\d+)/\d+", message.reply_to):
+            reply = {"message_id": int(own[1]), "allow_sending_without_reply": True}
             target["reply_parameters"] = reply
         parts = [*split_html(as_html(message.content)), *map(Path, message.media)]
         while message.parts_sent < len(parts):  # not after `MessageBus.stop_sending`
@@ -1020,29 +1045,32 @@ class Telegram(Channel):
 
     async def _send_file(self, path, message, target):
         """If a file cannot be sent, send the reason, so that nobody waits for the file."""
+        # The chat shows "sending a file". In an outage this request fails, not an upload, so that
+        # the file is retried, as a text is, until Telegram can be reached again.
+        await self.api.call("sendChatAction", action="upload_document", **target)
         try:
-            if path.suffix.lower() in (".jpg", ".jpeg", ".png"):
+            if path.suffix.lower() in (".jpg", ".jpeg", ".png", ".webp"):
                 with contextlib.suppress(Refused):  # 400 PHOTO_INVALID_DIMENSIONS
                     return await self.api.upload("photo", message.chat_id, path)
             return await self.api.upload("document", message.chat_id, path)
         except (Refused, OSError) as failure:
             problem = failure
         except TelegramError as failure:
-            if message.failures < 12:  # in an outage, retry for six minutes
+            if message.failures < 4:
                 raise
-            problem = failure
+            problem = f"five attempts have failed, the last with {failure}"
         await self._send_text(as_html(f"[{path.name} cannot be sent: {problem}]"), target)
 
 
 def album_of(update):
     """The id that all messages of an album have in common, or else the update's own id."""
-    return update.get("message", {}).get("media_group_id", update["update_id"])
+    return update["message"].get("media_group_id", update["update_id"])
 
 
 def name_of(sender):
-    """{"first_name": "Ada\\n", "last_name": "Lovelace"} → "Ada Lovelace" """
+    """{"first_name": "Ada\\n", "last_name": "Lovelace"} → "Ada Lovelace", at most 40 characters"""
     names = f"{sender.get('first_name', '')} {sender.get('last_name', '')}"
-    return " ".join(names.split())
+    return " ".join(names.split())[:40]
 
 
 def file_name(file, place):
@@ -1054,16 +1082,19 @@ def file_name(file, place):
 
 def words_in(message):
     """The text, or what stands for it: {"location": {…}} → `[location: {"latitude": 52.5, …}]`"""
-    for key in ("venue", "location", "contact"):  # a venue has a location, too
+    words = message.get("text") or message.get("caption")
+    if words:
+        return words
+    for key in ("venue", "location", "contact", "poll"):  # a venue has a location, too
         if message.get(key):
             return f"[{key}: {json.dumps(message[key], ensure_ascii=False)}]"
-    return message.get("text") or message.get("caption") or ""
+    return message.get("sticker", {}).get("emoji", "")
 
 
 def with_quote(message):
     """The text after the text that it replies to. A command stays as it is."""
-    text = words_in(message)
-    quoted = words_in(message.get("reply_to_message", {}))
+    text, quote = words_in(message), message.get("quote", {})  # a part that the user has chosen
+    quoted = quote.get("text") or words_in(message.get("reply_to_message", {}))
     if not quoted or text.startswith("/"):
         return text
     return f"[in reply to: {quoted[:1_000]}]\n{text}"
@@ -1080,7 +1111,7 @@ def file_in(message):
 def is_call(message, bot):
     """True if a message mentions the bot ("@my_bot, what…", "/stop@my_bot") or replies to it."""
     author = message.get("reply_to_message", {}).get("from", {})
-    name = rf"@{bot['username']}(?!\w)"
+    name = rf"@{re.escape(bot['username'])}(?!\w)"
     return author.get("id") == bot["id"] or bool(re.search(name, words_in(message), re.IGNORECASE))
 
 

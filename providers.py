@@ -1699,6 +1699,13 @@ def keyless_json(named):
     return lambda event: keys.sub(r"\1\2\3[key]", write(event))
 
 
+def recorded_answer(event: dict):
+    """For tests: ScriptedProvider(recorded_answer(event) for event in events if …)"""
+    answer = LLMResponse(**event["answer"])
+    answer.tool_calls = [ToolCallRequest(**call) for call in answer.tool_calls]
+    return answer
+
+
 # ---- You are the model ----
 # With `--provider human`, you type the model's answers, and can learn how calls fail.
 

@@ -38,6 +38,7 @@ from providers import (
     choose_endpoint,
     legal,
     keyless_json,
+    recorded_answer,
 )
 from tools import FILE_TOOLS, Exec, ToolRegistry, Turn, Web, WebFetch, WebSearch
 
@@ -2061,6 +2062,20 @@ def test_the_events_tell_each_attempt_and_what_was_remembered(tmp_path):
     answers = [fields["answer"] for kind, fields in events if kind == "answer"]
     assert [answer.content for answer in answers] == ["Here.", None, None]
     assert "HTTP 401" in answers[1].error and "stopped" in answers[2].error
+
+
+def test_a_scripted_model_repeats_recorded_answers():
+    as_json, lines = keyless_json([]), []
+
+    def record(kind, **fields):
+        lines.append(as_json({"kind": kind, **fields}))
+
+    replies = ["Hi.", ToolCallRequest("c1", "now", {}), LLMResponse(error="no")]
+    first = ScriptedProvider(replies)
+    given = [asyncio.run(first.chat(HELLO, on_event=record)) for _ in replies]
+    events = [json.loads(line) for line in lines]
+    second = ScriptedProvider(recorded_answer(each) for each in events if each["kind"] == "answer")
+    assert [asyncio.run(second.chat(HELLO)) for _ in replies] == given
 
 
 A1 = "aB3dE5gH7jK9mN1pQ3sT5vW7yZ9bC1dE3fG5"  # 36 letters and digits
