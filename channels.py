@@ -7,6 +7,8 @@ A channel turns a person's text into an InboundMessage, and shows the person an 
 
 The one rule: a sender keeps its message until the receiver acknowledges it. `await bus.publish(…)`
 ends when the agent has stored the message; `on_delivered` is called when an answer has arrived.
+Telegram, for example: `getUpdates(offset=501)` returns message 501. Only when 501 is on disk, the
+next request asks from 502 on, which tells the server to forget 501.
 Read this file last. Not covered: turns, sessions, options. The file works alone:
 
     import asyncio
@@ -44,6 +46,8 @@ from datetime import UTC, datetime, timedelta, tzinfo
 from pathlib import Path
 from typing import Annotated, Literal, TextIO
 
+log = logging.getLogger("nanobot.channels")
+
 # ---- Many channels, one agent ----
 
 
@@ -56,7 +60,7 @@ class InboundMessage:
     media: Sequence[Path] = ()
     message_id: str = ""  # set by the channel; the agent ignores a second message with the same id
     speaker: str = ""  # the sender's name; only in a group
-    journalled: asyncio.Future | None = field(default=None, repr=False, compare=False)
+    stored: asyncio.Future | None = field(default=None, repr=False, compare=False)
 
     @property
     def session_key(self) -> str:
@@ -64,8 +68,8 @@ class InboundMessage:
 
     def confirm(self):
         """Tell the sender that the message is on disk."""
-        if self.journalled and not self.journalled.done():  # false if nobody is waiting
-            self.journalled.set_result(None)
+        if self.stored and not self.stored.done():  # false if nobody is waiting
+            self.stored.set_result(None)
 
 
 class MessageBus:
@@ -87,9 +91,9 @@ class MessageBus:
 
     def publish(self, message: InboundMessage) -> asyncio.Future:
         """Queue a message. The future is done after `confirm()`, when the message is on disk."""
-        message.journalled = asyncio.Future()
+        message.stored = asyncio.Future()
         self._inbound.put_nowait(message)
-        return message.journalled
+        return message.stored
 
     async def next(self) -> InboundMessage:
         """Wait for a message. The caller writes the message to disk, then calls `confirm()`."""
@@ -173,8 +177,6 @@ class Channel:
 # ---- The delivery to a chat ----
 # Each chat has its own queue. If Telegram answers "429 Too Many Requests: retry after 30" in one
 # chat, the other chats do not wait. The files of a chat have a queue of their own.
-
-log = logging.getLogger("nanobot.channels")
 
 
 async def deliver(channel, waiting, sleep):
@@ -957,10 +959,10 @@ class Telegram(Channel):
                 inbound = await self._inbound(messages)
                 if inbound is None:
                     return
-                journalled = bus.publish(inbound)
+                stored = bus.publish(inbound)
             self._stop_typing(chat_id)
             self._typing[chat_id] = asyncio.create_task(self._type(chat_id))
-            await journalled
+            await stored
         except Exception:  # otherwise Telegram would send this message again and again
             log.warning("Telegram: an unreadable message is skipped", exc_info=True)
 
@@ -1697,7 +1699,7 @@ class WebPage(Channel):
             said = InboundMessage(self.name, "local", chat_id, str(body["text"]), (), number)
             stored, _ = await asyncio.wait([self.bus.publish(said)], timeout=5.0)
             if not stored:
-                raise OSError("it waits, because the disk is full or its session is not readable")
+                raise OSError("the disk is full, or the file of this session cannot be written")
         elif path == "/step":
             self.chats[page_chat(body["chat"])] = bool(body["on"])
         else:
@@ -1808,5 +1810,7 @@ class PageRequest:
             taking = self.page.take(self.path, json.loads(self.rfile.read(size)))
             asyncio.run_coroutine_threadsafe(taking, self.page.loop).result(10)
             self._reply(204, "")
+        except OSError as problem:
+            self._reply(202, f"waiting: {problem}")
         except Exception as problem:  # for example, invalid JSON
-            self._reply(400, f"not stored: {problem}")
+            self._reply(400, f"not accepted: {problem}")

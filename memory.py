@@ -483,15 +483,13 @@ class Consolidator:
         return entry, str(summary or "\n\n".join([*earlier, entry]))[-4_000:], changes
 
 
-# ======== Second reading: shorter requests, damage, files and locks, sizes, Dream, skills ========
-
 # ---- Shorten a request until it fits the context window ----
 
 
 class Governed:
-    """Shortens a copy of a conversation to `budget` tokens: a list of calls replaces the oldest
-    turns and steps, then pictures go, and at last parts of results. The system prompt, the summary
-    and this turn's user messages stay.
+    """Shortens a copy of a conversation to `budget` tokens. The result is in `messages`, `tokens`
+    and `notes`. First a list of calls replaces the oldest turns and steps, then pictures go, at
+    last parts of results. The system prompt, the summary and this turn's user messages stay.
 
     user "Find the bug"                 user "Find the bug"
     assistant calls read_file({…})   →  user "[2 earlier messages left out. The calls, and …:]\\n
@@ -565,6 +563,8 @@ class Governed:
                     self.messages[n] = {**message, "content": cut}
         self.notes.append(f"{counted(len(results), 'tool result')} cut")
 
+
+# ======== Second reading: terminals, damage, files and locks, sizes, Dream, skills ========
 
 # ---- What people said at terminals ----
 

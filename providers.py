@@ -245,6 +245,24 @@ def legal(messages: list[dict], reply: bool = True) -> list[dict]:
 # ---- An endpoint: ask, change a refused request, wait and retry ----
 
 
+@dataclass(eq=False)
+class Failure(Exception):
+    """A request failed. TROUBLES finds the `kind` in the endpoint's text, and says for each kind how
+    often it is retried, and what the user is told:
+
+    "busy" (429, 5xx) three times, "loading" (503) six times, "closed" and "network" three times,
+    "timeout" once. Not at all: "unpaid" (also 429, if the quota is exhausted), "key", "model".
+    "overflow" goes back to the runner, which sends a shorter request.
+    """
+
+    cause: str
+    kind: str = "other"  # a key of TROUBLES
+    text: str = ""  # the whole text of the endpoint's error
+    status: int | None = None
+    seconds: float = 0.0  # the delay that the endpoint asks for
+    shown: str = ""  # the part of the answer that the user saw
+
+
 class OpenAIProvider(LLMProvider):
     """A Chat Completions endpoint. Timeouts are in seconds; `pace` multiplies the retry delays."""
 
@@ -353,6 +371,21 @@ class OpenAIProvider(LLMProvider):
         if not offered or self.model in offered:
             return None
         return f"Set --model or NANOBOT_MODEL to one of these models: {', '.join(offered[:20])}"
+
+
+def request_body(endpoint, request, learnt):
+    """Return {"messages": […], "tools": […], …}, with the changes that this model needs."""
+    body = {"messages": request.messages, "tools": request.tools or None, **request.options}
+    if "max_tokens" in body:
+        body[endpoint.spec.max_tokens_field] = body.pop("max_tokens")
+    if request.on_delta:
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+    body = setting(**endpoint.extra_body)(body)
+    if endpoint.spec.supports_prompt_caching:
+        body = cache_marks(body)
+    for remedy in learnt:
+        body = remedy.change(body)
+    return body
 
 
 def retry_after(failure: Failure, tries: int) -> float | None:
@@ -876,18 +909,6 @@ TROUBLES = {  # the first row whose pattern fits
 }
 
 
-@dataclass(eq=False)
-class Failure(Exception):
-    """A request failed: `cause` is for people, the other fields are for the code."""
-
-    cause: str
-    kind: str = "other"  # a key of TROUBLES
-    text: str = ""  # the whole text of the endpoint's error
-    status: int | None = None
-    seconds: float = 0.0  # the delay that the endpoint asks for
-    shown: str = ""  # the part of the answer that the user saw
-
-
 def explanation(failure, endpoint):
     """The text for the user: the cause, then what to do."""
     text = TROUBLES[failure.kind].advice.format(
@@ -1214,21 +1235,6 @@ HEALING = [
 # The request has few parameters, because endpoints refuse parameters that they do not know.
 
 DONE = {"choices": [{}]}  # the chunk for `data: [DONE]`: a choice without `delta` ends the answer
-
-
-def request_body(endpoint, request, learnt):
-    """Return {"messages": […], "tools": […], …}, with the changes that this model needs."""
-    body = {"messages": request.messages, "tools": request.tools or None, **request.options}
-    if "max_tokens" in body:
-        body[endpoint.spec.max_tokens_field] = body.pop("max_tokens")
-    if request.on_delta:
-        body |= {"stream": True, "stream_options": {"include_usage": True}}
-    body = setting(**endpoint.extra_body)(body)
-    if endpoint.spec.supports_prompt_caching:
-        body = cache_marks(body)
-    for remedy in learnt:
-        body = remedy.change(body)
-    return body
 
 
 def cache_marks(body):

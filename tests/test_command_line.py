@@ -288,7 +288,7 @@ def test_nothing_that_is_shown_reaches_the_terminal_raw_but_a_pipe_as_it_is(own_
         others = [["prompt", evil], ["sessions"], ["sessions", "show", "cli:direct"], ["onboard"]]
         for flags in (["status", "--model", evil], *others):
             shown += "".join(nanobot(*flags, server=server, cwd=tmp_path)[1:])
-    bug = f"import nanobot\ndef parser(): raise RuntimeError({evil!r})\nnanobot.SessionManager = lambda _: parser()\n"
+    bug = f"import nanobot\ndef parser(): raise RuntimeError({evil!r})\nnanobot.memory.SessionManager = lambda _: parser()\n"
     bug += "raise SystemExit(nanobot.main(['sessions']))"
     process = start(program=[sys.executable, "-c", bug], cwd=ROOT)
     shown += process.communicate(timeout=LONG)[1]

@@ -130,7 +130,7 @@ def test_kill_9_before_any_write_of_a_message_s_life_loses_and_doubles_nothing(
 @posix
 @pytest.mark.parametrize(("seed", "kills"), [(1, 6), pytest.param(2, 200, marks=pytest.mark.slow)])
 def test_whatever_comes_when_each_message_is_seen_in_order_and_answered_once(tmp_path, seed, kills):
-    """Fault 1: random arrivals, stops, kills in mid turn and consolidations."""
+    """Random arrivals, stops, kills in mid turn and consolidations."""
     dice = random.Random(seed)
     line = Line(tmp_path, window=6)
     for life in range(kills + 1):

@@ -475,7 +475,7 @@ ODD_LINES = [
 
 @pytest.mark.parametrize(("what", "line"), ODD_LINES)
 def test_a_line_that_is_no_message_is_skipped_put_aside_once_and_told(tmp_path, caplog, what, line):
-    """Fault 6: one such line made every later turn fail."""
+    """One such line made every later turn fail."""
     loop = make_loop(tmp_path, Model())
     assert say(loop, "before") == ["Fine."]
     path = loop.sessions.path(KEY)
@@ -1190,7 +1190,7 @@ def test_after_a_turn_the_oldest_turns_move_until_half_the_window_is_left(tmp_pa
 
 
 def test_a_turn_runs_within_80_percent_of_the_budget_and_its_system_prompt_stays_the_same(tmp_path):
-    """Fault 9: the check runs before a turn and between its steps; nothing of this turn moves."""
+    """The check runs before a turn and between its steps; nothing of this turn moves."""
 
     def talk(request):
         steps = len([m for m in request.messages if m["role"] == "tool"])
@@ -1318,7 +1318,7 @@ def test_whatever_the_model_says_nothing_is_lost(tmp_path, law, replies, asks, e
 
 @pytest.mark.parametrize("save", [DOWN, USELESS], ids=["unreachable", "of no use"])
 def test_new_without_a_model_puts_at_most_4000_characters_into_later_prompts(tmp_path, save):
-    """Fault 2: it was 31,878."""
+    """It was 31,878."""
     talk_of(tmp_path, 30, 1_500)
     loop = make_loop(tmp_path, Model(save=save))
     say(loop, "one more", "/new", "hello")
@@ -1612,7 +1612,7 @@ PLACES = [
 def test_no_file_that_a_command_planted_gets_into_a_request_or_holds_it_up(
     tmp_path, own_home, odd, place
 ):
-    """Fault 3: HEARTBEAT.md linked to the settings file sent the keys; a FIFO hung the gateway."""
+    """HEARTBEAT.md linked to the settings file sent the keys; a FIFO hung the gateway."""
     secret = own_home / ".nanobot" / "config.json"
     secret.parent.mkdir()
     secret.write_text('{"providers": {"openai": {"apiKey": "sk-secret"}}}')
@@ -1793,7 +1793,7 @@ FENCE = [*((step, True) for step in FINE), *((step, False) for step in REFUSED)]
 
 @pytest.mark.parametrize(("step", "may"), FENCE, ids=[str(step)[:70] for step, _ in FENCE])
 def test_a_dreamer_edits_three_files_and_its_own_skills_only(home, own_home, tmp_path, step, may):
-    """Fault 4: arguments are judged in the form that will run, a skill in the form that is loaded."""
+    """Arguments are judged in the form that will run, a skill in the form that is loaded."""
     (own_home / "id_rsa").write_text("sk-secret")
     (home / "skills").mkdir()
     (home / "skills" / "link").symlink_to(tmp_path)
@@ -2026,7 +2026,6 @@ DESCRIPTIONS = [
 
 @pytest.mark.parametrize(("written", "read"), DESCRIPTIONS)
 def test_a_description_is_read_as_it_was_meant(tmp_path, written, read):
-    """Fault 7."""
     skill = read_skill(tmp_path, f"---\ndescription: {written}\nalways: no\nname: x\n---\nDo it.\n")
     assert (skill.description, skill.always, skill.name, skill.text) == (read, False, "x", "Do it.")
 
@@ -2056,7 +2055,7 @@ def test_what_a_skill_requires_and_this_machine_lacks_is_named(tmp_path, front, 
 
 
 def test_an_always_skill_is_in_the_prompt_in_full_or_listed_as_unavailable(tmp_path):
-    """Fault 9. One of the workspace shadows the kit's of its name."""
+    """One of the workspace shadows the kit's of its name."""
     loop = make_loop(tmp_path, Model())
     skill_file(tmp_path / "skills", "---\nalways: True\n---\nRule one.", "one")
     skill_file(

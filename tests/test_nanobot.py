@@ -409,7 +409,7 @@ def test_the_same_result_is_told_at_three_and_ends_the_tools_at_five():
 
 
 def test_a_step_of_two_calls_counts_as_one_and_the_end_names_the_true_reason():
-    """A fault of issue 20: two calls side by side ran 41 requests."""
+    """Two calls side by side ran 41 requests."""
     step = [[call("look", f"a{n}"), call("look", f"b{n}", n=1)] for n in range(5)]
     result, provider = run([*step, "", ""], [look])
     assert ["already" in text for text in results(result.messages)] == [False] * 4 + [True] * 6
@@ -1237,7 +1237,7 @@ COMMANDS = [
     (
         "/help",
         "in a terminal press Ctrl-C",
-    ),  # a fault of issue 18: a line typed during a turn is read after it
+    ),  # a line typed during a turn is read after it
     ("/start@my_bot", "I am your agent"),
     (" /NEW\n", "A new conversation begins; the journal keeps the old one."),
     ("/stop", "Nothing is running."),
@@ -2177,7 +2177,7 @@ TOLD_IN_A_CHAT = {
 def test_every_turn_ends_with_an_answer_or_with_what_went_wrong_and_the_others_go_on(
     tmp_path, caplog
 ):
-    """Fault 9 of issue 18: an answer that ended with an error and no text was swallowed."""
+    """An answer that ended with an error and no text was swallowed."""
     counts = {what: itertools.count() for what in TOLD_IN_A_CHAT}
 
     async def script(request):
@@ -2196,7 +2196,7 @@ def test_every_turn_ends_with_an_answer_or_with_what_went_wrong_and_the_others_g
 
 
 def test_a_session_that_another_program_holds_is_answered_when_it_lets_go(tmp_path, caplog):
-    """A message and what a job tells; fault 6 of issue 18: a reminder was lost."""
+    """A message and what a job tells; a reminder was lost."""
 
     async def work(chats):
         other, own = SessionManager(chats.loop.workspace), chats.loop.sessions.get("cron:j1")
@@ -2294,7 +2294,7 @@ def test_in_a_group_the_text_begins_with_who_said_it_but_a_command_stays_one(tmp
 
 
 def test_a_helper_reports_in_its_chat_in_the_agents_words_and_status_counts_it(tmp_path):
-    """It knows the date and the skills (a fault of issue 18), and has no tools that reach the user."""
+    """It knows the date and the skills, and has no tools that reach the user."""
     gate = Gate()
 
     async def script(request):
@@ -2437,7 +2437,7 @@ def test_what_needs_approval_needs_it_in_a_helper_too_and_is_refused_in_a_job(tm
 
 
 def test_the_message_tool_reaches_known_chats_and_its_text_is_not_said_twice(tmp_path):
-    """Fault 1 of issue 18: after the tool wrote to the chat, the final answer never arrived."""
+    """After the tool wrote to the chat, the final answer never arrived."""
     (tmp_path / "outside.txt").write_text("secret")
     to_nobody = "There is no conversation in the chat desk:99. Known chats: desk:1, desk:2"
     cases = {  # what the model writes, what is sent in this chat, what the tool says
@@ -2609,7 +2609,7 @@ async def run_job(chats: Chats, name: str, chat: str = "desk:1") -> None:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_answer_of_a_job_goes_to_its_chat_and_its_failure_too(tmp_path, fails):
-    """What it tells stands before a message that waits, and each run begins afresh (fault 13)."""
+    """What it tells stands before a message that waits, and each run begins afresh."""
     gate = Gate()
 
     async def script(request):
@@ -2659,7 +2659,7 @@ def test_the_answer_of_a_job_goes_to_its_chat_and_its_failure_too(tmp_path, fail
 
 
 def test_a_run_that_was_killed_behind_its_report_does_not_report_twice(tmp_path):
-    """Fault 5 of issue 18. The run has a name; its report is delivered, journalled, or in the inbox."""
+    """The run has a name; its report is delivered, journalled, or in the inbox."""
 
     async def first(chats):
         await run_job(chats, "j1@12:00")
@@ -2762,7 +2762,6 @@ def test_what_people_said_at_terminals_gets_an_entry_without_a_model_when_it_is_
 
 
 def test_stop_in_a_chat_stops_the_job_that_runs_for_it(tmp_path):
-    """Fault 7 of issue 18."""
     gate = Gate()
 
     async def work(chats):
