@@ -2382,7 +2382,7 @@ def make_provider(config):
         raise ConfigError(f"providers.{min(unknown)} is unknown. Known: {', '.join(ROWS)}")
     if defaults.provider == "offline":
         return OfflineProvider()
-    if defaults.provider == "human":
+    if "human" in (defaults.provider, defaults.model):
         return HumanProvider()
     own = {name: Endpoint(ROWS[name], **vars(row)) for name, row in config.providers.items()}
     chosen = "" if defaults.provider == "auto" else defaults.provider
