@@ -28,6 +28,7 @@ import os
 import queue
 import re
 import secrets
+import select
 import shutil
 import signal
 import sys
@@ -222,7 +223,6 @@ UNSAFE = (
     "\u2800\u3164\ufeff\uffa0\ufff9-\ufffb\U000e0000-\U000e01ef]"
 )  # "\x1b[2J"
 JOINERS = "[\xad\u200c\u200d]"  # "می\u200cخواهم"; a joiner in a shell command is invisible
-BLANKS = r"\s{4,}"  # "true                                    ; rm -rf ~"
 
 
 def printable(text):
@@ -246,16 +246,27 @@ class PrintableFormatter(logging.Formatter):
         return printable(super().format(record)).replace("\n", "\n    ")
 
 
-def approval_question(name, arguments):
-    """Shows the whole call as one line, so that an argument cannot imitate the question below.
+MARKED = {"command": "$ ", "old_text": "-", "new_text": "+", "content": "+", "source": "+"}
 
-    ("exec", {"command": "ls\\nRun it?"}) → `exec {"command": "ls\\\\nRun it?"}`, then `Run it? [y…`
+
+def approval_question(name, arguments, always=""):
+    """Shows the whole call. The lines of a command and of a change are marked, so that they cannot
+    imitate the question; the other arguments are JSON. `always`: what this answer would allow.
+
+    ("edit_file", {"path": "a.py", "old_text": "x = 1", "new_text": "x = 2"}, "edit_file")
+    → `edit_file {"path": "a.py"}`, `-x = 1`, `+x = 2`, `Run it? [y/n/always] …`
     """
-    shown = escaped(JOINERS, printable(f"{name} {json.dumps(arguments, ensure_ascii=False)}"))
-    shown = re.sub(BLANKS, lambda blanks: f"[{len(blanks[0])} blanks]", shown)
-    size = f"{name}, {len(shown):,} characters. " if len(shown) > 500 else ""
-    always = f"always: allow every {name} until the program ends"
-    return f"{shown}\n{size}Run it? [y/n/always] ({always}) "
+    rest = dict(arguments)
+    lines = []
+    for key, mark in MARKED.items():
+        if isinstance(rest.get(key), str):
+            lines += [mark + line for line in rest.pop(key).split("\n")]
+    others = json.dumps(rest, ensure_ascii=False) if rest else ""
+    call = "\n".join([f"{name} {others}".rstrip(), *lines])
+    question = "Run it? [y/n] (n REASON says why not) "
+    if always:
+        question = f"Run it? [y/n/always] (n REASON says why not; always: {always} until you quit) "
+    return escaped(JOINERS, printable(f"{call}\n{question}"))
 
 
 # ---- Signals and standard streams ----
@@ -281,10 +292,10 @@ def end_on_signals(handler=terminate):
 def prepare_streams():
     """Open each closed standard stream as the null device, because Python sets a closed stream to
     None, which has no method `isatty`. Replace characters that cannot be encoded."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+    for name in ("stdin", "stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
-            stream = open(os.devnull, mode)  # noqa: SIM115
+            stream = open(os.devnull, "r" if name == "stdin" else "w")  # noqa: SIM115
             setattr(sys, name, stream)
         if isinstance(stream, io.TextIOWrapper):  # false in a notebook
             stream.reconfigure(errors="replace")
@@ -316,6 +327,19 @@ def read_answer(question):
     return type_at(prompt)
 
 
+def read_pages(question):
+    """Like `read_answer`; but if the question is longer than the terminal, nothing scrolls away."""
+    *lines, prompt = question.split("\n")
+    columns, height = shutil.get_terminal_size()
+    rows = []
+    for line in lines:
+        rows += [line[at : at + columns] for at in range(0, len(line) or 1, columns)]
+    while len(rows) > height - 2:
+        page, rows = rows[: height - 2], rows[height - 2 :]
+        read_answer("\n".join([*page, f"-- Enter shows {len(rows)} more lines -- "]))
+    return read_answer("\n".join([*rows, prompt]))
+
+
 def type_at(prompt):
     """Read a line from the keyboard. If stdout is not a terminal, print the prompt to stderr."""
     if sys.stdout.isatty():
@@ -324,22 +348,34 @@ def type_at(prompt):
     return input()
 
 
+def typed_lines():
+    """What was typed and ended with Enter, or "". It does not wait: during a turn, the terminal
+    itself echoes and edits a line. The system would stop a background program that reads it."""
+    data = b""
+    with contextlib.suppress(OSError, AttributeError):  # no terminal, or Windows
+        keyboard = sys.stdin.fileno()
+        while os.tcgetpgrp(keyboard) == os.getpgrp() and select.select([keyboard], [], [], 0)[0]:
+            data += os.read(keyboard, 4_096)
+    return data.decode(errors="replace").strip()
+
+
 # ---- The waiting line at the terminal ----
 
 
 class Waiting:
-    """The line `waiting for the model, 12 s`, which is erased before CLI prints anything. The main
-    thread draws this line during a turn, except when the user has to answer a question."""
+    """The line `waiting for the model … `, which is erased before CLI prints anything. The main
+    thread draws this line during a turn, except when the user has to answer a question. The line
+    does not count the seconds, because the user may be typing behind it."""
 
     def __init__(self, err: TextIO, clock: Callable = time.monotonic):
         self.err, self.clock = err, clock
         self.can_draw = err.isatty() and os.environ.get("TERM") != "dumb"
         self.what, self.since = "", 0.0
-        self.drawn = ""
+        self.is_drawn = False
         self._lock = threading.RLock()  # the main thread and the loop's thread both print
 
     def begin(self, what: str):
-        """Start to count the seconds. `what` is the reason for the wait, such as `the model`."""
+        """In a second, show what the turn waits for, such as `the model`."""
         with self._lock:
             self.erase()
             self.what, self.since = what, self.clock()
@@ -349,21 +385,19 @@ class Waiting:
 
     def draw(self):
         with self._lock:
-            seconds = int(self.clock() - self.since)
-            what = printable(" ".join(self.what.split()))[:60]
-            line = f"waiting for {what}, {seconds} s"
-            if self.can_draw and what and seconds >= 1 and line != self.drawn:
-                self.drawn = line
-                # ?7l turns line wrapping off, because `erase` clears only one line. The last \r
-                # moves the cursor to column 1, because other output, such as a warning, may follow.
-                line = f"\r\x1b[K\x1b[?7l\x1b[2m{line}\x1b[0m\x1b[?7h\r"
+            is_due = self.what and self.clock() >= self.since + 1.0
+            if self.can_draw and is_due and not self.is_drawn:
+                self.is_drawn = True
+                what = printable(" ".join(self.what.split()))[:50]
+                line = f"\r\x1b[K\x1b[2mwaiting for {what} … \x1b[0m"
                 print(line, end="", file=self.err, flush=True)
 
-    def erase(self):
+    def erase(self, up: str = ""):
+        """`up` moves the cursor to the line, if it is not there."""
         with self._lock:
-            if self.drawn:
-                self.drawn = ""
-                print("\r\x1b[K", end="", file=self.err, flush=True)
+            if self.is_drawn:
+                self.is_drawn = False
+                print(f"{up}\r\x1b[J", end="", file=self.err, flush=True)
 
     def print(self, text: str, file: TextIO):
         """Erase the waiting line, then print `text`."""
@@ -400,8 +434,9 @@ class BackgroundLoop:
         self.loop.run_forever()
         self.loop.close()  # releases the loop's pipes and threads
 
-    def complete(self, work: Coroutine):
-        """Run `work`. On Ctrl-C, cancel `work`, wait for its end, and raise KeyboardInterrupt."""
+    def complete(self, work: Coroutine, hear: Callable | None = None):
+        """Run `work`. On Ctrl-C, cancel `work`, wait for its end, and raise KeyboardInterrupt.
+        `hear(text)` gets what the user types meanwhile."""
         questions = queue.SimpleQueue()  # a new queue contains no old question
 
         def start():
@@ -410,11 +445,11 @@ class BackgroundLoop:
 
         try:
             self.loop.call_soon_threadsafe(start)
-            while asked := self._next(questions):
-                answer, question = asked
+            while asked := self._next(questions, hear):
+                answer, question, read = asked
                 if answer.set_running_or_notify_cancel():  # false if `ask` was cancelled
                     self.waiting.erase()
-                    answer.set_result(read_answer(question))
+                    answer.set_result(read(question))
         except BaseException as stop:
             self.loop.call_soon_threadsafe(lambda: self._turn.cancel())
             while self._next(questions):
@@ -426,7 +461,7 @@ class BackgroundLoop:
             self.waiting.end()
         return self._turn.result()
 
-    def _next(self, questions):
+    def _next(self, questions, hear=None):
         """Return a question, or None if the turn has ended. Without a timeout, `get` would ignore
         Ctrl-C if the system sent the signal to another thread."""
         while True:
@@ -434,12 +469,16 @@ class BackgroundLoop:
                 return questions.get(timeout=0.2)
             except queue.Empty:
                 self.waiting.draw()
+            finally:  # also before a question, which drops earlier key presses
+                if hear and (text := typed_lines()):
+                    hear(text)
 
     async def ask(self, question: str, what: str = "", **details):
-        """Ask the person at the terminal for a line; `what` and `details` are for the page. Raises
-        RuntimeError if no turn is running, or if the turn ends before the person answers."""
+        """Ask the person at the terminal for a line; without `what`, the call to be approved is
+        shown in pages. `details` are for the web page. Raises RuntimeError if no turn is running,
+        or if the turn ends before the person answers."""
         answer = Future()
-        self._questions.put((answer, question))
+        self._questions.put((answer, question, read_answer if what else read_pages))
         answered = asyncio.wrap_future(answer)
         try:
             await asyncio.wait([answered, self._turn], return_when="FIRST_COMPLETED")
@@ -482,14 +521,21 @@ class CLI(Channel):
     name = "cli"
     shows_deltas = True
 
-    def __init__(self, out: TextIO | None = None, err: TextIO | None = None, kinds: Sequence = ()):
+    def __init__(
+        self,
+        out: TextIO | None = None,
+        err: TextIO | None = None,
+        kinds: Sequence = ("progress", "tool_hint", "retry"),  # printed to `err`
+    ):
         super().__init__(allow_from=["*"])
         self.out, self.err = out or sys.stdout, err or sys.stderr
-        self.kinds = kinds or ("progress", "tool_hint", "retry")  # printed to `err`
+        self.kinds = kinds
         self.live = self.out.isatty()
         self.waiting = Waiting(self.err)
         self._streamed = ""  # the text of an unfinished answer so far
         self._prompt = ""  # the prompt at which the user is typing
+        self.queued: list[str] = []  # what was typed during a turn
+        self.draft = ""  # it stands in the next prompt
 
     async def send(self, message: OutboundMessage):
         match message.kind:
@@ -518,6 +564,9 @@ class CLI(Channel):
         end a streamed answer's line."""
         if self._streamed:
             self._end_text(self._streamed)
+        self._print_dim(text)
+
+    def _print_dim(self, text):
         lines = printable(text).split("\n")
         if self.err.isatty():
             lines = [f"\x1b[{COLOURS.get(line[:1], 2)}m{line}\x1b[0m" for line in lines]
@@ -533,6 +582,19 @@ class CLI(Channel):
                 prompt += printable(readline.get_line_buffer())
         report = printable(text.removesuffix("\n"))
         self.waiting.print(f"\r\x1b[K{report}\n{prompt}", self.err)
+
+    def hear(self, text: str):
+        """Queue what the user types during a turn."""
+        self.queued.append(text)
+        self.waiting.erase("\x1b[A")  # Enter has moved the cursor down
+        self._print_dim(f"queued: {text}")
+
+    def heard(self) -> list[dict]:
+        """Take what the running turn gets from the queue; a command waits for the turn's end."""
+        lines = itertools.takewhile(lambda line: not line.startswith("/"), self.queued)
+        lines = [{"content": line} for line in lines]
+        del self.queued[: len(lines)]
+        return lines
 
     def converse(self, ask: Callable, history: Path):
         """Read and answer lines until the user exits. Ctrl-C stops a turn; Ctrl-D exits."""
@@ -551,6 +613,8 @@ class CLI(Channel):
                 raise
             except KeyboardInterrupt:
                 self.note("\nstopped; /continue resumes the turn" if text else "")
+                self.draft = "\n".join(self.queued)
+                self.queued.clear()
             except Exception as problem:  # a failed turn does not end the conversation
                 if not text:
                     raise  # `read_line` failed, for example because the terminal is closed
@@ -558,13 +622,18 @@ class CLI(Channel):
                 self.note(f"Sorry, that failed: {str(problem).rstrip('.')}.")
 
     def read_line(self, prompt: str, history: Path):
-        """Read a line, with line editing and history. Raises EOFError on Ctrl-D."""
+        """Read a line, with line editing and history; the first one may be queued already. Raises
+        EOFError on Ctrl-D."""
+        if self.queued:
+            self.note(f"{prompt}{self.queued[0]}")
+            return self.queued.pop(0)
         # there is no readline on Windows; other systems have one without some of the functions
         missing = (ImportError, OSError, AttributeError)
         with contextlib.suppress(*missing):
             import readline
 
             readline.parse_and_bind("set enable-bracketed-paste on")  # pasted lines are one message
+            readline.set_startup_hook(self._insert_draft)
             if not readline.get_current_history_length():
                 history.parent.mkdir(parents=True, exist_ok=True)
                 history.touch(0o600)  # `append_history_file` needs the file to exist
@@ -576,6 +645,12 @@ class CLI(Channel):
 
                 readline.append_history_file(1, history)
         return line
+
+    def _insert_draft(self):
+        import readline
+
+        readline.insert_text(self.draft)
+        self.draft = ""  # the next input may be the answer to a question
 
     def ask(self, question: str, read: Callable = read_answer):
         """Ask the user. A report that arrives meanwhile is shown above the question."""
@@ -603,15 +678,6 @@ class CLI(Channel):
         return text
 
 
-def is_partly_read(stream):
-    """True for the list of `while read name; do nanobot -m "…"; done < list`: a file from which
-    another program reads line by line."""
-    try:
-        return os.lseek(stream.fileno(), 0, os.SEEK_CUR) > 0
-    except OSError:  # a pipe, or a window of an IDE
-        return False
-
-
 def not_yet_shown(text, streamed):
     """("Hello.", "Hel") → "lo."; ("Bye.", "Hel") → "\\nBye.": a different text gets a new line."""
     shown = streamed.strip()  # providers remove blanks at both ends of the final text
@@ -626,20 +692,27 @@ def not_yet_shown(text, streamed):
 MOST_PIPED = 100_000  # the maximum number of characters of standard input in a message
 
 
+def is_partly_read(stream):
+    """True for the list of `while read name; do nanobot -m "…"; done < list`: a file from which
+    another program reads line by line."""
+    try:
+        return os.lseek(stream.fileno(), 0, os.SEEK_CUR) > 0
+    except OSError:  # a pipe, or a window of an IDE
+        return False
+
+
 def text_of_pipe(begun, stream, folder):
     """Return the text, or save a long text in a file and return the start and the path. `begun`:
     the bytes that were read already."""
-    beginning = begun + stream.read(4 * MOST_PIPED + 1)  # a character has up to four bytes
-    text = beginning.decode("utf-8-sig", errors="replace")  # PowerShell sends a BOM
+    data = begun + stream.read()
+    text = data.decode("utf-8-sig", errors="replace")  # PowerShell sends a BOM
     if len(text) <= MOST_PIPED:
         return text.strip()
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     path = folder / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.txt"
-    with path.open("wb") as file:
-        file.write(beginning)
-        shutil.copyfileobj(stream, file)
+    path.write_bytes(data)
     return (
-        f"{text[:10_000]}\n[standard input is longer: all {path.stat().st_size:,} bytes are "
+        f"{text[:10_000]}\n[standard input is longer: all {len(data):,} bytes are "
         f"in {path}. Use grep, or read_file in pages]"
     )
 
@@ -681,61 +754,74 @@ class BotAPI:
     """`await api.call("sendMessage", chat_id=1, text="Hi")`: https://core.telegram.org/bots/api"""
 
     def __init__(self, token: str, base: str):
-        self.token, self.base = token.strip(), base.rstrip("/")
+        self.token = urllib.parse.quote(token.strip(), safe=":")  # quoted if it is no token at all
+        self.base = base.rstrip("/")
 
     async def call(self, method: str, seconds: float = 60, **fields):
         """The method's result. Raises TelegramError if a retry may help (with a wrong token, after
         a minute), and Refused if a retry cannot help (400, 403 "bot was blocked", 413)."""
         body = json.dumps(fields).encode()
-        return await self._ask(method, body, {"Content-Type": "application/json"}, seconds)
+        return await self._ask(method, body, "application/json", seconds)
 
-    async def upload(self, method: str, chat_id: str, path: Path):
-        """Send a file. Raises the errors of `call`, also Refused if the file is too large, and
-        OSError if it cannot be read."""
+    async def upload(self, kind: str, chat_id: str, path: Path):
+        """Send a file as a "photo" or a "document". Raises the errors of `call`, also Refused if
+        the file is too large, and OSError if it cannot be read."""
         size = path.stat().st_size
         if size > MOST_UPLOADED:
             raise Refused(f"it has {size:,} bytes, and Telegram accepts at most {MOST_UPLOADED:,}")
         boundary = secrets.token_hex(16)
-        field_name = method.removeprefix("send").lower()  # sendPhoto → photo
         file_name = re.sub(r"[^\w.-]", "_", path.name)  # a"b.txt, for example
         head = (
             f"--{boundary}\r\n"
             f"Content-Disposition: form-data; name=chat_id\r\n\r\n{chat_id}\r\n"
             f"--{boundary}\r\n"
-            f"Content-Disposition: form-data; name={field_name}; filename={file_name}\r\n\r\n"
+            f"Content-Disposition: form-data; name={kind}; filename={file_name}\r\n\r\n"
         )
-        tail = f"\r\n--{boundary}--\r\n"
-        body = head.encode() + await in_thread(path.read_bytes) + tail.encode()
-        headers = {"Content-Type": f"multipart/form-data; boundary={boundary}"}
-        return await self._ask(method, body, headers, 300)
+        data = await in_thread(path.read_bytes)
+        body = head.encode() + data + f"\r\n--{boundary}--\r\n".encode()
+        form = f"multipart/form-data; boundary={boundary}"
+        return await self._ask(f"send{kind.title()}", body, form, 300)
 
-    async def _ask(self, method, body, headers, seconds):
-        status, data = await self._exchange(f"bot{self.token}/{method}", body, headers, seconds)
-        answer = {"error_code": status, "description": "not the Bot API"}  # if a proxy answers
+    async def _ask(self, method, body, form, seconds):
+        status, data = await self._exchange(f"bot{self.token}/{method}", seconds, body, form)
+        answer = {"description": "not the Bot API"}  # if a proxy answers
         with contextlib.suppress(ValueError, TypeError):
             answer |= json.loads(data)
         if answer.get("ok"):
-            return answer.get("result")
-        problem = self._scrub(f"{method}: {answer['error_code']} {answer['description']}")
-        if "ok" in answer and status in (401, 404):
+            return answer["result"]
+        problem = self._scrub(f"{method}: {status} {answer['description']}")
+        if "ok" not in answer:
+            raise TelegramError(problem)
+        if status in (401, 404):
             raise TelegramError(BAD_TOKEN, 60)
-        if "ok" in answer and 400 <= status < 500 and status != 429:  # 429 "Too Many Requests"
+        if status in (400, 403, 413):
             raise Refused(problem)
         raise TelegramError(problem, answer.get("parameters", {}).get("retry_after", 0))
 
     async def download(self, path: str):
         """Download a file by the `file_path` from getFile; the server sends at most 20 MB."""
         address = f"file/bot{self.token}/{urllib.parse.quote(path)}"
-        status, data = await self._exchange(address, None, {}, seconds=60)
+        status, data = await self._exchange(address, 300)
         if status != 200:
             raise TelegramError(f"HTTP {status}")
         return data
 
-    async def _exchange(self, address, body, headers, seconds):
+    async def _exchange(self, address, seconds, body=None, form=""):
         """Returns the status and the body of the response."""
+        import urllib.request
+
+        def fetch():
+            headers = {"Content-Type": form}
+            request = urllib.request.Request(f"{self.base}/{address}", body, headers)
+            try:
+                response = urllib.request.urlopen(request, timeout=seconds)
+            except urllib.error.HTTPError as refusal:  # it has a status and a body, too
+                response = refusal
+            with response:
+                return response.status, response.read()
+
         try:
-            async with asyncio.timeout(seconds):  # a DNS lookup has no time limit of its own
-                return await in_thread(fetch, f"{self.base}/{address}", body, headers, seconds)
+            return await in_thread(fetch)
         except TimeoutError:
             problem = f"no answer in {seconds:g} s"
         except Exception as failure:  # the text of any error may contain the token
@@ -746,24 +832,9 @@ class BotAPI:
         return text.replace(self.token, "<token>")
 
 
-def fetch(url, body, headers, seconds):
-    import urllib.request
-
-    request = urllib.request.Request(url, body, headers)
-    try:
-        response = urllib.request.urlopen(request, timeout=seconds)
-    except urllib.error.HTTPError as refusal:  # it has a status and a body, too
-        response = refusal
-    with response:
-        return response.status, response.read()
-
-
 # ---- Telegram as a channel ----
 # The server sends each message again until `getUpdates` asks for a higher offset.
 
-RIVAL = (  # 409 "Conflict: terminated by other getUpdates request; make sure that only one bot …"
-    "Another program also reads this bot's messages. Stop that program, or give it another bot."
-)
 BAD_TOKEN = (
     "Telegram does not know this bot token. Copy it again from @BotFather into "
     "channels.telegram.token (and check apiBase, if it is set), then restart nanobot"
@@ -777,9 +848,6 @@ class Telegram(Channel):
     name = "telegram"
     poll_seconds = 50  # if no message arrives within this time, the server returns []
     slack_seconds = 15  # getUpdates times out so many seconds after the server should answer
-    album_seconds = 2.0  # seconds to wait for the other pictures of an album
-    most_typing = 75  # at most 75 "typing" signals for each message: 75 × 4 s = 5 minutes
-    typing_seconds = 4.0  # seconds between two "typing" signals, which Telegram shows for 5 s
 
     def __init__(
         self,
@@ -795,11 +863,10 @@ class Telegram(Channel):
         super().__init__(allow_from)
         self.api = BotAPI(token, api_base)
         self.group_policy, self.media_folder, self.sleep = group_policy, media_folder, sleep
-        self.keep_strangers, self._strangers = keep_strangers, []  # 8 (Ann), 9 (Bob)
+        self.keep_strangers = keep_strangers
+        self._strangers = []  # 8 (Ann), 9 (Bob)
         self.bot = {}  # the bot's id and username, from getMe
         self._offset = 0  # all updates with a lower id are on disk
-        self._storing = {}  # update id → task that ends with `confirm()`
-        self._order = defaultdict(asyncio.Lock)  # chat id → lock
         self._typing = {}  # chat id → task
 
     async def start(self, bus: MessageBus):
@@ -813,41 +880,34 @@ class Telegram(Channel):
                 pause = max(10, getattr(failure, "retry_after", 0))
                 if str(failure) != told:  # log each new problem once
                     told = str(failure)
-                    hint = RIVAL if "terminated by" in told else f"Retried every {pause} s."
-                    log.warning("Telegram: %s. %s", told, hint)
-                self.bot = {}  # `_introduce` runs again and deletes a webhook
+                    log.warning("Telegram: %s. Retried every %s s.", told, pause)
+                self.bot = {}  # `_poll` deletes the webhook again
                 await self.sleep(pause)
 
-    async def _introduce(self):
-        """Get the bot's username for groups. Delete the webhook, because it blocks getUpdates."""
-        if not re.fullmatch(r"\d+:[\w-]+", self.api.token):  # 110201543:AAHdqTcvCH1vGWJxfSeofSAs0
-            raise TelegramError(BAD_TOKEN, 60)
-        self.bot = await self.api.call("getMe")
-        await self.api.call("deleteWebhook")
-
     async def _poll(self, bus):
-        """Publish the new messages. Set the offset to the first update that is not on disk yet.
-        The server repeats all updates from the offset on; `_storing` has the known ones."""
+        """Publish the new messages one after the other, and wait until each is on disk. The server
+        repeats all updates from the offset on."""
         if not self.bot:
-            await self._introduce()
+            self.bot = await self.api.call("getMe")
+            await self.api.call("deleteWebhook")  # a webhook blocks getUpdates
         updates = await self._get_updates(self.poll_seconds)
-        new = [update for update in updates if self._is_new(update)]
-        if any("media_group_id" in update["message"] for update in new):
-            await self.sleep(self.album_seconds)
+        if any("media_group_id" in update.get("message", {}) for update in updates):
+            await self.sleep(2.0)
             updates = await self._get_updates(0)  # the same updates, now with the whole album
-            new = [update for update in updates if self._is_new(update)]
-        for _, group in itertools.groupby(new, album_of):
+        for _, group in itertools.groupby(updates, album_of):
             album = list(group)
-            storing = asyncio.create_task(self._take([each["message"] for each in album], bus))
-            self._storing |= {update["update_id"]: storing for update in album}
-        if self._storing:  # at most 1 s, because other chats do not wait for one that is slow
-            await asyncio.wait(self._storing.values(), timeout=1.0)
-        for update in updates:
-            number = update["update_id"]
-            if number in self._storing and not self._storing[number].done():
-                break
-            self._storing.pop(number, None)
-            self._offset = number + 1
+            messages = [update["message"] for update in album if self._is_wanted(update)]
+            try:
+                inbound = await self._inbound(messages) if messages else None
+            except Exception:  # otherwise Telegram would send this message again and again
+                log.warning("Telegram: an unreadable message is skipped", exc_info=True)
+                inbound = None
+            if inbound:
+                chat_id = inbound.chat_id
+                self._stop_typing(chat_id)
+                self._typing[chat_id] = asyncio.create_task(self._type(chat_id))
+                await bus.publish(inbound)
+            self._offset = album[-1]["update_id"] + 1
 
     async def _get_updates(self, seconds):
         """`allowed_updates` excludes edits and clicks; but the server still sends queued ones."""
@@ -859,10 +919,10 @@ class Telegram(Channel):
             allowed_updates=["message"],
         )
 
-    def _is_new(self, update):
+    def _is_wanted(self, update):
         """Strangers do not even get a refusal, because a refusal shows that the bot runs."""
         sender = update.get("message", {}).get("from", {})
-        if update["update_id"] in self._storing or sender.get("is_bot", True):
+        if sender.get("is_bot", True):
             return False
         if self.is_allowed(sender["id"]):
             return True
@@ -873,29 +933,15 @@ class Telegram(Channel):
             self.keep_strangers(", ".join(self._strangers[-5:]))
         return False
 
-    async def _take(self, messages, bus):
-        """Publish a message, or an album, which consists of several messages. Wait until it is on
-        disk. A chat keeps its order, also while a file of an earlier message is downloaded."""
-        try:
-            chat_id = str(messages[0]["chat"]["id"])
-            async with self._order[chat_id]:
-                inbound = await self._inbound(messages)
-                if inbound is None:
-                    return
-                journalled = bus.publish(inbound)
-            self._stop_typing(chat_id)
-            self._typing[chat_id] = asyncio.create_task(self._type(chat_id))
-            await journalled
-        except Exception:  # otherwise Telegram would send this message again and again
-            log.warning("Telegram: an unreadable message is skipped", exc_info=True)
-
     async def _inbound(self, messages):
         """Combine messages into one. Returns None if the messages are empty or not for the bot."""
-        chat, sender = messages[0]["chat"], messages[0]["from"]
+        chat = messages[0]["chat"]
+        sender = messages[0]["from"]
         is_open = chat["type"] == "private" or self.group_policy == "open"
         if not is_open and not any(is_call(message, self.bot) for message in messages):
             return None
-        texts, media = [], []
+        texts = []
+        media = []
         for message in messages:
             texts.append(with_quote(message))
             try:
@@ -918,15 +964,8 @@ class Telegram(Channel):
 
     async def _save(self, file):
         """Save as `AgADBQ-report.pdf`, to keep an earlier file that is also named `report.pdf`."""
-        for attempt in range(1, 31):  # five minutes, because the message comes only once
-            try:
-                place = (await self.api.call("getFile", file_id=file["file_id"]))["file_path"]
-                data = await self.api.download(place)
-                break
-            except TelegramError as failure:
-                if attempt == 30:
-                    raise
-                await self.sleep(failure.retry_after or 10)
+        place = (await self.api.call("getFile", file_id=file["file_id"]))["file_path"]
+        data = await self.api.download(place)
         path = self.media_folder / file_name(file, place)
         path.parent.mkdir(parents=True, exist_ok=True)
         await in_thread(path.write_bytes, data)
@@ -938,9 +977,9 @@ class Telegram(Channel):
 
     async def _type(self, chat_id):
         with contextlib.suppress(TelegramError, Refused):  # "typing" is not important
-            for _ in range(self.most_typing):
+            for _ in range(75):  # for 5 minutes
                 await self.api.call("sendChatAction", chat_id=chat_id, action="typing")
-                await self.sleep(self.typing_seconds)
+                await self.sleep(4.0)  # Telegram shows the signal for 5 s
 
     async def send(self, message: OutboundMessage):
         """Send the text in parts, then the files. A retry skips the parts already sent."""
@@ -949,8 +988,9 @@ class Telegram(Channel):
         if message.kind == "final":
             self._stop_typing(message.chat_id)
         target = {"chat_id": message.chat_id}
-        if own := re.fullmatch(r"(\d+)/\d+", message.reply_to):
-            reply = {"message_id": int(own[1]), "allow_sending_without_reply": True}
+        number = message.reply_to.partition("/")[0]
+        if number.isdecimal():  # false for the id of a job's report
+            reply = {"message_id": int(number), "allow_sending_without_reply": True}
             target["reply_parameters"] = reply
         parts = [*split_html(as_html(message.content)), *map(Path, message.media)]
         while message.parts_sent < len(parts):  # not after `MessageBus.stop_sending`
@@ -970,32 +1010,29 @@ class Telegram(Channel):
 
     async def _send_file(self, path, message, target):
         """If a file cannot be sent, send the reason, so that nobody waits for the file."""
-        # The chat shows "sending a file". In an outage this request fails, not an upload, so that
-        # the file is retried, as a text is, until Telegram can be reached again.
-        await self.api.call("sendChatAction", action="upload_document", **target)
         try:
-            if path.suffix.lower() in (".jpg", ".jpeg", ".png", ".webp"):
+            if path.suffix.lower() in (".jpg", ".jpeg", ".png"):
                 with contextlib.suppress(Refused):  # 400 PHOTO_INVALID_DIMENSIONS
-                    return await self.api.upload("sendPhoto", message.chat_id, path)
-            return await self.api.upload("sendDocument", message.chat_id, path)
+                    return await self.api.upload("photo", message.chat_id, path)
+            return await self.api.upload("document", message.chat_id, path)
         except (Refused, OSError) as failure:
             problem = failure
         except TelegramError as failure:
-            if message.failures < 4:
+            if message.failures < 12:  # in an outage, retry for six minutes
                 raise
-            problem = f"five attempts have failed, the last with {failure}"
+            problem = failure
         await self._send_text(as_html(f"[{path.name} cannot be sent: {problem}]"), target)
 
 
 def album_of(update):
     """The id that all messages of an album have in common, or else the update's own id."""
-    return update["message"].get("media_group_id", update["update_id"])
+    return update.get("message", {}).get("media_group_id", update["update_id"])
 
 
 def name_of(sender):
-    """{"first_name": "Ada\\n", "last_name": "Lovelace"} → "Ada Lovelace", at most 40 characters"""
+    """{"first_name": "Ada\\n", "last_name": "Lovelace"} → "Ada Lovelace" """
     names = f"{sender.get('first_name', '')} {sender.get('last_name', '')}"
-    return " ".join(names.split())[:40]
+    return " ".join(names.split())
 
 
 def file_name(file, place):
@@ -1007,19 +1044,16 @@ def file_name(file, place):
 
 def words_in(message):
     """The text, or what stands for it: {"location": {…}} → `[location: {"latitude": 52.5, …}]`"""
-    words = message.get("text") or message.get("caption")
-    if words:
-        return words
-    for key in ("venue", "location", "contact", "poll"):  # a venue has a location, too
+    for key in ("venue", "location", "contact"):  # a venue has a location, too
         if message.get(key):
             return f"[{key}: {json.dumps(message[key], ensure_ascii=False)}]"
-    return message.get("sticker", {}).get("emoji", "")
+    return message.get("text") or message.get("caption") or ""
 
 
 def with_quote(message):
     """The text after the text that it replies to. A command stays as it is."""
-    text, quote = words_in(message), message.get("quote", {})  # a part that the user has chosen
-    quoted = quote.get("text") or words_in(message.get("reply_to_message", {}))
+    text = words_in(message)
+    quoted = words_in(message.get("reply_to_message", {}))
     if not quoted or text.startswith("/"):
         return text
     return f"[in reply to: {quoted[:1_000]}]\n{text}"
@@ -1036,7 +1070,7 @@ def file_in(message):
 def is_call(message, bot):
     """True if a message mentions the bot ("@my_bot, what…", "/stop@my_bot") or replies to it."""
     author = message.get("reply_to_message", {}).get("from", {})
-    name = rf"@{re.escape(bot['username'])}(?!\w)"
+    name = rf"@{bot['username']}(?!\w)"
     return author.get("id") == bot["id"] or bool(re.search(name, words_in(message), re.IGNORECASE))
 
 
@@ -1074,9 +1108,8 @@ def as_html(markdown):
     aside = []
 
     def put_aside(match: re.Match):
-        if match["words"]:  # [`run.py`](…) → run.py
-            words = re.sub(r"`|\*\*", "", match["words"])
-            aside.append(f'<a href="{match["address"]}">{words}</a>')
+        if match["words"]:
+            aside.append(f'<a href="{match["address"]}">{match["words"]}</a>')
         elif match["code"]:
             aside.append(f"<code>{match['code']}</code>")
         else:
@@ -1152,17 +1185,16 @@ def cron_numbers(field, text):
         text = text.replace(name, str(number))
     numbers = set()
     for part in text.split(","):
-        complaint = (
-            f"{field}: {part!r} is not like 5, 1-5, 1,5, *, */15 or 0-30/5, "
-            f"within {lowest}-{highest}; 22-2 is written as 22-23,0-2"
-        )
         match = re.fullmatch(PART, part)
-        if not match:
-            raise ValueError(complaint)
-        first, last, step, single = match.groups()
-        low, high = int(first or single or lowest), int(last or single or highest)
-        if not lowest <= low <= high <= highest:
-            raise ValueError(complaint)
+        if match:
+            first, last, step, single = match.groups()
+            low = int(first or single or lowest)
+            high = int(last or single or highest)
+        if not match or not lowest <= low <= high <= highest:
+            raise ValueError(
+                f"{field}: {part!r} is not like 5, 1-5, 1,5, *, */15 or 0-30/5, "
+                f"within {lowest}-{highest}; 22-2 is written as 22-23,0-2"
+            )
         numbers.update(range(low, high + 1, int(step or 1)))
     return numbers
 
@@ -1183,13 +1215,14 @@ def next_run(expr: str, after: float, zone: tzinfo):
             "minute, hour, day of month, month, day of week"
         )
     minutes, hours, days, months, weekdays = map(cron_numbers, CRON_FIELDS, parts)
+    weekdays = {number % 7 for number in weekdays}  # Sunday is 0 or 7
     folds = [0, 1] if len(hours) == 24 else [0]  # 1: the second 02:30 of a day
     times = list(itertools.product(hours, minutes, folds))
     has_star = "*" in parts[2] + parts[4]
     suffices = all if has_star else any  # 0 9 13 * fri: each 13th, and each Friday
     for number in range(-1, 9 * 366):  # "0 0 29 2 *", a leap day: 2096, 2104; not 2100
         day = datetime.fromtimestamp(after, zone) + timedelta(days=number)
-        in_week = {day.isoweekday(), day.isoweekday() % 7} & weekdays
+        in_week = day.isoweekday() % 7 in weekdays
         if day.month in months and suffices([day.day in days, in_week]):
             moments = [day.replace(hour=h, minute=m, fold=f).timestamp() for h, m, f in times]
             later = [moment for moment in moments if moment > after]
@@ -1218,7 +1251,6 @@ class CronJob:
     channel: str = ""  # the chat that asked for the job; "system" for the agent's own jobs
     chat_id: str = ""
     folder: str = ""  # the job runs in the folder of the terminal at which it was made
-    first: int = 0  # an `every_seconds` job runs at this time (seconds since 1970) plus multiples
     after: float = 0  # the next run is the first one that is due after this time
     error: str = ""  # the error of the last run
     enabled: bool = True
@@ -1234,7 +1266,7 @@ class CronJob:
             return moment if moment > after else None
         if self.every_seconds <= 0:
             raise ValueError("the schedule is missing or negative")
-        return after + self.every_seconds - (after - self.first) % self.every_seconds
+        return after + self.every_seconds
 
     def schedule(self):
         """0 9 * * * Europe/Berlin   2026-11-21T17:00:00+01:00   every 3600 s"""
@@ -1264,20 +1296,18 @@ class JobStore:
         if not self.path.exists():
             return []
         try:
-            match json.loads(self.path.read_bytes()):
-                case {"jobs": list(rows)}:
-                    return rows
-            raise ValueError("the list of jobs is missing")
-        except ValueError as problem:
-            told = f"{self.path} is damaged: {problem}. Repair the file, or move it away."
-            raise OSError(told) from None
+            return list(json.loads(self.path.read_bytes())["jobs"])
+        except (ValueError, KeyError, TypeError) as problem:
+            raise OSError(
+                f"{self.path} is damaged: {problem}. Repair the file, or move it away."
+            ) from None
 
     def edit(self, id: str, changes: dict | None, is_new: bool = False):
         """Change these keys of a job; None removes the job. Without `is_new`, an unknown id changes
-        nothing: another program may have removed the job. The file is written atomically."""
+        nothing: another program may have removed the job."""
         with self.lock(self.path.with_suffix(".lock")):
             rows = self.read()
-            found = [row for row in rows if isinstance(row, dict) and str(row.get("id")) == id]
+            found = [row for row in rows if str(row.get("id")) == id]
             if is_new and not found:
                 found = [{"id": id}]
                 rows += found
@@ -1327,42 +1357,31 @@ class CronService:
         return jobs
 
     async def run(self, may_go_on: Callable = lambda: True):
-        """Check the clock and the jobs file once a second. If `run` is cancelled, cancel the
-        running jobs. If `may_go_on` returns False, wait for the running jobs and return."""
+        """Check the clock and the jobs file once a second, while `may_go_on()` is true. At the
+        end, cancel the running jobs: they are run again later, with the same names."""
         try:
             while may_go_on():
                 await self.tick()
                 await self.sleep(1)
-            await asyncio.gather(*self.running.values(), return_exceptions=True)
         finally:
             await end_all(self.running.values())
 
     async def tick(self):
-        """Start all jobs that are due."""
+        """Start all jobs that are due. Of several missed runs of a job, one is made up for."""
         busy = set(self.running)  # a run may end while the file is read
         try:
-            for job in await in_thread(self.jobs):
-                if job.enabled and job.id not in busy and self.is_wanted(job):
-                    busy.add(job.id)
-                    self._start_if_due(job, self.now())
+            jobs = await in_thread(self.jobs)
         except OSError as problem:
             warn_once(f"cron: the jobs wait: {problem}")
-
-    def _start_if_due(self, job, now):
-        """A repeated job skips a run if it is over 12 hours late, or if the next run is nearer; of
-        several missed runs, it does only one. An `at` job that is over a day late is only told."""
-        after = job.after if job.after <= now else 0  # the clock may have been set back
-        if not job.at and job.channel != "system":
-            latest = min(job.due(now, self.zone) - now, 43_200)
-            after = max(after, now - latest)
-        due = job.due(after, self.zone)
-        if due is None or due > now:
             return
-        if job.at and now - due > 86_400:
-            job.message = (
-                f"Only tell the user that this job was missed on {self._shown(due)}: {job.message}"
-            )
-        self.running[job.id] = asyncio.create_task(self._run(job, f"{job.id}@{due:.0f}", now))
+        now = self.now()
+        for job in jobs:
+            after = job.after if job.after <= now else 0  # the clock may have been set back
+            due = job.due(after, self.zone)
+            is_due = due is not None and due <= now and job.enabled
+            if is_due and job.id not in busy and self.is_wanted(job):
+                run = self._run(job, f"{job.id}@{due:.0f}", now)
+                self.running[job.id] = asyncio.create_task(run)
 
     async def _run(self, job, name, began):
         """Run a job and record the run. A run that ends with the program is repeated later."""
@@ -1382,7 +1401,7 @@ class CronService:
                 await self.sleep(60)
 
     def _shown(self, moment):
-        return f"{datetime.fromtimestamp(moment, UTC).astimezone(self.zone):%a %Y-%m-%d %H:%M %Z}"
+        return f"{datetime.fromtimestamp(moment).astimezone(self.zone):%a %Y-%m-%d %H:%M %Z}"
 
     def add_system(self, id: str, every_seconds: float, enabled: bool = True):
         """Add a system job, or change its settings. The tool `cron` lists, but never removes it."""
@@ -1422,7 +1441,7 @@ class CronService:
         if in_seconds:
             at = datetime.fromtimestamp(now + in_seconds, UTC).isoformat()
         job = CronJob(
-            os.urandom(4).hex(),
+            secrets.token_hex(4),
             message.strip(),
             every_seconds,
             cron_expr,
@@ -1430,7 +1449,6 @@ class CronService:
             at,
             turn.channel,
             turn.chat_id,
-            first=int(now),
             after=now,
         )
         if turn.channel == "cli":  # a chat's jobs run in the gateway's own folder
@@ -1445,10 +1463,10 @@ class CronService:
             if due is None:
                 raise CronError(f"it never runs. It is now {self._shown(job.after)}")
             if job.at:  # stored with its offset, because other programs may have other zones
-                moment = datetime.fromtimestamp(due, UTC).astimezone(self.zone)
+                moment = datetime.fromtimestamp(due).astimezone(self.zone)
                 job.at, job.tz = moment.isoformat(timespec="seconds"), ""
             added = f"Added job {self._line(job)}"
-        except (ValueError, OverflowError) as problem:
+        except (ValueError, OverflowError, OSError) as problem:  # OSError: the year 30000, Windows
             raise CronError(f"No job was added for {job.schedule()!r}: {problem}.") from None
         self.store.edit(job.id, asdict(job), is_new=True)
         return added
@@ -1456,16 +1474,14 @@ class CronService:
     def _remove(self, job_id):
         known = [job.id for job in self.jobs() if job.channel != "system"]
         if job_id not in known:
-            raise CronError(
-                f"No job {job_id!r} can be removed. These can: {', '.join(known) or 'none'}."
-            )
+            raise CronError(f"No job {job_id!r} can be removed: `list` shows the ids.")
         self.store.edit(job_id, None)
         return f"Removed job {job_id}."
 
     def _line(self, job):
         """1a2b3c4d · 0 9 * * * · next Sun 2026-11-22 09:00 CET · telegram:42 · water plants"""
         now = self.now()
-        due = job.due(job.after if job.at else now, self.zone)
+        due = job.due(job.after, self.zone)
         coming = f"next {self._shown(max(due, now))}" if due and job.enabled else "off"
         failed = f" · failed: {job.error}" if job.error else ""
         return (
@@ -1505,8 +1521,8 @@ def active_tasks(text):
 # messages to the agent and read its answers.
 
 PAGE_POLICY = (
-    "default-src 'none'; script-src 'nonce-{0}'; style-src 'nonce-{0}'; connect-src 'self'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    "default-src 'none'; script-src 'nonce-{0}'; style-src 'nonce-{0}'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; {1}"
 )
 NO_COOKIE = (
     "This address is wrong, or a browser has used it: each address works once. "
@@ -1524,33 +1540,44 @@ class WebPage(Channel):
     `show(event)` sends an event (a dict) to the windows of its session, also after a reload.
     `ask(text)` shows a question of the current turn in all windows and waits for the answer.
     `journal_of("web:page")` returns the path of a chat's journal; the page shows each new line.
-    `as_json(event)` writes an event without API keys.
+    `as_json(event)` writes an event without API keys. `runs` is the HTML with the recorded runs.
     """
 
     name = "web"
     shows_deltas = True
     polls = 0  # rises while a window is open
+    memory = dict  # returns name → text of the parts of the prompt
 
     def __init__(
-        self, html: str, journal_of: Callable, tell: Callable, as_json: Callable, port: int = 0
+        self,
+        html: str,
+        runs: str,
+        journal_of: Callable,
+        tell: Callable,
+        as_json: Callable,
+        port: int = 0,
     ):
         super().__init__(["local"])
-        self.html, self.journal_of, self.tell, self.as_json = html, journal_of, tell, as_json
+        # recorded runs, which may be a stranger's, have no cookie and reach no server
+        self.runs = runs, "sandbox allow-scripts"
+        self.html = html, "connect-src 'self'"
+        self.journal_of, self.tell, self.as_json = journal_of, tell, as_json
         self.turn_of = contextvars.ContextVar("turn_of", default="")  # the current turn's chat
-        self.chats: dict[str, bool] = {}  # chat id → does it pause before each request and call?
-        self.events: deque[tuple] = deque(maxlen=4_000)  # (number, chat id, JSON)
+        self.chats = {}  # chat id → does it pause before each request and call?
+        self.events = deque(maxlen=1_000)  # (number, chat id, JSON)
         self.count = itertools.count(1)  # numbers of the events
         self.drafts = defaultdict(str)  # chat id → the part of an answer that was streamed so far
         self.questions = {}  # id → future with the answer
         self.server = self._server(port)
         port = self.server.server_port
         self.host, self.cookie = f"127.0.0.1:{port}", f"nanobot_{port}={secrets.token_urlsafe(24)}"
-        self.lock = threading.Lock()
+        self.unused = {}  # the path of an address that no browser has used → True
         self.renew()
 
     def renew(self):
-        self.path = f"/?token={secrets.token_urlsafe(24)}"
-        self.address = f"http://{self.host}{self.path}"
+        path = f"/?token={secrets.token_urlsafe(24)}"
+        self.unused[path] = True
+        self.address = f"http://{self.host}{path}"
         self.tell(self.address)
 
     def _server(self, port):
@@ -1566,11 +1593,14 @@ class WebPage(Channel):
             def handle_error(self, *_):  # a closed window needs no traceback
                 log.debug("page: a request has failed", exc_info=True)
 
+            def verify_request(self, *_):  # silent connections leave descriptors to the agent
+                return threading.active_count() < 100
+
         return Server(("127.0.0.1", port), Handler)
 
     async def start(self, bus: MessageBus):
         self.bus, self.loop = bus, asyncio.get_running_loop()
-        on_thread(self.server.serve_forever, 0.1)
+        on_thread(self.server.serve_forever)
 
     async def send(self, message: OutboundMessage):
         if message.kind == "delta":
@@ -1601,9 +1631,9 @@ class WebPage(Channel):
         is only asked in a session for which "Step by step" is ticked."""
         if what in ("request", "call") and not self.chats.get(self.turn_of.get()):
             return ""
-        number, answer = secrets.token_hex(8), asyncio.get_running_loop().create_future()
-        details |= {"session": self.turn_of.get(), "what": what, "text": text}
+        number, answer = secrets.token_hex(8), asyncio.Future()
         self.questions[number] = answer
+        details |= {"session": self.turn_of.get(), "what": what, "text": text}
         self._add(EVERYBODY, kind="ask", id=number, **details)
         question = self.events[-1]
         polls = -1
@@ -1619,35 +1649,32 @@ class WebPage(Channel):
         return answer.result() if answer.done() else None
 
     async def take(self, path: str, body: dict):
-        """Handle a request from the page. Returns False if a message is not on disk yet, which will
-        be retried. Raises ValueError if a question was answered already."""
+        """Handle a request from the page. Raises OSError if a message is not on disk yet, which
+        will be retried; KeyError if a question was answered already."""
         if path == "/say":
             chat_id, number = page_chat(body["chat"]), str(body["id"])[:64]
             said = InboundMessage(self.name, "local", chat_id, str(body["text"]), (), number)
             stored, _ = await asyncio.wait([self.bus.publish(said)], timeout=5.0)
-            return bool(stored)
+            if not stored:
+                raise OSError("it waits, because the disk is full or its session is not readable")
         elif path == "/step":
             self.chats[page_chat(body["chat"])] = bool(body["on"])
-        elif body["id"] in self.questions:
-            self.questions.pop(body["id"]).set_result(str(body["text"]))
         else:
-            raise ValueError("this question was answered already")
-        return True
+            self.questions.pop(body["id"]).set_result(str(body["text"]))
 
-    def news(self, chat_id: str):
-        """Yield a chat's events, all chats' questions and the memory's events as JSON. Also yield
-        "" every 0.1 s to detect a closed window."""
+    def news(self, chat_id: str, most: int):
+        """Yield a chat's events, all chats' questions and the memory's events as JSON, after the
+        last `most` lines of the journal. Also yield "" every 0.1 s to detect a closed window."""
         journal = self.journal_of(f"{self.name}:{chat_id}")
-        is_stepping = self.chats.setdefault(chat_id, False)
-        yield self._json(kind="hello", step=is_stepping, chats=list(self.chats))
+        yield self._json(kind="hello", step=self.chats.get(chat_id), chats=list(self.chats))
         position, seen, draft = 0, 0, ""
         while True:
             time.sleep(0.1)
             self.polls += 1
-            lines = text_behind(journal, position).rpartition("\n")[0]
-            if lines:
-                position += len(lines.encode("utf-8", "surrogateescape")) + 1
-                yield self._json(kind="lines", lines=lines.split("\n"))
+            if text := text_behind(journal, position).rpartition("\n")[0]:
+                position += len(text.encode("utf-8", "surrogateescape")) + 1
+                lines = text.split("\n")
+                yield self._json(kind="lines", lines=lines[-most:])
             for number, owner, event in list(self.events):
                 if number > seen and owner in (EVERYBODY, chat_id):
                     seen = number
@@ -1676,21 +1703,21 @@ class PageRequest:
     """One HTTP request from a browser. A request without a new token or the cookie gets 403."""
 
     page: WebPage
-    timeout = 60  # seconds until an idle connection is closed
+    timeout = 5  # seconds until a silent connection is closed
 
     def log_message(self, *_):
         """Log nothing: the first URL contains the token."""
 
-    def _has(self, secret, *texts):
-        """Is the secret one of `texts`, and does the request come from this page? A DNS
-        rebinding attack sends a wrong Host header; other web pages send a wrong Origin header."""
+    def _is_from_here(self):
+        """Does the request come from this page? A DNS rebinding attack sends a wrong Host header;
+        other web pages send a wrong Origin header."""
         own = self.page.host
-        is_from_here = self.headers.get("Origin", f"http://{own}") == f"http://{own}"
-        found = [secrets.compare_digest(text.encode(), secret.encode()) for text in texts]
-        return self.headers.get("Host") == own and is_from_here and any(found)
+        return self.headers["Host"] == own and self.headers["Origin"] in (None, f"http://{own}")
 
     def _is_allowed(self):
-        return self._has(self.page.cookie, *self.headers.get("Cookie", "").split("; "))
+        own = self.page.cookie.encode()
+        cookies = self.headers.get("Cookie", "").encode().split(b"; ")
+        return self._is_from_here() and any(secrets.compare_digest(own, each) for each in cookies)
 
     def _reply(self, status, text, kind="text/plain", **more):
         self.send_response(status)
@@ -1708,22 +1735,26 @@ class PageRequest:
 
     def do_GET(self):  # noqa: N802
         path, _, query = self.path.partition("?")
-        with self.page.lock:  # of two requests with the same address, one gets the cookie
-            if self._has(self.page.path, self.path):
-                cookie = f"{self.page.cookie}; HttpOnly; SameSite=Strict; Path=/"
-                # after a 303, a browser that comes from a file would not send this cookie
-                self._reply(200, "", Refresh="0; url=/", Set_Cookie=cookie)
-                return self.page.renew()
-        if not self._is_allowed():
+        # `pop`: of two requests with the same address, one gets the cookie
+        if self._is_from_here() and self.page.unused.pop(self.path, False):
+            cookie = f"{self.page.cookie}; HttpOnly; SameSite=Strict; Path=/"
+            # after a 303, a browser that comes from a file would not send this cookie
+            self._reply(200, "", Refresh="0; url=/", Set_Cookie=cookie)
+            self.page.renew()
+        elif not self._is_allowed():
             self._reply(403, NO_COOKIE)
+        elif path == "/memory":
+            self._reply(200, self.page.as_json(self.page.memory()))
         elif path == "/events":
             self._reply(200, "retry: 1000\n\n", "text/event-stream")  # milliseconds
-            chat = dict(urllib.parse.parse_qsl(query)).get("chat", "page")
-            for event in self.page.news(page_chat(chat)):
+            chat, most = urllib.parse.unquote(query).split("&")
+            for event in self.page.news(page_chat(chat), int(most)):
                 self.wfile.write(f"data: {event}\n\n".encode() if event else b":\n\n")
         else:
+            html, right = self.page.runs if path == "/runs" else self.page.html
             nonce = secrets.token_urlsafe(16)
-            html, policy = self.page.html.replace("%NONCE%", nonce), PAGE_POLICY.format(nonce)
+            policy = PAGE_POLICY.format(nonce, right)
+            html = html.replace("%NONCE%", nonce)
             self._reply(200, html, "text/html", Content_Security_Policy=policy)
 
     def do_POST(self):  # noqa: N802
@@ -1734,9 +1765,7 @@ class PageRequest:
             if not 0 <= size <= 1_000_000 or self.headers.get_content_type() != "application/json":
                 return self._reply(413, "Send JSON of at most 1,000,000 bytes.")
             taking = self.page.take(self.path, json.loads(self.rfile.read(size)))
-            if asyncio.run_coroutine_threadsafe(taking, self.page.loop).result(10):
-                self._reply(204, "")
-            else:
-                self._reply(202, "waiting: the disk is full, or the message cannot be stored yet")
+            asyncio.run_coroutine_threadsafe(taking, self.page.loop).result(10)
+            self._reply(204, "")
         except Exception as problem:  # for example, invalid JSON
-            self._reply(400, f"The message was not accepted: {problem}")
+            self._reply(400, f"not stored: {problem}")

@@ -581,7 +581,8 @@ def remember_terminals(sessions):
         done = max([entry.get("used", 0.0) for entry in store.entries()], default=0.0)
         for key, used in reversed(sessions.by_last_use()):
             first = sessions.first_line(key)
-            if not first.get("typed") or not done < used < time.time() - 3_600:
+            # the marks decide; a day's slack because clocks are set back
+            if not first.get("typed") or not done - 86_400 < used < time.time() - 3_600:
                 continue
             session = sessions.load(key)
             said = [
@@ -592,9 +593,8 @@ def remember_terminals(sessions):
             ]
             if said:
                 moment = time.strftime("[%Y-%m-%d %H:%M]", time.localtime(used))
-                lines = [f"{moment} In {first.get('folder')}:"]
-                lines += [fitted(readable(message), 2_000 // len(said)) for message in said]
-                store.append_history("\n".join(lines), used=used)
+                text = "\n".join(fitted(readable(each), 2_000 // len(said)) for each in said)
+                store.append_history(f"{moment} In {first.get('folder')}:\n{text}", used=used)
                 session.mark("remembered", upto=session.highest)
                 os.utime(session.path, (used, used))  # the mark is no use of the conversation
 
@@ -1113,7 +1113,7 @@ class MemoryRepository:
         """Lock the files for a dream or a restore. Raises SessionBusy."""
         return locked(self.folder.with_name("dream.lock"), "Another dream is running.")
 
-    def git(self, *arguments: str, why: str = ""):
+    def git(self, *arguments, why=""):
         """Run git. If git fails, raises OSError with the text `why`, or else with git's message."""
         if not shutil.which("git"):
             raise OSError("git is not installed.")

@@ -50,98 +50,10 @@ from functools import cache, partial, partialmethod, wraps
 from pathlib import Path
 from typing import Annotated, Literal, get_args, get_origin, get_type_hints
 
-from channels import (
-    CLI,
-    BackgroundLoop,
-    CronError,
-    CronJob,
-    CronService,
-    InboundMessage,
-    JobStore,
-    MessageBus,
-    OutboundMessage,
-    PrintableFormatter,
-    Telegram,
-    Waiting,
-    WebPage,
-    active_tasks,
-    approval_question,
-    end_all,
-    end_on_signals,
-    machine_zone,
-    on_thread,
-    prepare_streams,
-    printable,
-    zone_named,
-)
-from memory import (
-    Consolidator,
-    Dream,
-    Governed,
-    MemoryRepository,
-    MemoryStore,
-    Session,
-    SessionBusy,
-    SessionManager,
-    SkillsLoader,
-    append_lines,
-    as_sent,
-    counted,
-    estimate,
-    fitted,
-    has,
-    locked,
-    message_tokens,
-    readable,
-    quoted,
-    read_records,
-    remember_terminals,
-    total_tokens,
-    write_atomically,
-)
-from providers import (
-    ROWS,
-    Endpoint,
-    HumanProvider,
-    LLMProvider,
-    LLMResponse,
-    OfflineProvider,
-    OpenAIProvider,
-    ToolCallRequest,
-    Usage,
-    choose_endpoint,
-    keyless_json,
-    legal,
-    no_event,
-    parse_arguments,
-)
-from tools import (
-    FILE_TOOLS,
-    SEARCH_SERVICES,
-    Exec,
-    MCPServers,
-    ToolError,
-    ToolRegistry,
-    ToolResult,
-    Turn,
-    Web,
-    WebFetch,
-    WebSearch,
-    as_schema,
-    cast,
-    edit_file,
-    image_block,
-    in_thread,
-    kept_changes,
-    plain_text,
-    read_bytes,
-    read_file,
-    sandbox_problem,
-    take_back,
-    tool,
-    validate,
-    write_file,
-)
+import channels
+import memory
+import providers
+import tools
 
 __version__ = "0.1.0"
 log = logging.getLogger("nanobot")
@@ -149,7 +61,7 @@ log = logging.getLogger("nanobot")
 HERE = Path(__file__).resolve().parent
 DATA = HERE if (HERE / "templates").is_dir() else HERE / "nanobot_data"  # nanobot_data: in wheels
 
-Emit = Callable[[OutboundMessage], Awaitable[None]]
+Emit = Callable[[channels.OutboundMessage], Awaitable[None]]
 Media = Iterable[Path]  # files attached to a message
 NO_USAGE = {
     "prompt_tokens": 0,
@@ -168,18 +80,20 @@ class AgentRunSpec:
     """The input of a run: messages, tools, limits and callbacks."""
 
     messages: list[dict]
-    tools: ToolRegistry = field(default_factory=ToolRegistry)
+    tools: tools.ToolRegistry = field(default_factory=lambda: tools.ToolRegistry())
     model: str | None = None
     max_iterations: int = 40  # maximum number of steps; then one last request asks for a summary
     max_tokens: int = 8_192  # limit of one answer, in tokens
     temperature: float | None = None  # None: the endpoint's default
     context_window: int = 65_536  # tokens
     hook: AgentHook = field(default_factory=lambda: AgentHook())
-    on_event: Callable = no_event  # gets each request, retry, answer, call and result of the run
-    turn: Turn = field(default_factory=Turn)  # tools with a parameter `turn` get this object
+    on_event: Callable = providers.no_event  # gets each request, answer, call and result
+    # tools with a parameter `turn` get this object
+    turn: tools.Turn = field(default_factory=lambda: tools.Turn())
     append: Callable = lambda *messages: None  # stores each new message at once
     arrivals: Callable = list  # journals and returns new user messages
     make_room: Callable | None = None  # awaited before each request: messages → fewer messages
+    note: str = ""  # a message for the first request only
     keeps_half: bool = True  # if the run is cancelled, journal the text that was streamed
 
 
@@ -208,8 +122,8 @@ class AgentHookContext:
 
     messages: list[dict]
     iteration: int = 0  # steps so far
-    response: LLMResponse = field(default_factory=LLMResponse)
-    usage: Usage = field(default_factory=lambda: Usage(NO_USAGE))
+    response: providers.LLMResponse = field(default_factory=providers.LLMResponse)
+    usage: providers.Usage = field(default_factory=lambda: providers.Usage(NO_USAGE))
     model: str = ""
 
     @property
@@ -232,13 +146,15 @@ class AgentHook:
     async def on_retry(self, why: str): ...
     async def after_iteration(self, context: AgentHookContext): ...
 
-    async def after_response(self, response: LLMResponse):
+    async def after_response(self, response: providers.LLMResponse):
         """A hook may change `response.tool_calls`; the changed calls are journalled and run."""
 
-    async def before_execute_tools(self, tool_calls: list[ToolCallRequest]):
+    async def before_execute_tools(self, tool_calls: list[providers.ToolCallRequest]):
         """To deny a call, set `call.denied = "reason"`; the model gets the reason as the result."""
 
-    async def after_tool(self, call: ToolCallRequest, result: ToolResult, seconds: float):
+    async def after_tool(
+        self, call: providers.ToolCallRequest, result: tools.ToolResult, seconds: float
+    ):
         """Runs as soon as a tool call has ended; other tool calls may still be running."""
 
     async def finalize_content(self, content: str):
@@ -303,7 +219,7 @@ class RunState:
         if self.spec.hook.wants_streaming:
             await self.spec.hook.on_stream(text)
 
-    def count(self, call: ToolCallRequest, result: ToolResult):
+    def count(self, call: providers.ToolCallRequest, result: tools.ToolResult):
         """Count how often this call had this outcome. From the third time on, append a warning to
         the result. All failures of a call count as the same outcome."""
         outcome = None if result.is_error else [result.text, result.images]
@@ -328,13 +244,13 @@ class RunState:
 class AgentRunner:
     """Asks a model and runs its tool calls. Independent of channels, sessions and files."""
 
-    def __init__(self, provider: LLMProvider):
+    def __init__(self, provider: providers.LLMProvider):
         self.provider = provider
 
     async def run(self, spec: AgentRunSpec) -> AgentRunResult:
         """Ask the model until the run ends. Raises CancelledError, and errors of the callbacks."""
         model = spec.model or self.provider.model
-        state = RunState(spec, AgentHookContext(list(spec.messages), model=model))
+        state = RunState(spec, AgentHookContext(list(spec.messages), model=model), note=spec.note)
         try:
             while not state.result.stop_reason:  # the run ends when it has a stop reason
                 await spec.hook.before_iteration(state.context)
@@ -361,7 +277,7 @@ class AgentRunner:
             tools_used=list(dict.fromkeys(event["name"] for event in state.result.tool_events)),
         )
 
-    def govern(self, state: RunState) -> Governed:
+    def govern(self, state: RunState) -> memory.Governed:
         """Copy the messages; if they exceed the context window, leave out old parts: [system, old
         question, old answer, question] → [system, question]. The context window must also hold the
         tools, the answer and 1,024 spare tokens. If `state.note` has a text, append the note."""
@@ -374,7 +290,7 @@ class AgentRunner:
             state.note = f"[New tools: {', '.join(late)}]"
         if spec.max_iterations - state.context.iteration == 5 and not state.note:
             state.note = "[Five more steps are allowed in this turn.]"
-        tools = estimate(lines_of_json(state.tools)) if state.tools else 0
+        tools = memory.estimate(lines_of_json(state.tools)) if state.tools else 0
         budget = spec.context_window - spec.max_tokens - 1_024
         if budget <= 0:
             raise ValueError(
@@ -384,7 +300,7 @@ class AgentRunner:
         budget = min(budget, state.room)
         users = [message for message in spec.messages if message["role"] == "user"]
         task = users[-1] if users else None  # the user's last message is never left out
-        request = Governed(state.context.messages, budget, task, tools)
+        request = memory.Governed(state.context.messages, budget, task, tools)
         if state.draft.parts:  # to continue a cut answer, the model needs the parts so far
             request.messages.append({"role": "assistant", "content": state.draft.joined("")})
         if state.is_over_limit:
@@ -429,7 +345,7 @@ class AgentRunner:
             temperature=spec.temperature,
             on_delta=state.show if spec.hook.wants_streaming else None,
             on_retry=spec.hook.on_retry,
-            on_event=spec.on_event,
+            on_event=partial(spec.on_event, step=state.context.iteration, total=request.tokens),
             read_only=[name for name in names if is_read_only(name, spec.tools)],
         )
         if response.usage.get("estimated"):  # one estimate everywhere, also in `nanobot prompt`
@@ -486,7 +402,7 @@ class AgentRunner:
         tell("call", id=call.id, name=call.name, arguments=call.arguments)
         began = time.monotonic()
         if problem := reason_not_to_run(call):
-            result = ToolResult(problem, is_error=True, shown=f"refused: {problem}")
+            result = tools.ToolResult(problem, is_error=True, shown=f"refused: {problem}")
         else:
             result = await state.spec.tools.execute(call.name, call.arguments, state.spec.turn)
         if result.is_error:
@@ -544,7 +460,7 @@ class AgentRunner:
                 await self._finish(state, "completed", response.content, cut)
             case "limit":
                 summary = "" if response.finish_reason == "error" else response.content
-                steps = counted(state.spec.max_iterations, "step")
+                steps = memory.counted(state.spec.max_iterations, "step")
                 limit = f"I stopped at the limit of {steps}. {response.error or ''}".strip()
                 await self._finish(state, "max_iterations", summary or limit)
             case "empty":  # not journalled, because small models imitate earlier empty answers
@@ -582,7 +498,7 @@ class AgentRunner:
         return shown
 
 
-def verdict(state: RunState, response: LLMResponse) -> str:
+def verdict(state: RunState, response: providers.LLMResponse) -> str:
     """Classify an answer; the first row that applies counts:
 
     `limit`: if the step limit is reached, the run ends with a summary.
@@ -612,13 +528,15 @@ def verdict(state: RunState, response: LLMResponse) -> str:
     return "empty" if is_withheld or not state.has_tools else "blank"
 
 
-def batches(calls: list[ToolCallRequest], tools: ToolRegistry) -> Iterator[list[ToolCallRequest]]:
+def batches(
+    calls: list[providers.ToolCallRequest], tools: tools.ToolRegistry
+) -> Iterator[list[providers.ToolCallRequest]]:
     """Consecutive calls of read-only tools form a batch; any other call is a batch of its own.
 
     read_file, grep, write_file, read_file → [read_file, grep], [write_file], [read_file]
     """
 
-    def is_safe(call: ToolCallRequest) -> bool:
+    def is_safe(call: providers.ToolCallRequest) -> bool:
         known = tools.get(call.name)
         return known is not None and known.concurrency_safe
 
@@ -635,15 +553,17 @@ def batches(calls: list[ToolCallRequest], tools: ToolRegistry) -> Iterator[list[
 class ContextBuilder:
     """Builds a request. Prompt caches need a system prompt without the current time."""
 
-    def __init__(self, limits: AgentDefaults, memory: MemoryStore, skills: SkillsLoader, now):
+    def __init__(
+        self, limits: AgentDefaults, memory: memory.MemoryStore, skills: memory.SkillsLoader, now
+    ):
         self.memory = memory
         self.skills = skills
-        self.zone = zone_named(limits.timezone, machine_zone())
+        self.zone = channels.zone_named(limits.timezone, channels.machine_zone())
         self.now = lambda: now().astimezone(self.zone)
         self.memory_tokens = limits.budget // 4  # limit for MEMORY.md in the prompt
         self.project = ""  # the project's own instructions, if the user has allowed them
 
-    def request(self, turn: Turn, history: list[dict], images: list[dict]) -> list[dict]:
+    def request(self, turn: tools.Turn, history: list[dict], images: list[dict]) -> list[dict]:
         """The messages of a request. The images are in the last message, but not in the journal.
 
         {"model": "…", "max_tokens": 8192, "tools": [{"type": "function", …}],
@@ -656,10 +576,10 @@ class ContextBuilder:
         text = {"type": "text", "text": history[-1]["content"]}
         return [system, *history[:-1], {"role": "user", "content": [*images, text]}]
 
-    def system_prompt(self, turn: Turn) -> str:
-        return "\n\n---\n\n".join(self.parts(turn).values())
+    def system_prompt(self, turn: tools.Turn) -> str:
+        return PART_END.join(self.parts(turn).values())
 
-    def parts(self, turn: Turn) -> dict[str, str]:
+    def parts(self, turn: tools.Turn) -> dict[str, str]:
         """Name → text of each part of the system prompt, in order. "Memory" contains facts from
         MEMORY.md. "Recent History" has the history entries that Dream has not yet processed, and
         the last five anyway. The model can find older ones in `memory/` with the tool grep."""
@@ -669,13 +589,15 @@ class ContextBuilder:
             parts[name] = titled(f"## {name}", own(turn.workspace / name))
         if turn.channel in ("cli", "web"):  # not in a job, and not in a chat
             parts["Project"] = self.project
-        parts["Memory"] = titled("# Memory", fitted(own(self.memory.facts), self.memory_tokens))
+        parts["Memory"] = titled(
+            "# Memory", memory.fitted(own(self.memory.facts), self.memory_tokens)
+        )
         parts |= skill_parts(self.skills.load())
         recent = "\n".join(self.memory.recent_history())
         parts["Recent History"] = titled("# Recent History", recent)
         return {name: text for name, text in parts.items() if text}
 
-    def user_message(self, text: str, turn: Turn, media: Media = ()) -> tuple:
+    def user_message(self, text: str, turn: tools.Turn, media: Media = ()) -> tuple:
         """Returns the user's message for the journal, and the images for the request.
 
         {"role": "user", "content": "[image: cat.png]\\nWhat is it?", "runtime": "[Runtime …"}
@@ -687,7 +609,7 @@ class ContextBuilder:
         images = [image for _, image in files if image]
         runtime = template(
             "runtime",
-            time=f"{self.now():%Y-%m-%d %H:%M (%A), %Z}",
+            time=f"{self.now():%Y-%m-%d %H:%M:%S (%A), %Z}",
             cwd=turn.cwd,
             channel=turn.channel,
             chat_id=turn.chat_id,
@@ -704,8 +626,8 @@ class AgentLoop:
     def __init__(
         self,
         config: Config,
-        provider: LLMProvider | None = None,
-        tools: ToolRegistry | None = None,
+        provider: providers.LLMProvider | None = None,
+        tools: tools.ToolRegistry | None = None,
         hooks: Iterable[AgentHook] = (),
         program: Program | None = None,
     ):
@@ -715,15 +637,15 @@ class AgentLoop:
         self.workspace = prepare_workspace(config.workspace)
         self.provider = provider or make_provider(config)
         self.tools = make_tools(config) if tools is None else tools.copy()
-        self.mcp = MCPServers(config.tools.mcp_servers, self.tools)
+        self.mcp = make_servers(config, self.tools)
         self.files_seen = defaultdict(dict)  # session key → files read
         self.listeners: list[Callable] = []  # each gets the events of all runs
         # session key → the events of all its turns: one run, so that each message is told once
         self.events_of = cache(partial(RunEvents, self.listeners, "turn"))
         read = partial(read_own, self.turn("cli:direct"))
-        self.memory = MemoryStore(self.workspace, read)
-        self.sessions = SessionManager(self.workspace, self.memory, self.events_of)
-        self.skills = SkillsLoader(self.workspace / "skills", DATA / "skills", read=read)
+        self.memory = memory.MemoryStore(self.workspace, read)
+        self.sessions = memory.SessionManager(self.workspace, self.memory, self.events_of)
+        self.skills = memory.SkillsLoader(self.workspace / "skills", DATA / "skills", read=read)
         self.context = ContextBuilder(
             config.defaults, self.memory, self.skills, lambda: self.program.now()
         )
@@ -737,7 +659,7 @@ class AgentLoop:
         self.can_ask = lambda turn: turn.channel != "cron"  # can a user approve calls?
         self.subagents = SubagentManager(partial(helper_answer, self))
         self.commands = Commands(self)
-        self.tools.register(tool(self.subagents.spawn))
+        self.tools.register(self.subagents.spawn_tool())
         self.tools.register(JobRunner(self).cron_tool())
         self.started = time.time()
         self.turns = RunningTurns(self.sessions)
@@ -752,9 +674,11 @@ class AgentLoop:
         on_event: Emit | None = None,
         media: Media = (),
         folder: Path | None = None,
+        waiting: Callable = list,
     ) -> AgentRunResult:
         """Answer one message, without a `session_key` in a new session; commands run in `folder`.
-        Raises SessionBusy, and OSError if the journal cannot be written."""
+        `waiting` as in `answer`. Raises SessionBusy, and OSError if the journal cannot be written.
+        """
         session_key = session_key or self.sessions.new_key()
         events = EventHook(on_event, self.turn(session_key, folder), self.program.streaming)
         command, argument = slash_command(text)
@@ -768,7 +692,7 @@ class AgentLoop:
                 else:
                     session.end_open_turn("interrupted")
                     images = self.enter(session, events.turn, [{"content": text, "media": media}])
-                result = result or await self.answer(session, events, images)
+                result = result or await self.answer(session, events, images, waiting)
         else:  # other commands run at once, even during a turn
             result = await self.commands.answer(command, argument, events.turn)
         if result.final_content:
@@ -777,7 +701,7 @@ class AgentLoop:
             session.mark("delivered", upto=session.last)
         return result
 
-    def enter(self, session: Session, turn: Turn, lines: list[dict]) -> list[dict]:
+    def enter(self, session: memory.Session, turn: tools.Turn, lines: list[dict]) -> list[dict]:
         """Journal what the user has typed or sent, so that it survives a kill during the request.
         A line: {"content": "What is it?", "media": ["cat.png"], "id": "501"}. Returns the images.
         """
@@ -790,18 +714,18 @@ class AgentLoop:
             images += more
         return images
 
-    def arrive(self, session: Session, turn: Turn, lines: list[dict]) -> list[dict]:
+    def arrive(self, session: memory.Session, turn: tools.Turn, lines: list[dict]) -> list[dict]:
         """Enter lines that came during the turn. Returns their messages, as the model gets them."""
         before = session.last
         images = self.enter(session, turn, lines)
-        sent = [as_sent(message) for message in session.messages if message["n"] > before]
+        sent = [memory.as_sent(message) for message in session.messages if message["n"] > before]
         if images:
             sent[-1]["content"] = [*images, {"type": "text", "text": sent[-1]["content"]}]
         return sent
 
     async def answer(
         self,
-        session: Session,
+        session: memory.Session,
         events: EventHook,
         images: list[dict],
         waiting: Callable = list,
@@ -813,6 +737,7 @@ class AgentLoop:
         """
         await self.mcp.connect(self.program.patience)
         spec = self.run_spec(session.history(), images, events)
+        spec.note = "\n".join(self.mcp.told_problems)
         spec.append = session.append
         spec.arrivals = lambda: self.arrive(session, events.turn, waiting())
         is_kept = events.turn.channel != "cron"  # the memory ignores the conversation of a job
@@ -856,7 +781,7 @@ class AgentLoop:
             **own,
         )
 
-    def hooks_for(self, turn: Turn) -> list[AgentHook]:
+    def hooks_for(self, turn: tools.Turn) -> list[AgentHook]:
         """The hooks of a turn and of its helpers: without a user, no call is approved."""
         if self.can_ask(turn):
             return self.hooks
@@ -865,18 +790,18 @@ class AgentLoop:
 
     async def _make_room(self, session, events, messages):
         """Move old turns to the memory if a request is too long. Returns the remaining messages."""
-        tools = estimate(lines_of_json(self.tools.get_definitions()))
-        told = await self.consolidator.make_room(session, total_tokens(messages) + tools)
+        tools = memory.estimate(lines_of_json(self.tools.get_definitions()))
+        told = await self.consolidator.make_room(session, memory.total_tokens(messages) + tools)
         if told and events.turn.channel == "cli":
             await events.on_retry(told)
         return session.without_saved(messages) if told else messages
 
-    async def after_turn(self, session: Session):
+    async def after_turn(self, session: memory.Session):
         told = await self.consolidator.after_turn(session)
         if told and self.tell:
             await self.tell(told)
 
-    async def run(self, bus: MessageBus):
+    async def run(self, bus: channels.MessageBus):
         """Serve a bus until cancelled. If the program is killed, no message is lost:
 
         Message: channel → inbox file → acknowledgement → wait for a slot (8 turns at once) and for
@@ -906,7 +831,7 @@ class AgentLoop:
         await self.mcp.close()
         await self.provider.close()
 
-    def turn(self, session_key: str, folder: Path | None = None) -> Turn:
+    def turn(self, session_key: str, folder: Path | None = None) -> tools.Turn:
         """The chat, the working folder and the accessible files for a turn of this session."""
         config = self.config
         cwd = folder or self.program.folder
@@ -919,7 +844,7 @@ class AgentLoop:
             outside = (path_of("~"), *secret)
             if any(path.is_relative_to(cwd.resolve()) for path in outside):
                 cwd = self.workspace  # this working folder would open HOME or the keys
-        return Turn(
+        return tools.Turn(
             self.workspace,
             cwd,
             channel,
@@ -946,19 +871,35 @@ def run(text: str, session_key: str = "", config: Config | None = None) -> str:
     loop = AgentLoop(config or load_config())
     if lacks_model(loop):
         warnings.warn(template("no_model"), stacklevel=2)
-    with BackgroundLoop(loop.close) as background:
-        result = background.complete(loop.process_direct(text, session_key))
+    key = session_key or loop.sessions.new_key()
+    with channels.BackgroundLoop(loop.close) as background:
+        result = background.complete(answer_with_helpers(loop, text, key))
         background.complete(loop.background.settled())
     if result.stop_reason in NOT_ANSWERED:
         raise RuntimeError(result.error or result.final_content)
     return result.final_content
 
 
+async def answer_with_helpers(loop, text, key, on_event=None, waiting=list):
+    """Answer a message, then wait for all running helpers and answer their reports."""
+    helpers = loop.subagents
+    try:
+        while True:
+            result = await loop.process_direct(text, key, on_event, waiting=waiting)
+            await asyncio.gather(*helpers.of(key), return_exceptions=True)
+            if helpers.results.empty():
+                return result
+            text = helpers.results.get_nowait().content
+    except asyncio.CancelledError:
+        loop.stop(key)
+        raise
+
+
 @dataclass
 class RunningTurns:
     """Locks: each session runs one turn at a time, across all tasks and processes."""
 
-    sessions: SessionManager
+    sessions: memory.SessionManager
     tasks: dict = field(default_factory=dict)  # session key → running turn
     chats: dict = field(default_factory=dict)  # a job's session key → chat for its report
     locks: dict = field(default_factory=weakref.WeakValueDictionary)  # session key → lock in use
@@ -990,7 +931,7 @@ class Background:
         if self.tasks:
             await asyncio.wait(self.tasks, timeout=seconds)
         left = len(self.tasks)
-        await end_all(self.tasks)
+        await channels.end_all(self.tasks)
         return left
 
 
@@ -999,7 +940,7 @@ async def logged(work, name):
     try:
         return await work
     except Exception as problem:
-        is_bug = not isinstance(problem, OSError | SessionBusy)
+        is_bug = not isinstance(problem, OSError | memory.SessionBusy)
         log.warning("%s: %s", name, problem, exc_info=is_bug)
         return None
 
@@ -1081,8 +1022,8 @@ def read_own(turn, path):
     """Read a file for the prompt, if `turn` allows the file. Raises OSError or ValueError."""
     path.stat()  # raises FileNotFoundError
     try:
-        return read_bytes(turn.path(str(path)), 10_000_000)
-    except ToolError as problem:
+        return tools.read_bytes(turn.path(str(path)), 10_000_000)
+    except tools.ToolError as problem:
         raise ValueError(str(problem)) from None
 
 
@@ -1090,7 +1031,7 @@ def own_text(turn, path):
     """The text of a file for the prompt; "" if there is no file, or if it cannot be read, or if it
     is a form that nobody has filled in."""
     try:
-        text = plain_text(read_own(turn, path)).strip()
+        text = tools.plain_text(read_own(turn, path)).strip()
         is_form = path.name in ("USER.md", "MEMORY.md") and text == template(path.stem)
         return "" if is_form else text
     except FileNotFoundError:
@@ -1108,12 +1049,12 @@ class Project:
     its git repository; else in CLAUDE.md. They may be a stranger's text (`git clone`): they are a
     part of the prompt only if the user has allowed this version."""
 
-    def __init__(self, config: Config, turn: Turn):
+    def __init__(self, config: Config, turn: tools.Turn):
         # tools may not open files whose name begins like that of the settings: Turn.is_secret
         self.file = config.path.with_name(f"{config.path.name}.trust")
         self.path, self.text = self._find(turn)
         self.version = f"{self.path} {hashlib.sha256(self.text.encode()).hexdigest()}"
-        lines = read_records(self.file, partial(has, version=str, follow=bool))
+        lines = memory.read_records(self.file, partial(memory.has, version=str, follow=bool))
         answers = {line["version"]: line["follow"] for line in lines}
         self.answer = answers.get(self.version)  # None: the user was not asked about this version
 
@@ -1143,7 +1084,7 @@ class Project:
     def keep(self, answer: bool):
         """Remember the user's answer for this version of the file."""
         self.answer = answer
-        append_lines(self.file, [{"version": self.version, "follow": answer}])
+        memory.append_lines(self.file, [{"version": self.version, "follow": answer}])
 
     def part(self):
         """The part of the system prompt; "" if the user has not allowed this version."""
@@ -1180,7 +1121,7 @@ def skill_parts(skills):
 def attachment(path):
     """Returns a line with the file's path, and an image block (None if the file is no image)."""
     try:
-        image = image_block(path.read_bytes())
+        image = tools.image_block(path.read_bytes())
     except OSError as problem:
         return f"[file: {path}, not readable: {problem.strerror}]", None
     return f"[{'image' if image else 'file'}: {path}]", image
@@ -1212,15 +1153,17 @@ class CompositeHook(AgentHook):
     async def on_retry(self, why: str):
         await self._tell("on_retry", why)
 
-    async def after_response(self, response: LLMResponse):
+    async def after_response(self, response: providers.LLMResponse):
         failed = await self._tell("after_response", response)
         deny(response.tool_calls, failed)
 
-    async def before_execute_tools(self, tool_calls: list[ToolCallRequest]):
+    async def before_execute_tools(self, tool_calls: list[providers.ToolCallRequest]):
         failed = await self._tell("before_execute_tools", tool_calls)
         deny(tool_calls, failed)
 
-    async def after_tool(self, call: ToolCallRequest, result: ToolResult, seconds: float):
+    async def after_tool(
+        self, call: providers.ToolCallRequest, result: tools.ToolResult, seconds: float
+    ):
         await self._tell("after_tool", call, result, seconds)
 
     async def after_iteration(self, context: AgentHookContext):
@@ -1263,13 +1206,11 @@ def deny(calls, failure):
 class LoggingHook(AgentHook):
     only_watches = True
 
-    async def after_tool(self, call: ToolCallRequest, result: ToolResult, seconds: float):
-        outcome = "failed" if result.is_error else f"{len(result.text):,} characters"
+    async def after_tool(
+        self, call: providers.ToolCallRequest, result: tools.ToolResult, seconds: float
+    ):
+        outcome = result.shown.partition("\n")[0]
         log.info("%s: %s in %.3f s", tool_hint(call), outcome, seconds)
-
-    async def after_iteration(self, context: AgentHookContext):
-        finish_reason = context.response.finish_reason
-        log.info("iteration %d: %s %s", context.iteration, finish_reason, context.usage)
 
 
 class CostTrackingHook(AgentHook):
@@ -1291,6 +1232,18 @@ class CostTrackingHook(AgentHook):
         return f"{mark}{tokens}{money}"
 
 
+def what_always_allows(call):
+    """The tool, or the first words of a command: git status, but all of rm -f a.txt. "" if "always"
+    is not possible, because the command has operators."""
+    if call.name != "exec":
+        return call.name
+    command = str(call.arguments.get("command"))
+    if re.search(r"[;&|<>`$(){}\n]", command):
+        return ""
+    words = re.match("(git|npm|cargo|go|pip|uv|docker) [a-z][a-z-]*(?= |$)", command)
+    return words[0] if words else command
+
+
 NOBODY = (
     "Not approved: nobody can be asked here, so this call did not run. Tell the user to ask for it "
     "at a terminal or in an open window of the page, or to start nanobot without --approve."
@@ -1301,29 +1254,30 @@ NOBODY = (
 class ApprovalHook(AgentHook):
     """Asks the user before each call, except calls of known read-only tools."""
 
-    tools: ToolRegistry
+    tools: tools.ToolRegistry
     ask: Callable | None  # None, also as an answer: nobody is there
-    always: set[str] = field(default_factory=set)  # tools that need no further approval
+    always: set[str] = field(default_factory=set)  # tools and commands that were approved for good
 
-    async def before_execute_tools(self, tool_calls: list[ToolCallRequest]):
+    async def before_execute_tools(self, tool_calls: list[providers.ToolCallRequest]):
         for call in tool_calls:
-            is_free = is_read_only(call.name, self.tools) or call.name in self.always
+            is_free = is_read_only(call.name, self.tools) or what_always_allows(call) in self.always
             if not (is_free or call.error or call.denied):
                 call.denied = await self._objection(call)  # if this fails, CompositeHook denies
 
     async def _objection(self, call):
         """Ask the user. Returns "" if the user approves, else the reason for the model."""
-        question = approval_question(call.name, call.arguments)
+        kind = what_always_allows(call)
+        question = channels.approval_question(call.name, call.arguments, kind)
         answer = await self.ask(question) if self.ask else None
         if answer is None:
             return NOBODY
         answer = answer.strip()
-        if answer.lower() in ("a", "always"):
-            self.always.add(call.name)
+        if kind and answer.lower() in ("a", "always"):
+            self.always.add(kind)
         if answer.lower() in ("y", "yes", "a", "always"):
             return ""
         reason = answer.partition(" ")[2]  # n because it is used elsewhere
-        return f"The user did not approve this call. {reason}".rstrip()
+        return f"The user did not approve this call: {reason}".rstrip(": ")
 
 
 @dataclass
@@ -1332,14 +1286,16 @@ class EventHook(AgentHook):
     its outcome, retries, the answer."""
 
     emit: Emit | None
-    turn: Turn
+    turn: tools.Turn
     wants_streaming: bool
     shows_deltas: bool = True  # True: the channel shows deltas
     only_watches = True
 
     async def send(self, kind: str, content: str):
         if self.emit:
-            await self.emit(OutboundMessage(self.turn.channel, self.turn.chat_id, content, kind))
+            await self.emit(
+                channels.OutboundMessage(self.turn.channel, self.turn.chat_id, content, kind)
+            )
 
     async def before_iteration(self, context: AgentHookContext):
         self.context = context
@@ -1347,11 +1303,13 @@ class EventHook(AgentHook):
     on_stream = partialmethod(send, "delta")
     on_retry = partialmethod(send, "retry")
 
-    async def before_execute_tools(self, tool_calls: list[ToolCallRequest]):
+    async def before_execute_tools(self, tool_calls: list[providers.ToolCallRequest]):
         if text := self.context.response.content:
             await self.send("progress", text)
 
-    async def after_tool(self, call: ToolCallRequest, result: ToolResult, seconds: float):
+    async def after_tool(
+        self, call: providers.ToolCallRequest, result: tools.ToolResult, seconds: float
+    ):
         hint = tool_hint(call).replace(f"{self.turn.cwd}{os.sep}", "")
         await self.send("tool_hint", f"{hint} · {result.shown}")
 
@@ -1360,7 +1318,7 @@ class EventHook(AgentHook):
 class WaitingHook(AgentHook):
     """Shows in the terminal what the turn waits for: the model or a tool."""
 
-    waiting: Waiting
+    waiting: channels.Waiting
     only_watches = True
 
     async def before_iteration(self, context: AgentHookContext):
@@ -1369,7 +1327,7 @@ class WaitingHook(AgentHook):
     async def on_stream(self, delta: str):
         self.waiting.end()
 
-    async def before_execute_tools(self, tool_calls: list[ToolCallRequest]):
+    async def before_execute_tools(self, tool_calls: list[providers.ToolCallRequest]):
         self.waiting.begin(", ".join(tool_hint(call) for call in tool_calls))
 
     after_iteration = on_stream
@@ -1391,16 +1349,16 @@ def tool_hint(call):
 class BusService:
     """Answers the chats of a bus. At most `maxConcurrent` turns run at once, one per chat."""
 
-    def __init__(self, loop: AgentLoop, bus: MessageBus):
+    def __init__(self, loop: AgentLoop, bus: channels.MessageBus):
         self.loop = loop
         self.bus = bus
         self.conversations: dict[str, Conversation] = {}
         self.slots = asyncio.Semaphore(loop.config.defaults.max_concurrent or sys.maxsize)
         self.work = Background()
         self.work.start(self._hear_helpers())
-        loop.tools.register(tool(self.message))
+        loop.tools.register(tools.tool(self.message))
 
-    async def receive(self, message: InboundMessage):
+    async def receive(self, message: channels.InboundMessage):
         """Queue a message in its chat. Commands run at once, except /new and /continue."""
         if message.channel == "system":  # a report: its `chat_id` is a session key
             self.work.start(self._conversation(message.chat_id).take_in(message, "report"))
@@ -1432,23 +1390,25 @@ class BusService:
         chat_id: str = "",
         media: Annotated[list[str], "Paths of files to send"] = (),
         *,
-        turn: Turn,
+        turn: tools.Turn,
     ):
         """Send a text or files to a chat (default: this chat). No other tool can send files."""
         key = f"{channel or turn.channel}:{chat_id or turn.chat_id}"
         chats = self._chats()
         if key not in chats:
             known = ", ".join(chats) or "none"
-            raise ToolError(f"There is no conversation in the chat {key}. Known chats: {known}")
+            raise tools.ToolError(
+                f"There is no conversation in the chat {key}. Known chats: {known}"
+            )
         files = [turn.path(path) for path in media]
         for file in files:
             if not file.is_file():
-                raise ToolError(f"There is no file {file}.")
+                raise tools.ToolError(f"There is no file {file}.")
         conversation = self._conversation(key)
         if content and key == turn.session_key:
             await conversation.say("final", content)
         elif content:  # the other chat's journal must get the text, too
-            await self.bus.publish(InboundMessage("system", "message", key, content))
+            await self.bus.publish(channels.InboundMessage("system", "message", key, content))
         for file in files:
             await conversation.say("file", "", str(file))
         return f"Sent to {key}."
@@ -1461,7 +1421,7 @@ class BusService:
     async def end(self):
         """Cancel running turns. The next start of the gateway resumes the cancelled turns."""
         self.loop.is_ending = True
-        await end_all([*self.work.tasks, *self.loop.subagents.running], 5.0)
+        await channels.end_all([*self.work.tasks, *self.loop.subagents.running], 5.0)
 
 
 class Conversation:
@@ -1481,7 +1441,7 @@ class Conversation:
         self.reply_to = ""  # id of the newest message in this turn
         self.said = []  # what the tool `message` has sent in this turn
 
-    async def take_in(self, message: InboundMessage, kind: str):
+    async def take_in(self, message: channels.InboundMessage, kind: str):
         """Append a message to the inbox file, then acknowledge the message to its channel. Until
         the file can be written, retry, and tell the chat once; other chats do not wait."""
         said = f"{message.speaker}: " if message.speaker and kind == "user" else ""
@@ -1502,7 +1462,7 @@ class Conversation:
                     if not told:
                         told = f"A message cannot be stored yet, and is retried: {problem}"
                         GATEWAY_LOG.warning("%s: %s", self.key, told)
-                        self.bus.send(OutboundMessage(*self.chat, told))
+                        self.bus.send(channels.OutboundMessage(*self.chat, told))
                     await asyncio.sleep(1.0)
         message.confirm()
         GATEWAY_LOG.info("%s: received %d characters", self.key, len(message.content))
@@ -1516,7 +1476,7 @@ class Conversation:
         self.said.append(text.strip())
 
     def _send_said(self, line):
-        said = OutboundMessage(*self.chat, line["content"], line["kind"], line["media"])
+        said = channels.OutboundMessage(*self.chat, line["content"], line["kind"], line["media"])
         said.on_delivered = partial(self.outbox.remove, {line["id"]})
         self.bus.send(said)
 
@@ -1527,12 +1487,12 @@ class Conversation:
             is_between = is_stop and not self.loop.sessions.get(self.key).is_open
             if is_between and self.bus.stop_sending(*self.chat):
                 text = "Stopped: the rest of the answer is not sent. The journal has all of it."
-                self.bus.send(OutboundMessage(*self.chat, text))
+                self.bus.send(channels.OutboundMessage(*self.chat, text))
             else:
                 await self.loop.process_direct(command, self.key, self.emit)
         except Exception as problem:
             text = f"Sorry, {command.split()[0]} failed: {problem}"
-            self.bus.send(OutboundMessage(*self.chat, text))
+            self.bus.send(channels.OutboundMessage(*self.chat, text))
             raise
 
     async def go_on_after_restart(self):
@@ -1547,7 +1507,7 @@ class Conversation:
             age = time.time() - session.path.stat().st_mtime
             self.is_due = session.resumed < 2 and age < 86_400 and id_ not in session.known_ids
             if not self.is_due:
-                report = InboundMessage("system", "", self.key, GIVEN_UP, message_id=id_)
+                report = channels.InboundMessage("system", "", self.key, GIVEN_UP, message_id=id_)
                 await self.take_in(report, "report")
         await self._answer_what_waits()
 
@@ -1638,11 +1598,11 @@ class Conversation:
 
     def _send(self, session, text, n):
         """Send message `n` of the journal. After a restart, undelivered messages are sent again."""
-        answer = OutboundMessage(*self.chat, text, reply_to=self.reply_to)
+        answer = channels.OutboundMessage(*self.chat, text, reply_to=self.reply_to)
         answer.on_delivered = partial(session.mark, "delivered", upto=n)
         self.bus.send(answer)
 
-    async def emit(self, event: OutboundMessage):
+    async def emit(self, event: channels.OutboundMessage):
         if event.kind == "tool_hint":  # without the lines of a diff
             event.content = event.content.partition("\n")[0]
         if event.kind in ("final", "delta", *kinds_to_show(self.loop.config.channels)):
@@ -1676,9 +1636,9 @@ SERVED = "A gateway or a page already serves {}. Stop that program, or use anoth
 def gateway_runs(workspace, lock="gateway"):
     """True if a program holds `lock`: "gateway" for a gateway, "jobs" for a job runner."""
     try:
-        with locked(workspace / ".nanobot" / f"{lock}.lock", "the lock is held"):
+        with memory.locked(workspace / ".nanobot" / f"{lock}.lock", "the lock is held"):
             return False
-    except SessionBusy:
+    except memory.SessionBusy:
         return True
 
 
@@ -1687,23 +1647,23 @@ class Gateway:
     """Runs the configured channels, the cron jobs, the heartbeat and, if given, the `page`."""
 
     loop: AgentLoop
-    page: WebPage | None = None
-    bus: MessageBus = field(default_factory=MessageBus)
+    page: channels.WebPage | None = None
+    bus: channels.MessageBus = field(default_factory=channels.MessageBus)
 
     def run(self):
         """Serve until a signal arrives. Raises SessionBusy if this workspace has a gateway."""
         home = self.loop.workspace
-        with locked(home / ".nanobot" / "gateway.lock", SERVED.format(home)):
+        with memory.locked(home / ".nanobot" / "gateway.lock", SERVED.format(home)):
             asyncio.Runner().run(self.serve())  # unlike `asyncio.run`, do not wait for stuck tasks
 
     async def serve(self):
         """Serve until a signal arrives or a task fails; then stop within 8 s."""
         stop = asyncio.Event()
         here = asyncio.get_running_loop()
-        end_on_signals(lambda *_: here.call_soon_threadsafe(stop.set))
+        channels.end_on_signals(lambda *_: here.call_soon_threadsafe(stop.set))
         self.open_channels()
         jobs = JobRunner(self.loop, self.bus.publish)
-        await in_thread(jobs.add_system_jobs)
+        await tools.in_thread(jobs.add_system_jobs)
         parts = (
             self.loop.run(self.bus),
             jobs.run(),
@@ -1725,13 +1685,15 @@ class Gateway:
         telegram = self.loop.config.channels.telegram
         if telegram.token:
             self.bus.open(
-                Telegram(
+                channels.Telegram(
                     telegram.token,
                     telegram.allow_from,
                     api_base=telegram.api_base,
                     group_policy=telegram.group_policy,
                     media_folder=self.loop.workspace / ".nanobot" / "media",
-                    keep_strangers=partial(write_atomically, self.loop.workspace / STRANGERS),
+                    keep_strangers=partial(
+                        memory.write_atomically, self.loop.workspace / STRANGERS
+                    ),
                 )
             )
         if not (self.page or telegram.token and telegram.allow_from):
@@ -1747,7 +1709,7 @@ class Gateway:
             log.warning("still running at the end: %s; the journal has the finished steps", what)
 
     async def _end_in_order(self, work):
-        await end_all(work, 6.0)
+        await channels.end_all(work, 6.0)
         await self.bus.close(2.0)
         await self.loop.close(1.0)
 
@@ -1760,8 +1722,10 @@ class JobRunner:
         self.loop = loop
         self.is_gateway = tell is not None
         self.tell = tell or self._into_inbox
-        self.clock = CronService(
-            JobStore(loop.workspace / "cron" / "jobs.json", locked, write_atomically),
+        self.clock = channels.CronService(
+            channels.JobStore(
+                loop.workspace / "cron" / "jobs.json", memory.locked, memory.write_atomically
+            ),
             self.run_job,
             loop.context.zone,
             now=lambda: loop.program.now().timestamp(),
@@ -1774,7 +1738,10 @@ class JobRunner:
         home = self.loop.workspace
         lock = home / ".nanobot" / "jobs.lock"
         while True:
-            with contextlib.suppress(SessionBusy), locked(lock, "another program runs the jobs"):
+            with (
+                contextlib.suppress(memory.SessionBusy),
+                memory.locked(lock, "another program runs the jobs"),
+            ):
                 await self.clock.run(lambda: self.is_gateway or not gateway_runs(home))
             await self.loop.program.sleep(1.0)
 
@@ -1786,19 +1753,21 @@ class JobRunner:
 
     async def _beat(self):
         """If HEARTBEAT.md has tasks, run a turn. The model reports with the tool `message`."""
-        tasks = active_tasks(self.loop.memory.text_of(self.loop.workspace / "HEARTBEAT.md"))
+        tasks = channels.active_tasks(
+            self.loop.memory.text_of(self.loop.workspace / "HEARTBEAT.md")
+        )
         if tasks:
             await self._answer("cron:heartbeat", template("heartbeat", tasks=tasks))
 
-    async def run_job(self, job: CronJob, run: str):
+    async def run_job(self, job: channels.CronJob, run: str):
         """Run a job and send its answer or error to its chat. The report gets the id `run`."""
         if job.channel == "system":
-            remember_terminals(self.loop.sessions)
+            memory.remember_terminals(self.loop.sessions)
             await {"dream": self.loop.dream.run, "heartbeat": self._beat}[job.id]()
             return
         GATEWAY_LOG.info("cron %s: %s", job.id, job.message[:80])
         chat, task = f"{job.channel}:{job.chat_id}", template("job", message=job.message)
-        report = InboundMessage("system", "job", chat, "", message_id=run)
+        report = channels.InboundMessage("system", "job", chat, "", message_id=run)
         try:
             report.content = await self._answer(f"cron:{job.id}", task, chat, job.folder)
         except Exception as failure:  # report each error, so that no reminder is lost silently
@@ -1830,21 +1799,21 @@ class JobRunner:
             "sender": report.sender_id,
             "content": report.content,
         }
-        await in_thread(self.loop.sessions.inbox(report.chat_id).append, line)
+        await tools.in_thread(self.loop.sessions.inbox(report.chat_id).append, line)
 
     def cron_tool(self):
         @wraps(self.clock.cron)
-        def cron(action: str, *, turn: Turn, **arguments):
+        def cron(action: str, *, turn: tools.Turn, **arguments):
             try:
                 text = self.clock.cron(action, turn=turn, **arguments)
-            except CronError as mistake:
-                raise ToolError(str(mistake)) from None
+            except channels.CronError as mistake:
+                raise tools.ToolError(str(mistake)) from None
             if action == "add" and not gateway_runs(turn.workspace, "jobs"):
                 text += f"\n({template('no_gateway')} Tell the user.)"
             return text
 
-        cron.__annotations__ = self.clock.cron.__annotations__ | {"turn": Turn}
-        return tool(cron)
+        cron.__annotations__ = self.clock.cron.__annotations__ | {"turn": tools.Turn}
+        return tools.tool(cron)
 
 
 # ---- The model for the memory ----
@@ -1855,7 +1824,7 @@ def memory_work(loop):
     settings = loop.config.defaults
     ask = partial(ask_for_memory, loop, RunEvents(loop.listeners, "memory"))
     dreaming = RunEvents(loop.listeners, "dream")
-    consolidator = Consolidator(
+    consolidator = memory.Consolidator(
         loop.memory,
         loop.sessions,
         ask,
@@ -1863,7 +1832,7 @@ def memory_work(loop):
         settings.budget,
         settings.memory_window,
     )
-    dream = Dream(
+    dream = memory.Dream(
         loop.memory,
         partial(ask_for_memory, loop, dreaming),
         partial(edit_memory, loop, dreaming),
@@ -1893,7 +1862,7 @@ async def edit_memory(loop, run, messages, refuse):
     """Phase 2 of Dream: the model edits MEMORY.md, USER.md, SOUL.md and the user's skills."""
     spec = loop.limited(
         messages,
-        tools=FencedTools([read_file, edit_file, write_file], refuse),
+        tools=FencedTools([tools.read_file, tools.edit_file, tools.write_file], refuse),
         turn=replace(loop.turn("system:dream"), cwd=loop.workspace, restrict=True),
         hook=loop.cost,
         on_event=run,
@@ -1902,7 +1871,7 @@ async def edit_memory(loop, run, messages, refuse):
     return await loop.runner.run(spec)
 
 
-class FencedTools(ToolRegistry):
+class FencedTools(tools.ToolRegistry):
     """Tools for Dream. `refuse(name, arguments)` returns why a call is forbidden, or ""."""
 
     def __init__(self, tools, refuse):
@@ -1924,16 +1893,21 @@ class SubagentManager:
     work: Callable  # `await work(task, turn)` returns the answer, or raises ToolError
     most: int = 4  # the maximum number of running helpers
     running: dict = field(default_factory=dict)  # task → its session key
-    results: asyncio.Queue[InboundMessage] = field(default_factory=asyncio.Queue)
+    results: asyncio.Queue[channels.InboundMessage] = field(default_factory=asyncio.Queue)
 
     def of(self, session_key: str):
         return [task for task, key in self.running.items() if key == session_key]
 
-    async def spawn(self, task: str, label: str = "", wait: bool = False, *, turn: Turn):
+    def spawn_tool(self):
+        return tools.tool(self.spawn)
+
+    async def spawn(self, task: str, label: str = "", wait: bool = False, *, turn: tools.Turn):
         """Give a task to a helper that works in parallel and cannot ask questions. Put all needed
         facts into the task. The result comes as a message, or with `wait` as this call's result."""
         if len(self.running) >= self.most:
-            raise ToolError(f"{self.most} helpers are at work. Wait, or do the task yourself.")
+            raise tools.ToolError(
+                f"{self.most} helpers are at work. Wait, or do the task yourself."
+            )
         name = label or task[:40]
         is_awaited = wait or turn.channel == "cron"  # a finished job gets no report
         run = self.work(task, turn) if is_awaited else self._report(name, task, turn)
@@ -1950,21 +1924,28 @@ class SubagentManager:
         except Exception as problem:
             outcome = problem
         text = template("subagent_result", helper=name, result=outcome)
-        self.results.put_nowait(InboundMessage("system", "subagent", turn.session_key, text))
+        self.results.put_nowait(
+            channels.InboundMessage("system", "subagent", turn.session_key, text)
+        )
+
+
+NOT_FOR_HELPERS = ("cron", "memory", "skill-creator")  # skills
 
 
 async def helper_answer(loop, task, turn):
     """Run a helper. Returns its answer, or raises ToolError if there is none."""
     names = names_of(loop.tools.get_definitions())
     kept = ("spawn", "message", "cron")
-    tools = [loop.tools.get(name) for name in names if name not in kept]
+    allowed = [loop.tools.get(name) for name in names if name not in kept]
     prompt = template("subagent", cwd=turn.cwd, workspace=turn.workspace)
-    parts = [prompt, *skill_parts(loop.skills.load()).values()]
+    facts = loop.context.parts(turn).get("Memory", "")
+    skills = [skill for skill in loop.skills.load() if skill.name not in NOT_FOR_HELPERS]
+    parts = [prompt, facts, *skill_parts(skills).values()]
     message, _ = loop.context.user_message(task, turn)  # adds date and time to the task
-    messages = [{"role": "system", "content": "\n\n".join(parts)}, as_sent(message)]
+    messages = [{"role": "system", "content": "\n\n".join(parts)}, memory.as_sent(message)]
     spec = loop.limited(
         messages,
-        tools=ToolRegistry(tools),
+        tools=tools.ToolRegistry(allowed),
         turn=replace(turn, seen={}),
         hook=CompositeHook(loop.hooks_for(turn)),
         on_event=RunEvents(loop.listeners, "helper", turn.session_key),
@@ -1974,7 +1955,7 @@ async def helper_answer(loop, task, turn):
     if result.stop_reason == "completed":
         return result.final_content
     cause = result.error or result.final_content
-    raise ToolError(f"The helper did not finish ({result.stop_reason}): {cause}")
+    raise tools.ToolError(f"The helper did not finish ({result.stop_reason}): {cause}")
 
 
 # ---- Slash commands ----
@@ -1986,6 +1967,7 @@ COMMANDS = {
     "continue": "resume a turn that was interrupted",
     "undo": "take back the file changes of the last turn that changed files",
     "status": "version, model, tokens, context, uptime",
+    "model": "say which model answers, or use the one that you name until the program ends",
     "dream": "read the recent history and save lasting facts in the memory",
     "dream-log": "list the commits of the memory, or show the commit that you name",
     "dream-restore": "undo the last dream, or the commit that you name",
@@ -1997,10 +1979,10 @@ WAITING = ("new", "continue", "undo")  # these commands wait for the end of a ru
 def slash_command(text):
     """`/NEW ` → ("new", ""), `/dream-log 1f3a` → ("dream-log", "1f3a"), other text → ("", "")"""
     # Commands: "/status@my_bot", "/dream-log 1f3a9c". Not commands: "/etc/hosts?", "/new York?"
-    match = re.fullmatch(r"/([a-z][a-z-]*)(?:@\w+)?(?:\s+(.+))?", text.strip().lower())
-    if match is None or (match[2] and match[1] not in ("dream-log", "dream-restore")):
-        return "", ""
-    return match[1], match[2] or ""
+    match = re.fullmatch(r"(?i)/([a-z][a-z-]*)(?:@\w+)?(?:\s+(\S.*))?", text.strip())
+    command, argument = match.groups(default="") if match else ("", "")
+    has_argument = command.lower() in ("model", "dream-log", "dream-restore")
+    return (command.lower(), argument) if has_argument or not argument else ("", "")
 
 
 @dataclass
@@ -2009,11 +1991,11 @@ class Commands:
 
     loop: AgentLoop
 
-    async def begin(self, command: str, session: Session, **origin: str):
+    async def begin(self, command: str, session: memory.Session, **origin: str):
         """Run a WAITING command. Returns None if a turn must be resumed. `origin`: message id."""
         session.mark(command, **origin)
         if command == "undo":
-            return said(await in_thread(self._undo, session))
+            return said(await tools.in_thread(self._undo, session))
         if command == "new":
             await session.synced()
             self.loop.turn(session.key).seen.clear()
@@ -2025,7 +2007,7 @@ class Commands:
 
     def _undo(self, session):
         """Undo the last turn that changed files. The user's next message tells the model."""
-        outcomes = take_back(self.loop.turn(session.key).undo, session.key)
+        outcomes = tools.take_back(self.loop.turn(session.key).undo, session.key)
         undone = [name for name, is_undone in outcomes.items() if is_undone]
         left = [name for name in outcomes if name not in undone]
         told = ""
@@ -2040,8 +2022,8 @@ class Commands:
         told = told or "No turn of this conversation has changed files. "
         return told + "What commands (exec) did cannot be undone."
 
-    async def answer(self, command: str, argument: str, turn: Turn):
-        repository = MemoryRepository(self.loop.workspace)
+    async def answer(self, command: str, argument: str, turn: tools.Turn):
+        repository = memory.MemoryRepository(self.loop.workspace)
         match command:
             case "start":
                 text = template("start", commands=", ".join(f"/{name}" for name in COMMANDS))
@@ -2053,19 +2035,30 @@ class Commands:
                 has_stopped = self.loop.stop(turn.session_key)
                 await asyncio.sleep(0)  # first, the stopped turn sends its last text
                 text = "Stopped; resume with /continue." if has_stopped else "Nothing is running."
+            case "model":
+                if argument and self.loop.config.defaults.provider != "human":
+                    self._use_model(argument)
+                text = f"The model is {self.loop.provider.model}."
             case "dream":
                 text = await self.loop.dream.run()
             case "dream-log":
-                text = await in_thread(repository.log, argument)
+                text = await tools.in_thread(repository.log, argument)
             case "dream-restore":
-                text = await in_thread(repository.restore, argument)
+                text = await tools.in_thread(repository.restore, argument)
             case _:
                 text = f"There is no /{command}. /help lists the commands."
         return said(text)
 
+    def _use_model(self, name):
+        loop = self.loop
+        loop.provider = loop.runner.provider = make_provider(loop.config, name)
+        loop.cost.price = loop.config.prices.get(loop.provider.model)
+
     def _status(self, turn):
         request = self.preview(turn)
-        messages = counted(len(self.loop.sessions.get(turn.session_key).history()), "message")
+        messages = memory.counted(
+            len(self.loop.sessions.get(turn.session_key).history()), "message"
+        )
         cost = self.loop.cost.line(self.loop.cost.total)
         return "\n".join(
             [
@@ -2078,7 +2071,7 @@ class Commands:
             ]
         )
 
-    def preview(self, turn: Turn, message: dict | None = None):
+    def preview(self, turn: tools.Turn, message: dict | None = None):
         """Build the next request, including `message`. Nothing is sent, and nothing is saved."""
         later = [{"n": sys.maxsize} | message] if message else []
         history = self.loop.sessions.get(turn.session_key).history(*later)
@@ -2160,7 +2153,7 @@ class ExecSettings:
 
 @dataclass
 class SearchSettings:
-    provider: Literal[*SEARCH_SERVICES] = "duckduckgo"
+    provider: Literal[*tools.SEARCH_SERVICES] = "duckduckgo"
     api_key: str = ""
     base_url: str = ""  # the URL of your own search server
     max_results: int = 5
@@ -2252,6 +2245,7 @@ class Config:
         self.tools.mcp_servers = self.mcp_servers | self.tools.mcp_servers
         self.path = path_of(USUAL_SETTINGS)
         self.base_url = ""  # from a flag or the environment
+        self.read_only = False  # from a flag
 
     @property
     def defaults(self):
@@ -2276,7 +2270,7 @@ class Config:
         shell, search = self.tools.exec, self.tools.web.search
         if shell.sandbox_network and not shell.sandbox:
             log.warning("tools.exec.sandboxNetwork has no effect without a sandbox")
-        if search.api_key and not SEARCH_SERVICES[search.provider].headers:
+        if search.api_key and not tools.SEARCH_SERVICES[search.provider].headers:
             log.warning("tools.web.search.apiKey has no effect: %s takes no key", search.provider)
 
 
@@ -2310,16 +2304,19 @@ def load_config(path=None, environ=os.environ):
     if path or file.exists():
         config = read_setting(Config, read_json(file, environ))
     config.path = file
-    for row in ROWS.values():
+    for row in providers.ROWS.values():
         if key := environ.get(row.env_key):
             config.providers.setdefault(row.name, ProviderSettings()).api_key = key
     defaults = config.defaults
     config.base_url = environ.get("OPENAI_BASE_URL", "")
-    if config.base_url and defaults.provider in ROWS:
+    if config.base_url and defaults.provider in providers.ROWS:
         defaults.provider = "auto"  # environment variables override the settings file
     defaults.model = environ.get("NANOBOT_MODEL") or defaults.model
     defaults.workspace = environ.get("NANOBOT_WORKSPACE") or defaults.workspace
     return config
+
+
+JSON_ADVICE = "Write straight quotes, no comma before a closing bracket, and at least {}."
 
 
 def read_json(file, environ):
@@ -2337,7 +2334,7 @@ def read_json(file, environ):
         fix = f"`nanobot onboard --config {file}` creates it."
         fault = f"Cannot read {file}: {problem.strerror}. {fix}"
     except ValueError as problem:
-        fault = f"{file} is not JSON: {problem}. Correct the file."
+        fault = f"{file} is not JSON: {problem}. {JSON_ADVICE}"
     raise ConfigError(fault)
 
 
@@ -2346,15 +2343,15 @@ def read_setting(hint, value, place=""):
 
     (Config, {"agents": {"defaults": {"maxTokens": 2048}}}) → Config(agents=AgentSettings(…))
     """
-    schema = as_schema(dict if is_dataclass(hint) else hint)
+    schema = tools.as_schema(dict if is_dataclass(hint) else hint)
     schema["minimum"] = 1 if hint is int else 0  # `dream.intervalH: 0` means off
-    if problems := validate(value, schema, place or "the file"):
+    if problems := tools.validate(value, schema, place or "the file"):
         raise ConfigError("; ".join(problems))
     if get_origin(hint) is dict:
         _, inner = get_args(hint)
         return {key: read_setting(inner, item, f"{place}.{key}") for key, item in value.items()}
     if not is_dataclass(hint):
-        return cast(value, schema)  # an integer setting: 100.0 → 100
+        return tools.cast(value, schema)  # an integer setting: 100.0 → 100
     hints = get_type_hints(hint)
     names = {camel_case(name): name for name in hints}
     settings = {}
@@ -2375,44 +2372,59 @@ def camel_case(name):
     return re.sub("_([a-z])", lambda match: match[1].upper(), name)
 
 
-def make_provider(config):
-    """The provider of the settings, or OfflineProvider if key, URL and model are missing."""
+def make_provider(config, model=""):
+    """The provider of the settings for their model or for this one; OfflineProvider if key, URL and
+    model are missing."""
     defaults = config.defaults
-    if unknown := config.providers.keys() - ROWS.keys():
-        raise ConfigError(f"providers.{min(unknown)} is unknown. Known: {', '.join(ROWS)}")
+    model = model or defaults.model
+    if unknown := config.providers.keys() - providers.ROWS.keys():
+        raise ConfigError(
+            f"providers.{min(unknown)} is unknown. Known: {', '.join(providers.ROWS)}"
+        )
     if defaults.provider == "offline":
-        return OfflineProvider()
+        return providers.OfflineProvider()
     if "human" in (defaults.provider, defaults.model):
-        return HumanProvider()
-    own = {name: Endpoint(ROWS[name], **vars(row)) for name, row in config.providers.items()}
+        return providers.HumanProvider()
+    own = {
+        name: providers.Endpoint(providers.ROWS[name], **vars(row))
+        for name, row in config.providers.items()
+    }
     chosen = "" if defaults.provider == "auto" else defaults.provider
     try:
-        endpoint = choose_endpoint(own, defaults.model, chosen, config.base_url)
+        endpoint = providers.choose_endpoint(own, model, chosen, config.base_url)
     except ValueError as problem:
         raise ConfigError(str(problem)) from None
     if endpoint:
-        return OpenAIProvider(endpoint)
-    if defaults.model in ("", "offline"):
-        return OfflineProvider()
+        return providers.OpenAIProvider(endpoint)
+    if model in ("", "offline"):
+        return providers.OfflineProvider()
     raise ConfigError(
-        f"There is no key and no base URL for the model {defaults.model}. "
+        f"There is no key and no base URL for the model {model}. "
         "Set OPENAI_API_KEY or OPENAI_BASE_URL, or use --offline."
     )
 
 
 def lacks_model(loop):
     """True if the offline model answers although nobody has asked for the offline model."""
-    is_offline = isinstance(loop.provider, OfflineProvider)
+    is_offline = isinstance(loop.provider, providers.OfflineProvider)
     return is_offline and loop.config.defaults.provider != "offline"
+
+
+class ReadOnlyTools(tools.ToolRegistry):
+    """For --read-only: a tool that may change something is not added, also if it comes later."""
+
+    def register(self, tool):
+        if tool.read_only:
+            super().register(tool)
 
 
 def make_tools(config):
     """The tools that the settings allow. MCP tools are added when their server connects."""
     settings, shell = config.tools, config.tools.exec
-    tools = ToolRegistry(FILE_TOOLS)
+    registry = (ReadOnlyTools if config.read_only else tools.ToolRegistry)(tools.FILE_TOOLS)
     if shell.enable:
-        tools.register(
-            Exec(
+        registry.register(
+            tools.Exec(
                 shell.timeout,
                 shell.path_append,
                 shell.allowed_env_keys,
@@ -2422,12 +2434,17 @@ def make_tools(config):
         )
     if settings.web.enable:
         try:
-            web = Web(settings.ssrf_whitelist, proxy=settings.web.proxy)
+            web = tools.Web(settings.ssrf_whitelist, proxy=settings.web.proxy)
         except ValueError as problem:
             raise ConfigError(f"tools.ssrfWhitelist or tools.web.proxy: {problem}") from None
-        tools.register(WebFetch(web))
-        tools.register(WebSearch(web, **vars(settings.web.search)))
-    return tools
+        registry.register(tools.WebFetch(web))
+        registry.register(tools.WebSearch(web, **vars(settings.web.search)))
+    return registry
+
+
+def make_servers(config, registry):
+    """The MCP servers of the settings. A server that is connected adds its tools to `registry`."""
+    return tools.MCPServers(config.tools.mcp_servers, registry)
 
 
 # ---- Watching a run: --step, the events, the page, `nanobot trace` and `nanobot replay` ----
@@ -2445,7 +2462,7 @@ class StepHook(AgentHook):
         text = f"{last}\n---- {len(messages)} messages. Enter sends them; type stop to cancel: "
         await self._decide(text, "request", messages=messages, tools=tools)
 
-    async def after_response(self, response: LLMResponse):
+    async def after_response(self, response: providers.LLMResponse):
         for call in response.tool_calls:
             shown = json.dumps(call.arguments, ensure_ascii=False)
             text = f"{call.name} {shown}\nEnter runs it; or type skip, stop or new JSON arguments: "
@@ -2453,17 +2470,16 @@ class StepHook(AgentHook):
             if answer == "skip":
                 call.denied = "The user skipped this call."
             elif answer:
-                call.arguments, call.error = parse_arguments(answer, repair=False)
+                call.arguments, call.error = providers.parse_arguments(answer, repair=False)
 
     async def _decide(self, text, what, **details):
-        while True:  # ask again after an invalid answer
-            answer = await self.ask(text, what, **details)
-            answer = "stop" if answer is None else answer.strip()  # /continue resumes the turn
-            if answer == "stop":
-                raise asyncio.CancelledError
-            _, error = parse_arguments(answer, repair=False)
-            if not answer or (what == "call" and (answer == "skip" or not error)):
-                return answer
+        answer = await self.ask(text, what, **details)
+        if answer is None or answer.strip() == "stop":  # /continue resumes the turn
+            raise asyncio.CancelledError
+        return answer.strip()
+
+
+PART_END = "\n\n---\n\n"  # between the parts of the system prompt
 
 
 class RunEvents:
@@ -2474,31 +2490,34 @@ class RunEvents:
         self.listeners = listeners
         # key: of the session
         self.about = {"run": uuid.uuid4().hex[:8], "who": who, "key": key}
-        self.numbers: dict[str, int] = {}  # each message of the last request, as JSON → its number
+        self.numbers = {}  # each message of the last request, as JSON → its number
         self.count = itertools.count(1)
-        self.tools: list = []  # of the last request
+        self.tools = []  # of the last request
 
     def __call__(self, kind: str, **fields):
         if not self.listeners:
             return
         if kind == "request":
-            if fields["tools"] == self.tools:
-                del fields["tools"]
-            else:
-                self.tools = fields["tools"]
-            fields |= self._numbered(fields["messages"])
+            tools = fields.pop("tools")
+            fields |= self._numbered(fields["messages"], tools)
+            if tools != self.tools:
+                fields["tools"] = self.tools = tools
         event = {"time": time.time(), **self.about, "kind": kind, **fields}
         for listener in self.listeners:
             listener(event)
 
-    def _numbered(self, messages):
+    def _numbered(self, messages, tools):
+        """The new messages, the numbers of all, and the estimated tokens of each message, of each
+        part of the system prompt and, last, of the tools."""
+        parts = [*str(messages[0]["content"]).split(PART_END), lines_of_json(tools)]
         texts = [lines_of_json([message]) for message in messages]
         new = [text for text in dict.fromkeys(texts) if text not in self.numbers]
         self.numbers |= zip(new, self.count, strict=False)
         self.numbers = {text: self.numbers[text] for text in texts}
         return {
             "sent": [self.numbers[text] for text in texts],
-            "tokens": list(map(message_tokens, messages)),
+            "tokens": list(map(memory.message_tokens, messages)),
+            "parts": list(map(memory.estimate, parts)),
             "messages": list(map(json.loads, new)),
         }
 
@@ -2506,7 +2525,7 @@ class RunEvents:
 def record_events(loop, files):
     """Append each event to private files; 1 is stdout. Returns a function that writes an event as
     JSON without keys. Raises OSError."""
-    as_json = keyless_json([asdict(loop.config), dict(os.environ)])
+    as_json = providers.keyless_json([asdict(loop.config), dict(os.environ)])
 
     def write(event: dict, file):
         file.write(f"{as_json(event)}\n".encode(errors="replace"))
@@ -2518,15 +2537,16 @@ def record_events(loop, files):
 
 
 def glass_html(**run):
-    """The HTML of the page. With the `events` of a recorded run, the page needs no server."""
-    html = (DATA / "templates" / "glass.html").read_text(encoding="utf-8")
+    """The HTML of the page. With the `events` of a recorded run, or with the `runs` that are
+    shipped, the page needs no server."""
+    html = (DATA / "templates/glass.html").read_text(encoding="utf-8")
     escaped = json.dumps(run).replace("<", "\\u003c").replace("%", "\\u0025")
     return html.replace("%RUN%", escaped)  # the data cannot contain </script> or %NONCE%
 
 
 def recorded(file):
     """The events of a file, or of the run of this name in `templates/traces/`."""
-    shipped = DATA / "templates" / "traces" / f"{file.name}.jsonl"
+    shipped = DATA / f"templates/traces/{file.name}.jsonl"
     events = []
     try:
         with open(file if file.exists() else shipped, encoding="utf-8") as lines:
@@ -2537,17 +2557,17 @@ def recorded(file):
     except Exception as fault:
         raise ConfigError(
             f"{file}, line {len(events) + 1} is no event of a run, as this version records it: "
-            f"{fault!r}. Record a run with `nanobot agent --trace FILE`, or use one of: mistake, "
-            "overflow, two-tools"
+            f"{fault!r}. Record a run with `nanobot agent --trace FILE`, or name a run that is "
+            "shipped, like two-tools"
         ) from None
     return events
 
 
 def described(event):
     """An event for `nanobot trace`: `10:00:01 turn result: 1| hello`"""
-    moment = time.strftime("%H:%M:%S", time.localtime(event["time"]))
-    _, text = shown(event)
-    return f"{moment} {event['who']} {event['kind']}: {text} {event.get('arguments', '')}"
+    moment = datetime.fromtimestamp(event["time"])
+    about = f"{moment:%H:%M:%S} {event['who']} {event['kind']}"
+    return f"{about}: {shown(event)[1]} {event.get('arguments', '')}"
 
 
 def shown(event):
@@ -2557,12 +2577,15 @@ def shown(event):
         text = f"{event['model']}, messages {event['sent']}, ~{sum(event['tokens']):,} tokens"
         for message in event["messages"]:
             if message["role"] == "user":
-                text += f"\n{readable(message)}"
+                text += f"\n{memory.readable(message)}"
     elif kind == "answer":
         kind = "progress" if event["answer"]["tool_calls"] else "final"
         text = str(event["answer"]["content"] or "")
     elif kind == "call":
-        kind, text = "tool_hint", tool_hint(ToolCallRequest("", event["name"], event["arguments"]))
+        kind, text = (
+            "tool_hint",
+            tool_hint(providers.ToolCallRequest("", event["name"], event["arguments"])),
+        )
     elif kind == "journal":
         text = json.dumps(dict(event["line"]))
     return kind, text
@@ -2584,7 +2607,7 @@ async def play(events, terminal, pace):
         elif kind == "result":
             kind, text = "tool_hint", f"{calls.get(event['id'])} · {event['outcome']}"
         if text and event["who"] == "turn":
-            await terminal.send(OutboundMessage("cli", "", text, kind))
+            await terminal.send(channels.OutboundMessage("cli", "", text, kind))
     return status
 
 
@@ -2601,16 +2624,18 @@ def settings_of(arguments):
     if arguments.provider or arguments.base_url:
         defaults.provider = arguments.provider or "auto"
         config.base_url = arguments.base_url or ""
+    config.read_only = vars(arguments).get("read_only", False)
     return config
 
 
 def command_with_flags(arguments, *words):
     """A command for the user: `nanobot -s work -m /continue --workspace /tmp/ws`"""
     command = ["nanobot", *words]
-    for name in ("config", "workspace", "model", "base_url", "provider"):
-        value = getattr(arguments, name)
+    flags = ("config", "workspace", "model", "base_url", "provider", "read_only", "approve")
+    for name in flags:
+        value = vars(arguments).get(name)
         if value:
-            command += ["--" + name.replace("_", "-"), str(value)]
+            command += ["--" + name.replace("_", "-"), *([] if value is True else [str(value)])]
     return shlex.join(command)
 
 
@@ -2627,19 +2652,20 @@ def kinds_to_show(settings):
 class Talk:
     """Runs `nanobot agent`: answers one message, or holds a conversation with the user."""
 
-    def __init__(self, arguments, background: BackgroundLoop, held: contextlib.ExitStack):
+    def __init__(self, arguments, background: channels.BackgroundLoop, held: contextlib.ExitStack):
         config = settings_of(arguments)
         self.words = arguments.text + arguments.message
         self.background = background
         out = sys.stderr if 1 in arguments.record else sys.stdout
-        self.terminal = CLI(out, kinds=kinds_to_show(config.channels))
+        err = open(os.devnull, "w") if arguments.quiet else sys.stderr  # noqa: SIM115
+        self.terminal = channels.CLI(out, err, kinds_to_show(config.channels))
         self.has_keyboard = sys.stdin.isatty()
         self.is_conversation = self.has_keyboard and not self.words
         self.is_watched = self.terminal.err.isatty()  # does a person see the reports?
         ask = background.ask if self.has_keyboard else None
         loop = AgentLoop(config)
         self.loop = loop
-        if isinstance(loop.provider, HumanProvider):
+        if isinstance(loop.provider, providers.HumanProvider):
             loop.provider.ask = ask
         self.folder = loop.workspace / ".nanobot"
         self.key = self.open_session(arguments, held)
@@ -2671,7 +2697,7 @@ class Talk:
         key = key or sessions.new_key()
         try:
             held.enter_context(sessions.lock(key))
-        except SessionBusy:
+        except memory.SessionBusy:
             if arguments.session or arguments.resume:
                 raise
             busy = f"Another program uses this folder's latest conversation, {key}"
@@ -2716,7 +2742,7 @@ class Talk:
             raise
 
     def converse(self):
-        on_thread(self.loop.provider.warm_up)
+        channels.on_thread(self.loop.provider.warm_up)
         self.loop.tell = self.tell
         self.loop.program.patience = 5.0  # the tools of a slow MCP server come with a later turn
         history = self.folder / "prompt-history"
@@ -2738,41 +2764,30 @@ class Talk:
         state = "a new conversation · /help lists the commands"
         if count:
             age = ago(session.path.stat().st_mtime)
-            state = f"continuing: {counted(count, 'message')}, last {age} · /new starts afresh"
+            state = (
+                f"continuing: {memory.counted(count, 'message')}, last {age} · /new starts afresh"
+            )
         return " · ".join([short_path(self.loop.program.folder), self.loop.provider.model, state])
 
     def answer(self, text: str):
         """Answer one message on the terminal. Returns the exit status."""
         self.follow_project()
         self.terminal.waiting.begin("the model")
-        loop = self.loop
-        work = self.answer_with_helpers(text)
-        result = self.background.complete(work)
+        loop, terminal = self.loop, self.terminal
+        hear = terminal.hear if self.is_conversation else None  # else the shell gets the lines
+        work = answer_with_helpers(loop, text, self.key, terminal.send, terminal.heard)
+        result = self.background.complete(work, hear)
         if result.requests:
-            requests = counted(result.requests, "request")
+            requests = memory.counted(result.requests, "request")
             context = loop.config.defaults.share(result.context_tokens)
             self.terminal.note(f"{requests} · {loop.cost.line(result.usage)} · {context}")
         if result.stop_reason == "max_iterations":
-            self.terminal.note(f"nanobot: {LIMIT_REACHED}")
+            complain(LIMIT_REACHED)
         if result.stop_reason not in NOT_ANSWERED:
             return 0
         if result.error or not self.terminal.live:  # a terminal already shows `final_content`
-            self.terminal.note(f"nanobot: {result.error or result.final_content}")
+            complain(result.error or result.final_content)
         return 1
-
-    async def answer_with_helpers(self, text):
-        """Answer a message, then wait for all running helpers and answer their reports."""
-        helpers = self.loop.subagents
-        try:
-            while True:
-                result = await self.loop.process_direct(text, self.key, self.terminal.send)
-                await asyncio.gather(*helpers.of(self.key), return_exceptions=True)
-                if helpers.results.empty():
-                    return result
-                text = helpers.results.get_nowait().content
-        except asyncio.CancelledError:
-            self.loop.stop(self.key)
-            raise
 
     def follow_project(self):
         """Use the project's instructions if the user has allowed this version of the file. A
@@ -2794,7 +2809,7 @@ class Talk:
         message does so only if ten entries are unread, because its end waits for the dream."""
         await self.show_reports()
         loop = self.loop
-        remember_terminals(loop.sessions)
+        memory.remember_terminals(loop.sessions)
         unread = loop.memory.unread()
         last = self.folder / "last-dream"
         today = time.strftime("%Y-%m-%d")
@@ -2823,21 +2838,25 @@ class Talk:
         inbox = self.loop.sessions.inbox(self.key)
         if not self.is_watched or not inbox.path.exists():
             return True
-        with contextlib.suppress(SessionBusy):  # the reports stay in the inbox until the next try
+        with contextlib.suppress(
+            memory.SessionBusy
+        ):  # the reports stay in the inbox until the next try
             async with self.loop.turns.hold(self.key) as session:
-                with locked(self.folder / "reports.lock", "Another terminal shows the reports."):
+                with memory.locked(
+                    self.folder / "reports.lock", "Another terminal shows the reports."
+                ):
                     reports = inbox.read()
                     for report in reports:
                         line = report_line(report)
                         if report["id"] not in session.known_ids:
                             session.append(line)
-                        self.terminal.report(quoted(line, sys.maxsize))
+                        self.terminal.report(memory.quoted(line, sys.maxsize))
                     inbox.remove({report["id"] for report in reports})
         return True
 
 
 def agent_command(arguments):
-    with BackgroundLoop() as background, contextlib.ExitStack() as held:
+    with channels.BackgroundLoop() as background, contextlib.ExitStack() as held:
         return Talk(arguments, background, held).run()
 
 
@@ -2851,22 +2870,20 @@ def trust_command(arguments):
             f"{turn.cwd} has no AGENTS.md or CLAUDE.md, and neither has its git repository."
         )
     project.keep(arguments.answer == "yes")
-    print(printable(f"{project}: {'followed' if project.answer else 'not followed'}"))
+    print(channels.printable(f"{project}: {'followed' if project.answer else 'not followed'}"))
 
 
 def undo_command(arguments):
     """Takes back the file changes of the last turn in this folder that changed files."""
     loop = AgentLoop(settings_of(arguments))
     turn = loop.turn("cli:undo")
-    folders = {}  # session, the newest first → the folder of its last change
-    for change in reversed(kept_changes(turn.undo)):
-        folders.setdefault(change["session"], change["folder"])
-    keys = [key for key in folders if key[:4] == "cli:" and folders[key] == str(turn.cwd)]
+    here = [each for each in tools.kept_changes(turn.undo) if each["folder"] == str(turn.cwd)]
+    keys = [each["session"] for each in here if each["session"].startswith("cli:")]
     if not keys:
         raise ConfigError(f"There is nothing to undo: no turn has changed files in {turn.cwd}.")
-    with BackgroundLoop(loop.close) as background:
-        result = background.complete(loop.process_direct("/undo", keys[0]))
-    print(printable(result.final_content))
+    with channels.BackgroundLoop(loop.close) as background:
+        result = background.complete(loop.process_direct("/undo", keys[-1]))
+    print(channels.printable(result.final_content))
 
 
 def onboard_command(arguments):
@@ -2890,7 +2907,7 @@ def status_command(arguments):
         mark = "--" if problem is None else "ok"
         if problem:
             mark, state, status = "BAD", f"{state}: {problem}", 1
-        print(printable(f"{mark:4}{part:22}{state}"))
+        print(channels.printable(f"{mark:4}{part:22}{state}"))
     return status
 
 
@@ -2909,7 +2926,7 @@ def status_rows(config):
     yield "model", *asyncio.run(model_and_problem(loop.provider))
     sandbox = config.tools.exec.sandbox
     state = sandbox or "off: commands run with all your rights"
-    yield "sandbox", state, sandbox and sandbox_problem()
+    yield "sandbox", state, sandbox and tools.sandbox_problem()
     telegram = config.channels.telegram  # the token is never printed
     if telegram.token:
         allowed = ", ".join(map(str, telegram.allow_from))
@@ -2928,9 +2945,9 @@ def status_rows(config):
 
 async def model_and_problem(provider):
     """Check URL, key and model. Returns (description, problem); problem is "" if all is well."""
-    if isinstance(provider, HumanProvider):
+    if isinstance(provider, providers.HumanProvider):
         return "human: you play the model", ""
-    if isinstance(provider, OfflineProvider):
+    if isinstance(provider, providers.OfflineProvider):
         state = "offline: fixed rules; set OPENAI_API_KEY or OPENAI_BASE_URL to use a real model"
         return state, "; ".join(provider.rules.problems)
     problem = await provider.check()
@@ -2952,14 +2969,15 @@ def prompt_command(arguments):
     asyncio.run(loop.mcp.check())  # connects to MCP servers, so that their tools are printed
     message, _ = loop.context.user_message(arguments.text, turn)
     request = loop.commands.preview(turn, message)
-    _, *history, last = legal(request.messages)
+    _, *history, last = providers.legal(request.messages)
     parts = loop.context.parts(turn)
     parts["Tools"] = lines_of_json(loop.tools.get_definitions())
     parts["History"] = lines_of_json(history)
     parts["User"] = last["content"]
     for name, text in parts.items():
         if text:
-            print(f"==== {name} (~{estimate(text):,} tokens) ====\n{printable(text)}\n")
+            print(f"==== {name} (~{memory.estimate(text):,} tokens) ====")
+            print(f"{channels.printable(text)}\n")
     print("\n".join([*request.notes, f"Total: {config.defaults.share(request.tokens)}"]))
 
 
@@ -2969,13 +2987,13 @@ def lines_of_json(records):
 
 def sessions_command(arguments):
     """Prints the last twenty conversations, or the transcript of one."""
-    sessions = SessionManager(settings_of(arguments).workspace)
+    sessions = memory.SessionManager(settings_of(arguments).workspace)
     if arguments.show:
         key = named_session(sessions, arguments.show)
         if key not in sessions.list_keys():
             listing = command_with_flags(arguments, "sessions")
             raise ConfigError(f"There is no session {arguments.show!r}: see `{listing}`.")
-        return print(printable("\n".join(sessions.transcript(key))))
+        return print(channels.printable("\n".join(sessions.transcript(key))))
     for number, (key, used) in enumerate(conversations(sessions), 1):
         if number > 20 and not arguments.all:
             return print("Older conversations: nanobot sessions --all")
@@ -2983,7 +3001,7 @@ def sessions_command(arguments):
         words = " ".join(str(said[0]).split())[:50] if said else "(no message yet)"
         folder = sessions.first_line(key).get("folder")
         place = f"{short_path(Path(folder))}, {key}" if folder else key
-        print(printable(f"{number:>3}  {ago(used):>14}  {words}  ({place})"))
+        print(channels.printable(f"{number:>3}  {ago(used):>14}  {words}  ({place})"))
 
 
 def conversations(sessions):
@@ -3007,7 +3025,7 @@ def ago(moment):
     seconds = int(time.time() - moment)
     for unit, length in (("day", 86_400), ("hour", 3_600), ("minute", 60)):
         if seconds >= length:
-            return f"{counted(seconds // length, unit)} ago"
+            return f"{memory.counted(seconds // length, unit)} ago"
     return "a moment ago"
 
 
@@ -3034,7 +3052,7 @@ def gateway_command(arguments):
 def cron_command(arguments):
     loop = AgentLoop(settings_of(arguments))
     clock, turn = JobRunner(loop).clock, loop.turn("cli:direct")
-    print(printable(clock.cron(arguments.action, job_id=arguments.job_id, turn=turn)))
+    print(channels.printable(clock.cron(arguments.action, job_id=arguments.job_id, turn=turn)))
     if not gateway_runs(loop.workspace):
         print(template("no_gateway"))
 
@@ -3048,21 +3066,23 @@ def web_command(arguments):
     project = Project(config, loop.turn("web:page"))
     loop.context.project = project.part()
     if project.is_unknown:
-        print(printable(NOT_FOLLOWED.format(project, command_with_flags(arguments, "trust"))))
-    price = vars(loop.cost.price or Price())
-    window = config.defaults.context_window_tokens
-    html = glass_html(model=loop.provider.model, window=window, price=price)
+        print(
+            channels.printable(NOT_FOLLOWED.format(project, command_with_flags(arguments, "trust")))
+        )
+    html = glass_html(model=loop.provider.model, window=config.defaults.context_window_tokens)
+    traces = (DATA / "templates/traces").glob("*.jsonl")
+    runs = glass_html(runs={file.stem: recorded(file) for file in traces})
     # a browser in a sandbox (snap) cannot open files in hidden folders, like ~/.nanobot
     file = path_of("~/nanobot-page.html")
 
-    def tell(address: str):
+    def tell(address):
         """Print a new address; the file has only the first one."""
         print(f"The page (each address works once): {address}", flush=True)
         file.unlink(missing_ok=True)
 
     as_json = record_events(loop, arguments.record)
     try:
-        page = WebPage(html, loop.sessions.path, tell, as_json, arguments.port)
+        page = channels.WebPage(html, runs, loop.sessions.path, tell, as_json, arguments.port)
     except (OSError, OverflowError) as problem:
         raise ConfigError(f"Port {arguments.port}: {problem}. Change or omit --port.") from None
     connect_page(loop, page, arguments)
@@ -3071,7 +3091,7 @@ def web_command(arguments):
         if not arguments.no_open:  # each account can read command lines, but not this file
             file.touch(0o600)
             file.write_text(f'<meta http-equiv="refresh" content="0; url={page.address}">')
-            on_thread(webbrowser.open, file.as_uri())
+            channels.on_thread(webbrowser.open, file.as_uri())
         Gateway(loop, page).run()
     finally:
         file.unlink(missing_ok=True)
@@ -3079,12 +3099,13 @@ def web_command(arguments):
 
 def connect_page(loop, page, arguments):
     """Let the page show the sessions and each turn, and ask the questions of a turn."""
-    names = [key[4:] for key in loop.sessions.list_keys() if key[:4] == "web:"]
-    page.chats |= dict.fromkeys(names, False)
+    keys = loop.sessions.list_keys()
+    page.chats |= {key[4:]: False for key in keys if key[:4] == "web:"}
+    page.memory = lambda: loop.context.parts(loop.turn("web:page"))
     loop.listeners.append(page.show)
     loop.hooks.append(StepHook(page.ask))
     loop.can_ask = lambda turn: turn.channel == "web"
-    if isinstance(loop.provider, HumanProvider):
+    if isinstance(loop.provider, providers.HumanProvider):
         loop.provider.ask = page.ask
     if arguments.approve:
         loop.hooks.append(ApprovalHook(loop.tools, page.ask))
@@ -3095,13 +3116,12 @@ def recording_command(arguments):
     No tool runs, and no model is asked."""
     events = recorded(arguments.file)
     if arguments.command == "replay":
-        return asyncio.run(play(events, CLI(), 0 if arguments.fast else 1))
+        return asyncio.run(play(events, channels.CLI(), 0 if arguments.fast else 1))
     if arguments.html:
-        html = glass_html(events=events).replace("%NONCE%", uuid.uuid4().hex)
-        arguments.html.write_text(html, encoding="utf-8")
+        arguments.html.write_text(glass_html(events=events), encoding="utf-8")
         complain(f"{arguments.html} contains the prompts and all tool results")
     else:
-        print(printable("\n".join(map(described, events))))
+        print(channels.printable("\n".join(map(described, events))))
     return 0
 
 
@@ -3143,7 +3163,7 @@ OPTIONS = (  # rows: commands ("" means all), spellings, help, more settings of 
     ("", "--workspace", "default: ~/.nanobot/workspace", {"metavar": "DIR"}),
     ("", "--model", "", NAME),
     ("", "--base-url", "URL of the endpoint; usually ends in /v1", {"metavar": "URL"}),
-    ("", "--provider", ", ".join([*ROWS, "offline", "human"]), NAME),
+    ("", "--provider", ", ".join([*providers.ROWS, "offline", "human"]), NAME),
     ("", "--offline", "", {"dest": "provider", "action": "store_const", "const": "offline"}),
     ("", "--logs --verbose", "write log messages to stderr", SWITCH),
     ("agent", "text", "answer this text, then exit", TEXT | {"nargs": "*"}),
@@ -3157,7 +3177,9 @@ OPTIONS = (  # rows: commands ("" means all), spellings, help, more settings of 
     ),
     ("agent", "--no-stream", "do not stream answers", SWITCH),
     ("agent", "--step", "stop before each request and tool call", SWITCH),
+    ("agent", "-q --quiet", "print nothing but the answer and errors", SWITCH),
     ("agent web", "--approve", "ask before a tool writes or executes", SWITCH),
+    ("agent prompt web", "--read-only", "only tools that change nothing", SWITCH),
     ("agent web", "--trace", "append all events", FILE | RECORD | {"action": "append"}),
     ("agent", "--json", ON_STDOUT, RECORD | {"action": "append_const", "const": 1}),
     ("prompt", "text", "", {"nargs": "?", "default": "Hello!"}),
@@ -3210,19 +3232,21 @@ def main(argv=None):
             complain(f"unknown command {first!r}: {fix}")
             return 2
         argv.insert(0, "agent")
-    prepare_streams()
+    channels.prepare_streams()
     arguments = parser().parse_args(argv)
     handler = logging.StreamHandler()
     stamp = "%(asctime)s " if arguments.command == "gateway" else ""
-    handler.setFormatter(PrintableFormatter(f"{stamp}%(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(channels.PrintableFormatter(f"{stamp}%(levelname)s %(name)s: %(message)s"))
     level = logging.INFO if arguments.logs else logging.WARNING
+    if vars(arguments).get("quiet"):
+        level = logging.ERROR
     logging.basicConfig(level=level, handlers=[handler])
-    end_on_signals()  # SIGTERM acts like Ctrl-C: the journal keeps all finished steps
+    channels.end_on_signals()  # SIGTERM acts like Ctrl-C: the journal keeps all finished steps
     try:
         status = COMMAND_LINE[arguments.command][0](arguments) or 0
         sys.stdout.flush()  # if Python's own flush at exit fails, the exit status is 120
         return status
-    except (ConfigError, CronError, SessionBusy) as problem:
+    except (ConfigError, channels.CronError, memory.SessionBusy) as problem:
         complain(str(problem))
     except BrokenPipeError:  # `nanobot … | head`: the reader has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -3236,7 +3260,7 @@ def main(argv=None):
 
 
 def complain(text):
-    print(f"nanobot: {printable(text)}", file=sys.stderr)
+    print(f"nanobot: {channels.printable(text)}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -258,7 +258,8 @@ class OpenAIProvider(LLMProvider):
         key = "".join(endpoint.api_key.split())  # without line breaks, which no header may contain
         address = endpoint.api_base or endpoint.spec.default_api_base
         self.endpoint = replace(endpoint, api_key=key, api_base=address)
-        self.model, self.pace = endpoint.model, pace
+        self.model = endpoint.model
+        self.pace = pace
         self.is_local = endpoint.spec.is_local
         self.connection = Connection(self.endpoint, request_timeout, idle_timeout)
         self.learnt = {}  # model name → remedies that the model needs
@@ -487,7 +488,8 @@ def with_neighbours_joined(messages):
         if not joined or joined[-1]["role"] != message["role"] or message["role"] == "tool":
             joined.append(message)
             continue
-        above, below = joined[-1]["content"], message["content"]
+        above = joined[-1]["content"]
+        below = message["content"]
         content = above
         if isinstance(above, str) and isinstance(below, str):
             content = f"{above}\n\n{below}"
@@ -598,18 +600,32 @@ PROVIDERS = [  # order: name, keywords, env_key, default_api_base, hosts
         "ANTHROPIC_API_KEY",
         "https://api.anthropic.com/v1",
         key_prefix="sk-ant-",
+        default_model="claude-sonnet-4-5",
         supports_prompt_caching=True,
     ),
-    ProviderSpec("deepseek", "deepseek", "DEEPSEEK_API_KEY", "https://api.deepseek.com/v1"),
+    ProviderSpec(
+        "deepseek",
+        "deepseek",
+        "DEEPSEEK_API_KEY",
+        "https://api.deepseek.com/v1",
+        default_model="deepseek-chat",
+    ),
     ProviderSpec(
         "gemini",
         "gemini|gemma",
         "GEMINI_API_KEY",
         key_prefix="AIza",
+        default_model="gemini-flash-latest",
         default_api_base="https://generativelanguage.googleapis.com/v1beta/openai",
     ),
     ProviderSpec("groq", "", "GROQ_API_KEY", "https://api.groq.com/openai/v1", key_prefix="gsk_"),
-    ProviderSpec("mistral", "mistral|codestral", "MISTRAL_API_KEY", "https://api.mistral.ai/v1"),
+    ProviderSpec(
+        "mistral",
+        "mistral|codestral",
+        "MISTRAL_API_KEY",
+        "https://api.mistral.ai/v1",
+        default_model="mistral-medium-latest",
+    ),
     ProviderSpec(
         "moonshot",
         "kimi|moonshot",
@@ -629,6 +645,7 @@ PROVIDERS = [  # order: name, keywords, env_key, default_api_base, hosts
         "DASHSCOPE_API_KEY",
         "https://dashscope.aliyuncs.com/compatible-mode/v1",
         (".dashscope-intl.aliyuncs.com",),
+        default_model="qwen-plus",
     ),
     ProviderSpec(
         "siliconflow",
@@ -646,7 +663,14 @@ PROVIDERS = [  # order: name, keywords, env_key, default_api_base, hosts
         is_gateway=True,
     ),
     ProviderSpec("volcengine", "doubao", "ARK_API_KEY", "https://ark.cn-beijing.volces.com/api/v3"),
-    ProviderSpec("xai", "grok", "XAI_API_KEY", "https://api.x.ai/v1", key_prefix="xai-"),
+    ProviderSpec(
+        "xai",
+        "grok",
+        "XAI_API_KEY",
+        "https://api.x.ai/v1",
+        key_prefix="xai-",
+        default_model="grok-4",
+    ),
     ProviderSpec(
         "azure",
         "",
@@ -808,7 +832,7 @@ TROUBLES = {  # the first row whose pattern fits
     # xAI "Incorrect API key provided", Gemini "API key not valid", LiteLLM "No connected db"
     "key": Trouble(
         "^40[13] |incorrect api key|api key not valid|no connected db",
-        "{where} refuses the key ({cause}). Set {variable}.",
+        "{where} refuses the key ({cause}). Replace {variable}.",
     ),
     # "is not a valid model ID", DeepSeek "Model Not Exist", LiteLLM "Invalid model name passed in"
     "model": Trouble(
@@ -1242,7 +1266,8 @@ class Connection:
         here = asyncio.get_running_loop()
         if self._loop is here:
             return self._client
-        openai, where = load_sdk(), self.endpoint
+        openai = load_sdk()
+        where = self.endpoint
         self._client = openai.AsyncOpenAI(
             api_key=where.api_key or "none",
             base_url=where.api_base,
@@ -1360,7 +1385,8 @@ class AnswerReader:
     """
 
     def __init__(self, tools: dict[str, dict], read_only: Collection[str] = ()):
-        self.tools, self.read_only = tools, read_only
+        self.tools = tools
+        self.read_only = read_only
         self.text = ""  # the answer so far, without thoughts
         self.end = 0  # `text` is shown up to here; the rest may begin a thought or a call
         self.has_lost_tag = False  # True: after some text, </think> was removed, but not <think>
@@ -1406,8 +1432,11 @@ class AnswerReader:
         without ids    0 read_file {"pa    0 th":"a"}          0 now {}
         repeated       0 a read_file {"pa  0 a read_file th":"a"}
         """
-        index, id_, function = piece.get("index"), piece.get("id"), piece.get("function") or {}
-        name, arguments = function.get("name"), function.get("arguments")
+        index = piece.get("index")
+        id_ = piece.get("id")
+        function = piece.get("function") or {}
+        name = function.get("name")
+        arguments = function.get("arguments")
         fitting = [call for call in self.calls if index in (None, call.index)]
         call = fitting[-1] if fitting else CallParts(index)
         is_repeated = id_ and id_ == call.id and index is not None  # the same name in each piece
@@ -1443,7 +1472,8 @@ class AnswerReader:
 
     def close(self):
         """Finish the answer. Returns the text that is not shown yet."""
-        shown, held = self.text[: self.end], self.text[self.end :]
+        shown = self.text[: self.end]
+        held = self.text[self.end :]
         if not shown and THOUGHT_TAG.match(held.lstrip()):
             self.text = ""  # a thought that does not end
             return ""
@@ -1552,7 +1582,7 @@ THOUGHT_START = re.compile(THOUGHT_LINE)
 LINE_START = re.compile(rf"{THOUGHT_LINE}|(?:\A\s{{0,200}}|^)(?:{TAG}|{FENCE}|{BARE}|{UNCLEAR})")
 THOUGHT_TAG = re.compile(r"</?(?:think|thinking|thought)>")
 THOUGHT = re.compile(
-    r"(?s)\s{0,200}(<(?:think|thinking|thought)>.*?)?</(?:think|thinking|thought)>"
+    r"\s{0,200}(<(?:think|thinking|thought)>(?:[^<]++|<)*?)?</(?:think|thinking|thought)>"
 )
 AROUND = re.compile(
     r"(?:\s|</?(?:tool_calls?|tools)>|</function>|<\|python_tag\|>|\[TOOL_CALLS\](?=\s{0,99}[\[{]))*"
@@ -2014,6 +2044,11 @@ class Plan:
             return fill(rule["offer"].strip(), self.known | said)
         if "<file>" in str(rule) and not file:
             return WHICH_FILE
+        if (
+            rule.get("command", "<command>") != "<command>"  # a rule's own command is for bash
+            and "Windows PowerShell" in str(self.request.tools)
+        ):
+            return "That needs bash, which is part of Git for Windows: install Git (git-scm.com)."
         result = ""
         if "calculate" in rule:
             known["result"] = result = calculate(fill(rule["calculate"], known))

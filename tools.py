@@ -55,7 +55,7 @@ import threading
 import time
 import types
 import urllib.parse
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from http.client import HTTPConnection, HTTPException
@@ -242,10 +242,12 @@ class ToolRegistry:
 
     def register(self, tool: Tool):
         """Add a tool; a tool with the same name is replaced."""
-        if not isinstance(tool, Tool):
-            raise TypeError(f"{getattr(tool, '__name__', tool)} is not a tool: put @tool above it.")
-        if not (tool.name and hasattr(tool, "body")):
-            raise TypeError(f"{type(tool).__name__} needs a name, and a method `execute` or `run`.")
+        if not (isinstance(tool, Tool) and tool.name and hasattr(tool, "body")):
+            name = getattr(tool, "__name__", type(tool).__name__)
+            raise TypeError(
+                f"{name} is not a tool: put @tool above a function, and give a subclass of Tool "
+                "a name and a method `execute` or `run`."
+            )
         self._tools[tool.name] = tool
 
     def copy(self) -> "ToolRegistry":
@@ -269,9 +271,6 @@ class ToolRegistry:
         """Return (tool or None, arguments after casting, problem or None)."""
         tool = self._tools.get(name)
         if not tool:
-            meant = OTHER_NAMES.get(name.lower())
-            if meant in self._tools:
-                return None, {}, f"There is no tool {name!r}. Use {meant}."
             near = ", ".join(difflib.get_close_matches(name[:64].lower(), self._tools, 99, 0))
             return None, {}, f"There is no tool {name[:64]!r}. The tools, closest first: {near}."
         params = cast({} if params is None else params, {"type": "object"})
@@ -361,7 +360,7 @@ class Turn:
         return real
 
     def is_secret(self, real: Path) -> bool:
-        if real.parts[1:2] == ("proc",) and real.name in ("environ", "mem"):
+        if str(real).startswith("/proc/") and real.name in ("environ", "mem"):
             return True  # /proc/1/environ and /proc/1/mem can contain API keys
         for secret in self.secret:
             if str(real).startswith(str(secret)):  # it, a copy like config.json.bak, a file in it
@@ -434,21 +433,6 @@ def write_file(path: str, content: str, *, turn: Turn) -> ToolResult:
 
 # ======== Second reading: how tools cope with real models, file systems and servers ========
 
-OTHER_NAMES = {  # what models call tools that have another name here
-    "bash": "exec",
-    "shell": "exec",
-    "run": "exec",
-    "terminal": "exec",
-    "cat": "read_file",
-    "open": "read_file",
-    "ls": "list_dir",
-    "search": "grep",
-    "find": "glob",
-    "edit": "edit_file",
-    "write": "write_file",
-    "fetch": "web_fetch",
-}
-
 # ---- Blocking calls, long results ----
 
 
@@ -480,7 +464,9 @@ def fitted(text, most, name, turn):
     """Return a text; if it is too long, its first and last lines, and how to read the others."""
     if len(text) <= most:
         return text
-    head, tail = ends(text, most - 400)
+    room = (most - 400) // 2
+    head, tail = text[:room], text[-room:]
+    head, tail = head.rpartition("\n")[0] or head, tail.partition("\n")[2] or tail
     first = text.count("\n", 0, len(head) + 1) + 1
     last = text.count("\n", 0, -len(tail) - 1) + 1
     folder = turn.store("results")
@@ -508,18 +494,8 @@ def counted(count, one, many):
     return f"{count:,} {one if count == 1 else many}"
 
 
-def ends(text, room):
-    """The start and the end of a text, `room` characters together, whole lines if possible."""
-    head, tail = text[: room // 2], text[-(room // 2) :]
-    return head.rpartition("\n")[0] or head, tail.partition("\n")[2] or tail
-
-
 def shorten(text, limit):
-    """Drop the middle of a text longer than `limit` characters."""
-    if len(text) <= limit:
-        return text
-    head, tail = ends(text, limit)
-    return f"{head}\n… {len(text) - len(head) - len(tail):,} characters left out …\n{tail}"
+    return text if len(text) <= limit else f"{text[:limit]}… ({len(text):,} characters)"
 
 
 # ---- Schemas: which arguments are valid ----
@@ -597,12 +573,9 @@ def validate(value, schema: dict, path: str = ""):
     name, wanted = path or "value", kinds(schema)
     if not fits(value, wanted):
         return [f"{name} must be {' or '.join(wanted)}, not {json.dumps(value, default=str)[:80]}"]
-    if isinstance(value, float) and not math.isfinite(value):
-        return [f"{name} must be a finite number"]
-    choices = list(schema.get("enum", ()))
-    is_choice = json.dumps(value) in map(json.dumps, choices)  # in Python True == 1
-    if choices and value is not None and not is_choice:
-        return [f"{name} must be one of {shorten(json.dumps(choices, ensure_ascii=False), 1_000)}"]
+    choices = schema.get("enum")
+    if choices and value is not None and value not in choices:
+        return [f"{name} must be one of {json.dumps(choices, ensure_ascii=False)[:1_000]}"]
     failures = [validate(value, option, path) for option in schema.get("anyOf", ())]
     if failures and all(failures):
         return [" or ".join(failure[0] for failure in failures)]
@@ -733,29 +706,37 @@ def open_file(path):
     return open(path, "rb", opener=lambda path, _: os.open(path, READING))
 
 
-def read_bytes(path: Path, most: int = MAX_FILE_BYTES):
-    """Read a regular file; raises ToolError with the reason if the file cannot be read."""
+def try_to_read(path, most):
+    """Returns the bytes of a regular file, and "" or the reason why it cannot be read."""
     try:
         with open_file(path) as file:
             info = os.fstat(file.fileno())
             if not stat.S_ISREG(info.st_mode):
-                raise ToolError(f"{path} is not a regular file but a FIFO or device.")
+                return b"", "it is not a regular file but a FIFO or device"
             if info.st_size > most:
-                raise ToolError(f"{path} is over {most:,} bytes: read a part of it with exec.")
-            return file.read(most)
-    except OSError as problem:
-        raise ToolError(f"Cannot read {path}: {problem.strerror}.{similar_names(path)}") from None
+                return b"", f"over {most:,} bytes; exec can show a part of it"
+            return file.read(most), ""
+    except OSError as problem:  # permission denied, or there is no such file
+        return b"", problem.strerror
+
+
+def read_bytes(path: Path, most: int = MAX_FILE_BYTES):
+    """Read a regular file; raises ToolError with the reason if the file cannot be read."""
+    data, problem = try_to_read(path, most)
+    if problem:
+        raise ToolError(f"Cannot read {path}: {problem}.{similar_names(path)}")
+    return data
 
 
 def plain_text(data: bytes):
     """b"\\xef\\xbb\\xbfone\\r\\ntwo\\r\\n" → "one\\ntwo"; a UTF-16 BOM selects UTF-16."""
     encoding = "utf-16" if data.startswith(UTF16_MARKS) else "utf-8"
     text = data.removeprefix(UTF8_MARK).decode(encoding, errors="replace")
-    return (text.replace("\r\n", "\n") if "\r" in text else text).removesuffix("\n")
+    return text.replace("\r\n", "\n").removesuffix("\n")
 
 
 def is_binary(data):
-    return data.find(b"\0", 0, 8_192) >= 0 and not data.startswith(UTF16_MARKS)
+    return b"\0" in data[:8_192] and not data.startswith(UTF16_MARKS)
 
 
 def similar_names(path):
@@ -763,8 +744,8 @@ def similar_names(path):
     if path.exists():
         return " Use list_dir." if path.is_dir() else ""
     folder = next(parent for parent in path.parents if parent.is_dir())
-    names = os.listdir(folder)
-    near = difflib.get_close_matches(path.name, names) or sorted(names)[:20]
+    names = sorted(os.listdir(folder))
+    near = difflib.get_close_matches(path.name, names) or names[:20]
     return f" In {folder}: {', '.join(near)}"
 
 
@@ -791,8 +772,6 @@ def numbered_page(lines, first, most, room):
 
 def write_atomic(path, data):
     """Write the whole file or change nothing, even if the power fails; keeps the file mode."""
-    if path.exists() and not (path.stat().st_mode & 0o222 and os.access(path, os.W_OK)):
-        raise ToolError(f"{path} is read-only. Ask the user whether it may be changed.")
     temporary = path.with_name(f".{path.name[:40]}.{os.getpid()}-{time.time_ns()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -869,10 +848,9 @@ def diff(before, after, name):
     model."""
     if len(before) + len(after) > 2_000_000:  # the comparison would take seconds
         return "changed", "Changed. The file is too large for a diff."
+    old = before.split("\n") if before else []  # an empty file has no line that could go
     lines = list(
-        difflib.unified_diff(
-            before.split("\n"), after.split("\n"), f"a/{name}", f"b/{name}", lineterm="", n=2
-        )
+        difflib.unified_diff(old, after.split("\n"), f"a/{name}", f"b/{name}", lineterm="", n=2)
     )
     kinds = [line[:1] for line in lines[2:]]  # after the two lines with the name
     text = "\n".join(lines).encode("utf-8", errors="replace").decode()  # invalid bytes become `?`
@@ -917,6 +895,8 @@ UNDO_CHANGES, UNDO_BYTES, UNDO_FILE_BYTES = 200, 50_000_000, 10_000_000
 def change_file(turn, path, old, new):
     """Write a file, after its version before this turn was kept (`old` is None if the file is new).
     Returns "" or, if the change cannot be undone, the reason."""
+    if path.exists() and not (path.stat().st_mode & 0o222 and os.access(path, os.W_OK)):
+        raise ToolError(f"{path} is read-only. Ask the user whether it may be changed.")
     version = old or b""
     was_known = turn.lines_read(path, version) == count_lines(version)
     change = {
@@ -930,10 +910,9 @@ def change_file(turn, path, old, new):
     }
     # one file for each path and turn; is_secret knows the start of the name, also in a search
     kept = turn.store("undo") / f"undo-{turn.started}-{digest(str(path).encode())[:16]}"
-    is_first = not kept.exists()
     note = ""
     try:
-        if not is_first:
+        if kept.exists():
             description, _, version = kept.read_bytes().partition(b"\n")
             change = json.loads(description)
         if len(version) > UNDO_FILE_BYTES:
@@ -946,12 +925,7 @@ def change_file(turn, path, old, new):
         forget_old_changes(kept.parent)
     except (OSError, ValueError, ToolError) as problem:
         note = f" (cannot be undone: {problem})"
-    try:
-        write_atomic(path, new)
-    except ToolError:  # nothing was changed
-        if is_first:
-            kept.unlink(missing_ok=True)
-        raise
+    write_atomic(path, new)
     if was_known:
         turn.note_read(path, new, 1, count_lines(new))
     return note
@@ -1022,7 +996,7 @@ def notebook_text(text):
             shown += [f"[cell {number}, {cell['cell_type']}]", "".join(cell["source"])]
             for output in cell.get("outputs", []):
                 data = output.get("data", {})  # {"text/plain": "2"}, or an image
-                said = output.get("text") or output.get("traceback") or data.get("text/plain", data)
+                said = output.get("text") or output.get("evalue") or data.get("text/plain", data)
                 shown += ["[output]", shorten("".join(said), 1_000)]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return ""
@@ -1051,15 +1025,15 @@ def change_cell(text, index, source, kind, mode):
     try:
         book = json.loads(text)
         cells = book["cells"]
-        count = len(cells)
+        if index >= len(cells) + (mode == "insert"):
+            raise ToolError(f"There is no cell {index}: the notebook has {len(cells)}, from 0.")
         if mode == "insert":
-            cells.insert(index, {"id": os.urandom(4).hex(), "metadata": {}, "cell_type": "code"})
-        if index >= len(cells):
-            raise ToolError(f"There is no cell {index}: the notebook has {count}, from 0.")
+            cells.insert(index, {"cell_type": "code", "metadata": {}})
+            if book.get("nbformat_minor", 0) >= 5:
+                cells[index]["id"] = os.urandom(4).hex()
         cell = cells.pop(index)
         if mode != "delete":
-            has_ids = book.get("nbformat_minor", 0) >= 5
-            cells.insert(index, valid_cell(cell, source, kind or cell["cell_type"], has_ids))
+            cells.insert(index, new_cell(cell, source, kind or cell["cell_type"]))
         layout = re.match(r"\s*\{\n([ \t]*)", text)  # the file's indentation (Jupyter: one space)
         after = json.dumps(book, ensure_ascii=False, indent=layout and layout[1])
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
@@ -1068,17 +1042,13 @@ def change_cell(text, index, source, kind, mode):
     return after + text[len(text.rstrip()) :]
 
 
-def valid_cell(cell, source, kind, has_ids):
-    """Returns the cell with a new source and kind, keys in order, and only what this kind has."""
+def new_cell(old, source, kind):
+    """A cell with the id, the metadata and the pasted images of the old one; keys in order."""
+    cell = {key: old[key] for key in ("attachments", "id", "metadata") if key in old}
     cell |= {"cell_type": kind, "source": source.splitlines(keepends=True)}
     if kind == "code":
-        foreign = {"attachments"}
         cell |= {"execution_count": None, "outputs": []}
-    else:
-        foreign = {"execution_count", "outputs"}
-    if not has_ids:
-        foreign.add("id")
-    return {key: cell[key] for key in sorted(cell) if key not in foreign}
+    return dict(sorted(cell.items()))
 
 
 # ---- Which files are searched ----
@@ -1108,19 +1078,18 @@ def find_files(turn, path, *globs):
     wanted = [plain_globs(glob) for glob in globs if glob not in ("", "*")]
     prefix = "" if path in ("", ".") else os.path.join(path, "")
     start, deadline = len(os.path.join(root, "")), time.monotonic() + SEARCH_SECONDS
-    suspects = ("environ", "mem", *(path.name for path in turn.secret))
+    secret = ("/proc/", *map(str, turn.secret))  # as in `is_secret`, but fast
     inodes = {path.stat().st_ino for path in turn.secret if path.is_file()}
     files = []
     for entry in walk(str(root)):
         if time.monotonic() > deadline:
             raise ToolError(f"{root} has too many files: search in one of its folders.")
         name = entry.path[start:].replace(os.sep, "/")  # on Windows: src\a.py → src/a.py
+        is_linked = os.name != "nt" and entry.inode() in inodes  # fails if a path is too long
+        if entry.path.startswith(secret) or is_linked:
+            continue
         if all(any(is_match(name, glob) for glob in choices) for choices in wanted):
-            is_suspect = entry.name.startswith(suspects) or (
-                os.name != "nt" and entry.inode() in inodes  # fails if a path is too long
-            )
-            if not (is_suspect and turn.is_secret(Path(entry.path))):
-                files.append((prefix + name, entry.path))
+            files.append((prefix + name, entry.path))
     return files
 
 
@@ -1143,20 +1112,10 @@ def walk(folder, ignored=None):
 def ignored_by_git(folder):
     """List the paths that git ignores. git must not start programs, such as fsmonitor or fetch."""
     environment = clean_environment() | {"GIT_ALLOW_PROTOCOL": "", "GIT_NO_LAZY_FETCH": "1"}
-    command = [
-        "git",
-        "-c",
-        "core.fsmonitor=",
-        "ls-files",
-        "-z",
-        "--others",
-        "--ignored",
-        "--exclude-standard",
-        "--directory",
-    ]
+    command = "git -c core.fsmonitor= ls-files -z --others --ignored --exclude-standard --directory"
     try:
         done = subprocess.run(
-            command,
+            command.split(),
             cwd=folder,
             env=environment,
             stdin=subprocess.DEVNULL,
@@ -1209,14 +1168,17 @@ def glob(pattern: str, path: str = ".", head_limit: Limit = 250, *, turn: Turn):
     """Find files by name, newest first. `*.py` finds files in all folders below path."""
     if pattern.startswith(("/", "~", "..")):  # /etc/*.conf → path /etc/, pattern ./*.conf
         folder = re.match(BEFORE_PATTERN, pattern)[0]
-        start = "" if folder.startswith("~") else path
-        path = os.path.normpath(os.path.join(start, folder))
+        path = os.path.normpath(os.path.join(path, os.path.expanduser(folder)))
         pattern = f"./{pattern.removeprefix(folder)}"
     found = find_files(turn, path, pattern)
-    times = [  # a path that is too long for Windows has no time
-        (-os.lstat(file).st_mtime, name) for name, file in found if os.path.lexists(file)
+    names = [
+        name
+        for _, name in sorted(
+            (-os.lstat(file).st_mtime, name)
+            for name, file in found
+            if os.path.lexists(file)  # false if its path is too long for Windows
+        )
     ]
-    names = [name for _, name in sorted(times)]
     text = first_lines(names, head_limit) or f"No file below {turn.path(path)} matches {pattern}."
     return ToolResult(text, shown=counted(len(names), "file", "files"))
 
@@ -1238,17 +1200,12 @@ TYPES = {
     "rust": "*.rs",
     "c": "*.[ch]",
     "cpp": "*.{cc,cpp,cxx,h,hh,hpp}",
-    "html": "*.htm{,l}",
     "ruby": "*.rb",
     "yaml": "*.y{,a}ml",
     "python": "*.py{,i}",
     "javascript": "*.{,c,m}js{,x}",
     "typescript": "*.{,c,m}ts{,x}",
     **dict.fromkeys(("", "all", "any", "*"), "*"),  # small models fill in "all"
-}
-OF_OTHER_PROGRAMS = {  # syntax that `re` reads as plain characters
-    r"\[[^]]{0,99}\[:\^?\w{1,9}:\]": r"re has no [[:space:]]: use \s, \d, \w, [A-Za-z].",
-    r"\\[<>]": r"In Python's `re`, `\<` matches a plain `<`; a word boundary is `\b`.",
 }
 
 
@@ -1279,13 +1236,13 @@ async def grep(
     }
     items, hits, skipped = await search_files(files, request)
     nothing = f"No match for {pattern!r} in {len(files):,} files of {root}."
-    for syntax, advice in OF_OTHER_PROGRAMS.items():
-        if not fixed_strings and re.search(syntax, pattern):
-            nothing += f" {advice}"
+    if not fixed_strings and re.search(r"\[:|\\[<>]", pattern):  # [[:space:]], \<word\>
+        nothing += r" In Python's `re`, [:space:] is \s, [:alpha:] is [A-Za-z], and \< is \b."
     text = first_lines(items, head_limit) or nothing
     if skipped:
         more = f" and {len(skipped) - 10} more" if len(skipped) > 10 else ""
-        text = f"NOT searched: {', '.join(skipped[:10])}{more}\n{text}"
+        hint = "a large file is searched if it is named in path"
+        text = f"NOT searched: {', '.join(skipped[:10])}{more} ({hint})\n{text}"
     where = counted(len(hits), "file", "files")
     return ToolResult(text, shown=f"{counted(sum(hits), 'match', 'matches')} in {where}")
 
@@ -1334,7 +1291,9 @@ def search_child(files, request):
     shown, hits, skipped = [], [], []  # `hits`: the number of matches, for each file with matches
     find = re.compile(request["source"], request["flags"]).search
     for name, path in files:
-        data, problem = searched_bytes(path, request["most_bytes"])
+        data, problem = try_to_read(path, request["most_bytes"])
+        if is_binary(data):
+            problem = "binary"
         if problem:
             skipped.append(f"{name} ({problem})")
             continue
@@ -1346,18 +1305,6 @@ def search_child(files, request):
         if len(shown) >= request["most"]:
             break
     print(json.dumps({"lines": shown, "hits": hits, "skipped": skipped}))
-
-
-def searched_bytes(path, most):
-    """Read a file; returns its bytes, and why it cannot be searched."""
-    try:
-        with open_file(path) as file:
-            if os.fstat(file.fileno()).st_size > most:
-                return b"", f"over {most:,} bytes: name it in path"
-            data = file.read()
-    except OSError:  # permission denied, or the file was deleted
-        return b"", "not readable"
-    return (b"", "binary") if is_binary(data) else (data, "")
 
 
 def shown_lines(name, lines, found, request):
@@ -1376,10 +1323,10 @@ def shown_lines(name, lines, found, request):
 
 # The child gets compiled functions, because importing all of tools.py takes 200 ms, and because
 # the file may have been edited since this program has started.
-CHILD_FUNCTIONS = (open_file, plain_text, is_binary, search_child, searched_bytes, shown_lines)
+CHILD_FUNCTIONS = (open_file, plain_text, is_binary, search_child, try_to_read, shown_lines)
 CHILD_VALUES = {name: globals()[name] for name in ("READING", "UTF8_MARK", "UTF16_MARKS")}
 CHILD_VALUES["SEARCH_SECONDS"] = SEARCH_SECONDS
-CHILD = """import faulthandler, json, marshal, os, re, sys, types
+CHILD = """import faulthandler, json, marshal, os, re, stat, sys, types
 values, program, files, request = marshal.load(sys.stdin.buffer)
 globals().update(values)
 for name, code in program.items():
@@ -1447,7 +1394,7 @@ def check_command(command: str, turn: Turn, *, confined: bool = False):
     refused. A recursive delete may only name things below the working folder, unless the command
     is `confined` to a sandbox."""
     programs, named, written = programs_of(command), set(), set()
-    here: Path | None = turn.cwd.resolve()  # where the next program runs; None: unknown
+    here = turn.cwd.resolve()  # where the next program runs; None: unknown
     found = ["."]  # what the last `find` has found; `rm {}` deletes it
     for number, words in enumerate(programs, 1):
         rest = itertools.dropwhile(lambda word: re.fullmatch(PREFIX, word), words)
@@ -1586,18 +1533,16 @@ POWERSHELL = [  # it joins all words after -Command to one command
     "[Console]::OutputEncoding = [Text.Encoding]::UTF8;",
 ]
 SHELLS = {"bash": ["-c"], "sh": ["-c"], "powershell": POWERSHELL}
-# Git's installer puts C:\Program Files\Git\cmd on PATH, and bash is in Git\bin
-GIT_ONLY = r"(?i)[\\/]cmd[\\/]?(?=[;:]|\Z)"
-# C:\Windows\System32\bash.exe starts WSL, where paths have other names
-WITH_WSL = r"(?i)(\b[a-z]:)?[^;:]*[\\/](system32|windowsapps)[\\/]?(?=[;:]|\Z)"
+# Git's installer puts C:\Program Files\Git\cmd on PATH, and bash is in Git\bin. The bash.exe of
+# C:\Windows\System32 starts WSL, where paths have other names; C:\Windows\bin does not exist.
+NOT_OF_BASH = r"(?i)[\\/](cmd|system32|windowsapps)[\\/]?(?=[;:]|\Z)"
 
 
 def find_shell():
     """The first of SHELLS that is installed, with its options; [] if there is none."""
-    folders = re.sub(WITH_WSL, "", os.environ.get("PATH", os.defpath))
-    folders = re.sub(GIT_ONLY, "/bin", folders)
+    path = re.sub(NOT_OF_BASH, "/bin", os.environ.get("PATH", os.defpath))
     for name, options in SHELLS.items():
-        if found := shutil.which(name, path=folders):
+        if found := shutil.which(name, path=path):
             return [found, *options]
     return []
 
@@ -1857,17 +1802,14 @@ SYSTEM = [
     "/etc/java-25-openjdk",
     "/etc/ld.so.cache",
     "/etc/localtime",
-    "/etc/mime.types",
     "/etc/nsswitch.conf",
     "/etc/os-release",
     "/etc/passwd",
     "/etc/pki/ca-trust",
     "/etc/pki/tls/certs",
     "/etc/resolv.conf",
-    "/etc/services",
     "/etc/ssl/certs",
     "/etc/ssl/openssl.cnf",
-    "/etc/timezone",
 ]
 
 
@@ -1961,10 +1903,7 @@ class Web:
             raise ToolError(f"No answer from {url[:200]}: {why}. Try another source.") from None
 
     async def _ask(self, url, redirects, trusted=False, **request):
-        if self.proxy.hostname and not trusted:
-            line = await in_thread(self._connect_by_proxy, url)
-        else:
-            line = await in_thread(self._connect, await self._addresses(url, trusted))
+        line = await in_thread(self._connect, url, trusted)
         if url.scheme == "https":  # the TLS handshake happens on the first write
             context, host = ssl.create_default_context(), url.hostname
             line = context.wrap_socket(line, server_hostname=host, do_handshake_on_connect=False)
@@ -1979,30 +1918,26 @@ class Web:
             return await self._ask(url, redirects - 1)
         return response, body
 
-    async def _addresses(self, url, trusted):
-        """Resolve a host only once, because a second answer could differ; check each address."""
-        place = (url.hostname, url.port or PORTS[url.scheme])
-        answers = await in_thread(self.resolve, *place, type=socket.SOCK_STREAM)
+    def _connect(self, url, trusted):
+        """Returns a socket. A host is resolved only once, because a second answer could differ."""
+        port = url.port or PORTS[url.scheme]
+        if self.proxy.hostname and not trusted:
+            connection = HTTPConnection(self.proxy.hostname, self.proxy.port, timeout=15)
+            if url.scheme == "https":
+                connection.set_tunnel(url.hostname, port, self.login)
+            connection.connect()
+            return connection.sock
+        answers = self.resolve(url.hostname, port, type=socket.SOCK_STREAM)
         addresses = [answer[4][:2] for answer in answers]
         for address, _ in addresses:
             ip = ipaddress.ip_address(address)
             if not (trusted or is_in(ip, self.whitelist) or is_public(ip)):
                 advice = "The user may allow this address in tools.ssrfWhitelist."
                 raise ToolError(f"Refused: {url.hostname} is {ip}, which is not public. {advice}")
-        return addresses
-
-    def _connect(self, addresses):
         for address in addresses:
             with contextlib.suppress(OSError):  # if this fails, try the next address
                 return socket.create_connection(address, timeout=15)
         raise OSError("no address accepted the connection")
-
-    def _connect_by_proxy(self, url):
-        connection = HTTPConnection(self.proxy.hostname, self.proxy.port, timeout=15)
-        if url.scheme == "https":
-            connection.set_tunnel(url.hostname, url.port or 443, self.login)
-        connection.connect()
-        return connection.sock
 
     def _exchange(self, line, url, body=None, headers=()):
         about = {"Host": url.netloc, "User-Agent": "Mozilla/5.0 (compatible; nanobot)"}
@@ -2015,7 +1950,7 @@ class Web:
                 "POST" if body else "GET", target.geturl(), body, about | dict(headers)
             )
             response = connection.getresponse()
-            response.url, data = url.geturl(), response.read(MAX_WEB_BYTES + 1)
+            response.url, data = url.geturl(), response.read(MAX_WEB_BYTES)
         return response, data
 
 
@@ -2026,14 +1961,14 @@ ATTRIBUTES = r"""([^<>"']*(?:"[^"<]*"[^<>"']*|'[^'<]*'[^<>"']*)*)>"""  # `>` in 
 TAG = rf"(?i)<(/?[a-z][\w:-]*){ATTRIBUTES}|<(/?[a-z][\w:-]*)([^<>]*)>?|<[!?/][^<>]*>?"
 LINK = rf"(?is)<a\b{ATTRIBUTES}(.*?)(?:</a\b[^<>]*>?|(?=<a\b)|\Z)"
 NOT_TEXT = (
-    r"(?is)<(script|style|template|(?:svg|iframe)(?![^<>]*/>)|title)\b.*?(?:</\1\b[^<>]*>?|\Z)"
+    r"(?is)<(script|style|template|(?:svg|iframe)(?![^<>]*/>))\b.*?(?:</\1\b[^<>]*>?|\Z)"
     r"|<!--.*?(?:-->|\Z)|&#\d{8,};?|[\0\1]|<h\d\b[^<>]*>\s*</h\d>"
 )
 # removes <nav>menu</nav>, but not <aside class=footnote> or an element that is never closed
 BESIDE = r"(?is)<(nav|select|(?:footer|aside)(?![^<>]*note))\b.*?(?:(</\1\b[^<>]*>?)|\Z)"
 CODE = r"(?is)<pre\b[^<>]*>(.*?)(?:</pre\b[^<>]*>?|\Z)"
 BLOCK = (
-    r"/?(p|div|[uod]l|d[dt]|table|blockquote|section|article|main|header|footer|aside"
+    r"/?(title|p|div|[uod]l|d[dt]|table|blockquote|section|article|main|header|footer|aside"
     r"|details|summary|figure|figcaption|hr|h\d)"
 )
 ROW = r"(?i)<tr\b.*?(?=<tr\b|</tr\b|</?table\b|\Z)"
@@ -2059,18 +1994,18 @@ def page_text(source: str, url: str = ""):
     codes = iter(re.findall(CODE, source))
     source = re.sub(r"\s+", " ", re.sub(CODE, "<p>\1<p>", source))  # chr(1) marks a code block
     source = re.sub(ROW, lambda row: re.sub(rf"(?i)<({BLOCK}|br|li)\b", r" \g<0>_", row[0]), source)
-    marks: list[Iterator[str]] = []  # for each open list, an iterator of its bullets or numbers
+    depth = 0  # how many lists are open
 
-    def mark_of(tag: re.Match):
+    def mark_of(tag):
+        nonlocal depth
         name = (tag[1] or tag[3] or "").lower()
-        if name in ("/ul", "/ol") and marks:
-            marks.pop()
-        gap = "\f" if marks else "\n\n"  # adjacent \f become one line break
+        if name in ("/ul", "/ol") and depth > 0:
+            depth -= 1
+        gap = "\f" if depth else "\n\n"  # adjacent \f become one line break
         if name in ("ul", "ol"):
-            numbers = map("{}.".format, itertools.count(1))
-            marks.append(numbers if name == "ol" else itertools.repeat("-"))
+            depth += 1
         if name == "li":
-            return f"\f{next(marks[-1]) if marks else '-'} "
+            return "\f- "
         if re.fullmatch(r"h\d", name):
             return f"{gap}{'#' * int(name[1])} "
         return gap if re.fullmatch(BLOCK, name) else MARKS.get(name, "")
@@ -2081,7 +2016,7 @@ def page_text(source: str, url: str = ""):
 
     text = re.sub(r" ?(?:\f ?)+", "\n", re.sub(TAG, mark_of, source))
     text = "\n".join(" ".join(line.split()) for line in html.unescape(text).split("\n"))
-    text = re.sub(r"(?m)^(#+|-|\d+\.)\n+(?=.)", r"\1 ", text)  # <li><p>a
+    text = re.sub(r"(?m)^(#+|-)\n+(?=.)", r"\1 ", text)  # <li><p>a
     text = re.sub(r"\n{3,}", "\n\n", re.sub(r"(?m)^[| ]+\n", "", text))
     return re.sub("\1", block_of_code, text).strip()
 
@@ -2133,35 +2068,24 @@ class WebFetch(Tool):
     description = "Fetch a URL. Returns a page as readable text, JSON, or an image."
     read_only = True
 
-    async def execute(
-        self,
-        url: str,
-        max_chars: Annotated[int, IntegerSchema(minimum=1, maximum=50_000)] = 12_000,
-        *,
-        turn: Turn,
-    ):
+    async def execute(self, url: str):
         response, body = await self.web.ask(url, redirects=5)
         is_error = response.status >= 300
         advice = ADVICE.get(response.status, "Try another source.") if is_error else ""
         head = f"{UNTRUSTED}\nURL: {response.url}\nStatus: {response.status} {advice}".strip()
         if image := image_block(body):
             return ToolResult(f"{head}\n(an image)", is_error, [image])
-        text = f"{head}\n{await in_thread(readable, response, body)}"
-        return ToolResult(fitted(text, max(max_chars, 1_000), self.name, turn), is_error)
+        return ToolResult(f"{head}\n{await in_thread(readable, response, body)}", is_error)
 
 
 def readable(response, body):
     """Convert HTML to plain text, keep other text, and describe binary data by type and size."""
     kind = response.getheader("Content-Type", "").lower()
     text = decode_page(body, kind).replace("\r\n", "\n")
-    if len(body) > MAX_WEB_BYTES:
-        text += f"\n(cut after {MAX_WEB_BYTES:,} bytes)"
     if "\0" in text[:8_192] or re.match("(audio|video|font)/|application/pdf", kind):
         return f"(not text but {kind.partition(';')[0][:80] or 'binary'}, {len(body):,} bytes)"
     if "html" in kind or re.match(r"\s*<(!doctype html|html)\b", text, re.I):
-        title = re.search(r"<title\b[^<>]*>([^<]*)", text, re.I)
         text = page_text(text, response.url) or "(no text: the page may need JavaScript)"
-        return f"Title: {one_line(title[1])}\n\n{text}" if title else f"\n{text}"
     return f"\n{text}"
 
 
@@ -2205,25 +2129,26 @@ SEARCH_SERVICES = {
 }
 
 
+@dataclass
 class WebSearch(Tool):
+    web: Web
+    provider: str
+    api_key: str = ""
+    base_url: str = ""
+    max_results: int = 5
     name = "web_search"
     description = "Search the web: titles, URLs, snippets. Read a result with web_fetch."
     read_only = True
-
-    def __init__(
-        self, web: Web, provider: str, api_key: str = "", base_url: str = "", max_results: int = 5
-    ):
-        self.web, self.provider, self.max_results = web, provider, max_results
-        self.key, self.base = "".join(api_key.split()), base_url.rstrip("/")
 
     async def execute(
         self, query: str, count: Annotated[int, IntegerSchema(minimum=0, maximum=20)] = 0
     ):
         service, count = SEARCH_SERVICES[self.provider], count or self.max_results
-        if service.headers and not self.key:
-            raise ToolError(f"{self.provider} needs a key. Ask for tools.web.search.apiKey.")
-        if service.url.startswith("/") and not self.base:
-            raise ToolError(f"{self.provider} has no address. Ask for tools.web.search.baseUrl.")
+        missing = "apiKey" if service.headers and not self.api_key else ""
+        if service.url.startswith("/") and not self.base_url:
+            missing = "baseUrl"
+        if missing:
+            raise ToolError(f"{self.provider} needs the setting tools.web.search.{missing}.")
         response, body = await self._ask(service, query, count)
         page = body.decode(errors="replace")
         results = search_results(page, service.results)[:count] if response.status == 200 else []
@@ -2242,15 +2167,15 @@ class WebSearch(Tool):
 
     async def _ask(self, service, query, count):
         parameters = {service.query: query, service.count: count}
-        url, body = service.url, None
-        if self.base:  # the user's own server may have any address
-            url = self.base + re.sub("^https://[^/]+", "", url)
+        url, body, key = service.url, None, "".join(self.api_key.split())
+        if self.base_url:  # the user's own server may have any address
+            url = self.base_url.rstrip("/") + re.sub("^https://[^/]+", "", url)
         if "Content-Type" in service.headers:
             body = json.dumps(parameters).encode()
         else:
             url += ("&" if "?" in url else "?") + urllib.parse.urlencode(parameters)
-        headers = {name: value.format(key=self.key) for name, value in service.headers.items()}
-        return await self.web.ask(url, trusted=bool(self.base), body=body, headers=headers)
+        headers = {name: value.format(key=key) for name, value in service.headers.items()}
+        return await self.web.ask(url, trusted=bool(self.base_url), body=body, headers=headers)
 
 
 def one_line(source):
@@ -2275,7 +2200,7 @@ def search_results(page, where):
 
 def duckduckgo_results(page):
     """The links are redirects: //duckduckgo.com/l/?uddg=https%3A%2F%2Fa.org → https://a.org"""
-    results: list[dict] = []
+    results = []
     # <a rel="nofollow" class="result__a" href="…">Title</a>
     pattern = r"(?s)<a ([^<>]*\bresult__(a|snippet)\b[^<>]*)>(.{0,2000}?)</a>"
     for attributes, part, text in re.findall(pattern, page):
@@ -2297,14 +2222,12 @@ MCP_LOST = (-32000, -32600)  # error codes of "Connection closed" and "Session t
 class MCPTool(Tool):
     """A server's tool, resource or prompt. Only resources and prompts count as read-only."""
 
-    def __init__(self, server: "MCPServer", name: str, kind: str, item: dict):
+    def __init__(self, server, name, kind, item):
         self.server, self.name, self.method = server, name, MCP_METHODS[kind]
         self.request = {"uri": item["uri"]} if kind == "resources" else {"name": item["name"]}
         self.read_only = kind != "tools"
         about = item.get("description") or f"{kind[:-1]} {item['name']} of {server.name}"
-        # what people cannot see is left out
-        seen = [letter for letter in about[:2_000] if letter.isprintable() or letter == "\n"]
-        self.description = "".join(seen)
+        self.description = about[:2_000]
         schema = {"properties": {}, **item.get("inputSchema", {}), "type": "object"}
         if arguments := item.get("arguments"):  # only prompts have arguments
             texts = {each["name"]: StringSchema(each.get("description")) for each in arguments}
@@ -2366,7 +2289,7 @@ class MCPServer:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.ready.wait(), self.started + patience - time.monotonic())
 
-    async def call(self, method: str, request: dict, name: str):
+    async def call(self, method, request, name):
         """Return the server's answer; raises ToolError on a failure or after `tool_timeout` s."""
         await self.connect()
         if not self.client:
@@ -2447,14 +2370,14 @@ class MCPServer:
             settings.url, http_client=http, max_sse_event_size=MAX_FILE_BYTES
         )
 
-    async def cause(self, failure: BaseException):
+    async def cause(self, failure):
         """Describe a failure in one line, with the last line that the server wrote to stderr."""
         while isinstance(failure, BaseExceptionGroup):
             failure = failure.exceptions[0]
         if isinstance(failure, ImportError):
             return "MCP servers need their SDK, which is missing: pip install 'mcp>=2.3'"
-        text = str(failure).split(" for url ")[0]  # the URL may contain a key
-        text = text or type(failure).__name__  # a TimeoutError has no text
+        # the URL may contain a key; a TimeoutError has no text
+        text = str(failure).split(" for url ")[0] or type(failure).__name__
         if self.stderr:
             text += ": " + (await in_thread(self.stderr.text)).split("\n")[-1]
         shown = "".join(filter(str.isprintable, text[:400])).rstrip(":. ")
@@ -2467,12 +2390,7 @@ class MCPServer:
             self.registry.unregister(self.tools.pop())
         left_out = []
         for kind in MCP_METHODS:
-            try:
-                items = await self._list(client, kind)
-            except ValueError as problem:  # the SDK rejects the whole list if one item is invalid
-                items = []
-                left_out.append(f"all {kind} ({' '.join(str(problem).split())[:200]})")
-            for item in items:
+            for item in await self._list(client, kind):
                 infix = "" if kind == "tools" else f"{kind[:-1]}_"  # mcp_notes_resource_today
                 name = f"mcp_{self.name}_{infix}{item['name']}"[:64]
                 name = re.sub("[^A-Za-z0-9_-]", "_", name)
@@ -2480,12 +2398,13 @@ class MCPServer:
                 if kind == "tools" and not wanted:
                     continue
                 if len(self.tools) >= MAX_MCP_TOOLS or self.registry.get(name):
-                    left_out.append(f"{item['name'][:64]} (too many, or its name is in use)")
+                    left_out.append(item["name"][:64])
                     continue
                 self.registry.register(MCPTool(self, name, kind, item))
                 self.tools.append(name)
         if left_out:
-            log.warning("MCP server %s, left out: %s", self.name, shorten(", ".join(left_out), 900))
+            why = "too many, or the name is in use"
+            log.warning("MCP server %s, left out (%s): %s", self.name, why, ", ".join(left_out))
 
     async def _list(self, client, kind):
         items, cursor = [], None

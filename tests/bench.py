@@ -345,7 +345,7 @@ def figures(root: str) -> list[tuple]:
 def main() -> None:
     wanted = sys.argv[1] if len(sys.argv) > 1 else ""
     code = f"{START}import asyncio, bench; asyncio.run(bench.serve())"
-    stub = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    stub = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, encoding="utf-8")
     try:
         root = f"http://127.0.0.1:{int(stub.stdout.readline())}"
         for name, unit, aim, measure in figures(root):

@@ -1,7 +1,6 @@
 """A real browser for tests: headless Chromium, steered over a pipe by its DevTools protocol."""
 
 import base64
-import fcntl
 import json
 import os
 import shutil
@@ -33,6 +32,8 @@ class Browser:
     def __init__(self, profile: Path):
         there, self._out = os.pipe()
         self._in, back = os.pipe()
+        import fcntl  # not on Windows
+
         ends = [fcntl.fcntl(end, fcntl.F_DUPFD, 10) for end in (there, back)]
 
         def place() -> None:  # Chromium reads commands from 3 and writes to 4

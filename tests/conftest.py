@@ -1,6 +1,7 @@
 """Every test starts with a home of its own, no keys in the environment and nothing of this machine."""
 
 import gc
+import io
 import multiprocessing
 import os
 import signal
@@ -15,6 +16,10 @@ for name in ("SIGINT", "SIGTERM", "SIGHUP"):
     number = getattr(signal, name, None)  # there is no SIGHUP on Windows
     if number and signal.getsignal(number) == signal.SIG_IGN:
         signal.signal(number, signal.default_int_handler if name == "SIGINT" else signal.SIG_DFL)
+
+
+if os.name == "nt":  # `read_text()` and `write_text(…)` of tests are UTF-8, not of the code page
+    io.text_encoding = lambda encoding, level=2: encoding or "utf-8"
 
 
 @pytest.fixture(autouse=True)

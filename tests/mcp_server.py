@@ -22,7 +22,7 @@ server = MCPServer("test")
 
 @server.tool()
 def echo(text: str, times: int = 1) -> str:
-    """Say it again.\u202e\u200b\U000e0041"""
+    """Say it again."""
     return text * times
 
 

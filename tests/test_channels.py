@@ -54,8 +54,6 @@ from channels import (
 from fake_telegram import CONFLICT, PATIENCE, FakeTelegram, Parser, Refusal, units
 from memory import locked, write_atomically
 
-pty = pytest.importorskip("pty", reason="pseudo-terminals are POSIX")
-
 ROOT = Path(__file__).parent.parent
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 
@@ -208,27 +206,26 @@ def test_a_log_line_is_made_harmless_with_its_traceback():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "question"),
+    ("arguments", "shown"),
     [
-        ({"command": "ls\nRun it?"}, 'exec {"command": "ls\\nRun it?"}\n' + ASKED),
+        ({"command": "ls\nRun it?"}, "act\n$ ls\n$ Run it?"),
+        ({"command": "Grüße \x1b[2J \x9b\u202e"}, "act\n$ Grüße \\x1b[2J \\x9b\\u202e"),
+        ({"command": "a\u2800\u115f\uffa0"}, "act\n$ a\\u2800\\u115f\\uffa0"),
+        ({"command": "r\u200dm\xad", "n": 1}, 'act {"n": 1}\n$ r\\u200dm\\xad'),
+        ({"url": "a\nRun it?", "n": 1}, 'act {"url": "a\\nRun it?", "n": 1}'),
+        ({"path": "a", "content": "x\n\n  y"}, 'act {"path": "a"}\n+x\n+\n+  y'),
         (
-            {"command": "Grüße \x1b[2J \x9b\u202e"},
-            'exec {"command": "Grüße \\u001b[2J \\x9b\\u202e"}\n' + ASKED,
+            {"path": "a", "old_text": "1\n2\n3", "new_text": "1\nRun it?\n3"},
+            'act {"path": "a"}\n-1\n-2\n-3\n+1\n+Run it?\n+3',
         ),
-        (
-            {"command": "a\u2800\u115f\uffa0"},
-            'exec {"command": "a\\u2800\\u115f\\uffa0"}\n' + ASKED,
-        ),
-        ({"command": "r\u200dm\xad"}, 'exec {"command": "r\\u200dm\\xad"}\n' + ASKED),
-        ({"command": f"a{' ' * 999};rm x"}, 'exec {"command": "a[999 blanks];rm x"}\n' + ASKED),
-        (
-            {"command": "x" * 600},
-            f'exec {{"command": "{"x" * 600}"}}\nexec, 620 characters. ' + ASKED,
-        ),
+        ({"old_text": "x" * 600 + "\n", "new_text": ""}, f"act\n-{'x' * 600}\n-\n+"),
     ],
 )
-def test_a_call_to_be_approved_is_shown_whole_on_one_line(arguments, question):
-    assert approval_question("exec", arguments) == question
+def test_a_call_to_be_approved_is_shown_whole_and_cannot_imitate_the_question(arguments, shown):
+    always = "[y/n/always] (n REASON says why not; always: git status until you quit) "
+    assert approval_question("act", arguments, "git status") == f"{shown}\nRun it? {always}"
+    only_once = f"{shown}\nRun it? [y/n] (n REASON says why not) "
+    assert approval_question("act", arguments) == only_once
 
 
 # ---- The answer and what stands beside it ----
@@ -250,7 +247,9 @@ class Terminal:
     """A real pseudo-terminal; a CLI writes both its streams to it, as on a person's screen."""
 
     def __init__(self) -> None:
-        self.screen, slave = pty.openpty()
+        if not hasattr(os, "openpty"):
+            pytest.skip("pseudo-terminals are POSIX")
+        self.screen, slave = os.openpty()
         self.stream = open(slave, "w", encoding="utf-8")  # noqa: SIM115 (the test closes it)
 
     def read_raw(self) -> str:
@@ -356,10 +355,10 @@ except EOFError:
 
 def typed(keys: bytes, history: Path, prompt: bytes = b"> ") -> str:
     """What a new program reads when a person types this at its prompt."""
-    screen, keyboard = pty.openpty()
+    screen, keyboard = os.openpty()
     command = [sys.executable, "-c", READ_A_LINE, str(history)]
     with subprocess.Popen(
-        command, cwd=ROOT, stdin=keyboard, stdout=keyboard, stderr=subprocess.PIPE, text=True
+        command, cwd=ROOT, stdin=keyboard, stdout=keyboard, stderr=subprocess.PIPE, encoding="utf-8"
     ) as process:
         os.close(keyboard)
         clock = threading.Timer(30, process.kill)
@@ -496,7 +495,7 @@ def test_ctrl_c_waits_until_the_work_has_put_things_in_order_a_second_one_does_n
     ):
         command = [sys.executable, "-c", INTERRUPTED, how]
         done = subprocess.run(
-            command, cwd=ROOT, input="yes\n", capture_output=True, text=True, timeout=30
+            command, cwd=ROOT, input="yes\n", capture_output=True, encoding="utf-8", timeout=30
         )
         assert (done.stdout, done.stderr) == (printed, "go on? ")
 
@@ -551,9 +550,9 @@ def test_what_is_waited_for_is_shown_after_a_second_and_is_gone_before_anything_
     cli.waiting = waiting = Waiting(terminal.stream, lambda: clock.now)
 
     def shown() -> str:
-        """A line that waits begins with `<` and is erased by `|`."""
-        text = terminal.read().replace("\r\x1b[K\x1b[?7l", "<").replace("\x1b[?7h\r", ">")
-        return text.replace("\r\x1b[K", "|")
+        """A line that waits begins with `<`; `|` erases it, and `^` erases it one line above."""
+        text = terminal.read().replace("\r\x1b[K", "<").replace("\x1b[A\r\x1b[J", "^")
+        return text.replace("\r\x1b[J", "|")
 
     def drawn_after(seconds: float) -> str:
         clock.now += seconds
@@ -563,16 +562,18 @@ def test_what_is_waited_for_is_shown_after_a_second_and_is_gone_before_anything_
     assert drawn_after(9) == ""
     waiting.begin("the model")
     assert drawn_after(0.9) == ""
-    assert drawn_after(1.2) == "<waiting for the model, 2 s>"
-    assert drawn_after(0) == ""
-    assert drawn_after(57) == "<waiting for the model, 59 s>"
+    assert drawn_after(1.2) == "<waiting for the model … "
+    assert drawn_after(57) == "", "the user may be typing behind it"
     waiting.begin('read_file("a\x1b[2J.txt")\n' + "x" * 99)
-    assert drawn_after(61) == '|<waiting for read_file("a\\x1b[2J.txt") ' + "x" * 34 + ", 61 s>"
+    assert drawn_after(61) == '|<waiting for read_file("a\\x1b[2J.txt") ' + "x" * 24 + " … "
     cli.note("a note")
     assert shown() == "|a note\n"
     assert drawn_after(0).startswith("<waiting for read_file")
     send(cli, event("final", "The answer."))
     assert shown() == "|The answer.\n"
+    assert drawn_after(1).startswith("<waiting for read_file")
+    cli.hear("and b.txt")
+    assert (shown(), cli.heard()) == ("^queued: and b.txt\n", [{"content": "and b.txt"}])
     waiting.end()
     assert drawn_after(10) == ""
 
@@ -592,6 +593,27 @@ print(cli.read_piped(True, None))
 """
 
 
+def test_pipes_are_utf8_whatever_the_code_page_is_and_the_null_device_is_no_terminal():
+    program = """
+import sys
+from channels import prepare_streams
+prepare_streams()
+print("→ ü", [each.isatty() for each in (sys.stdin, sys.stdout, sys.stderr)], ascii(sys.stdin.read()))
+"""
+    settings = {"PYTHONIOENCODING": "", "PYTHONUTF8": "0"}
+    for given, read in (("→ ü", r"'\u2192 \xfc'"), (None, "''")):
+        source = {"input": given} if given else {"stdin": subprocess.DEVNULL}
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            cwd=ROOT,
+            env=os.environ | settings,
+            capture_output=True,
+            encoding="utf-8",
+            **source,
+        )
+        assert done.stdout == f"→ ü [False, False, False] {read}\n", done.stderr
+
+
 @pytest.mark.skipif(os.name != "posix", reason="a closed descriptor is a POSIX thing")
 @pytest.mark.parametrize("closed", [(1,), (0, 1, 2)])
 def test_closed_streams_are_nothing_to_read_and_nowhere_to_write(closed):
@@ -603,7 +625,7 @@ def test_closed_streams_are_nothing_to_read_and_nowhere_to_write(closed):
         [sys.executable, "-c", INHERITED],
         cwd=ROOT,
         input="",
-        text=True,
+        encoding="utf-8",
         capture_output=True,
         preexec_fn=close,
         timeout=30,
@@ -650,7 +672,8 @@ def test_more_than_a_message_should_hold_goes_into_a_file_and_the_model_gets_its
         last.startswith("[standard input is longer: all 1,400,004 bytes are in ")
         and str(file) in last
     )
-    assert folder.stat().st_mode & 0o777 == 0o700, "it may hold what is nobody else's business"
+    if os.name == "posix":
+        assert folder.stat().st_mode & 0o777 == 0o700, "it may hold what is nobody else's business"
 
 
 # ---- Telegram ----
@@ -780,16 +803,15 @@ def test_an_update_is_confirmed_only_when_it_is_in_the_journal_and_comes_again_u
                 server.say(text)
             await desk.take()
             message = await desk.next()
-            await desk.until(lambda: len(server.updates) == 2)  # the first one is confirmed
-            await desk.until(lambda: len(server.calls("getUpdates")) > 2)
-            assert server.updates[0]["message"]["text"] == "two"
-        # the next start: all that is not stored comes again, by the same names
-        async with Desk(server, tmp_path, people) as desk:
-            again = await desk.next()
-            assert (again.content, again.message_id) == ("two", message.message_id)
             server.say("elsewhere", sender=8)
+            assert len(server.calls("getUpdates")) == 1, "two is not stored yet"
+        # the next start: all that comes again has the same name
+        async with Desk(server, tmp_path, people) as desk:
+            again = await desk.take()
+            assert (again.content, again.message_id) == ("one", "2/99")
+            again = await desk.take()
+            assert (again.content, again.message_id) == ("two", message.message_id)
             assert [(await desk.take()).content for _ in range(2)] == ["three", "elsewhere"]
-            again.confirm()
             await desk.until_confirmed()
             server.say("four")
             assert (await desk.take()).content == "four"
@@ -844,10 +866,10 @@ async def test_in_a_group_only_what_is_for_the_bot(server, desk, caplog):
 @telegram(group_policy="open")
 async def test_a_group_may_be_open_but_only_to_allowed_people(server, desk, caplog):
     server.say("from a stranger", sender=8, chat=GROUP)
-    name = {"first_name": "A\nda: /stop", "last_name": "L" * 99}
+    name = {"first_name": "A\nda: /stop", "last_name": "L"}
     server.say("hi", chat=GROUP, **{"from": {"id": 7, "is_bot": False, **name}})
     message = await desk.take()
-    assert (message.content, message.speaker) == ("hi", "A da: /stop " + "L" * 28)
+    assert (message.content, message.speaker) == ("hi", "A da: /stop L")
 
 
 @telegram()
@@ -871,32 +893,29 @@ async def test_noise_is_confirmed_and_left_alone(server, desk, caplog):
 
 def test_an_album_that_comes_in_pieces_is_one_message(tmp_path):
     async def test(server):
-        def photo(number: int, sender: int = 7, **parts) -> None:
+        def photo(number: int, **parts) -> None:
             sizes = [
                 server.file(f"photos/{number}{size}.jpg", size.encode()) for size in ("s", "large")
             ]
-            server.say(media_group_id=f"A{sender}", sender=sender, photo=sizes, **parts)
+            server.say(media_group_id="A", photo=sizes, **parts)
 
         async def sleep(seconds: float) -> None:
             if seconds == 2.0:
                 photo(2)
-                photo(9, sender=8)
-                photo(3)
+                server.say("a stranger", sender=8)
             await desk.sleep(seconds)
 
         desk = Desk(server, tmp_path)
         desk.bot.sleep = sleep
-        photo(0, sender=8)  # a stranger's album is waited for by nobody
+        photo(1, caption="Where is this?")
         async with desk:
-            await desk.until_confirmed()
-            photo(1, caption="Where is this?")
             message = await desk.take()
-            assert (message.content, len(message.media)) == ("Where is this?", 3)
-            assert [path.read_bytes() for path in message.media] == [b"large"] * 3
+            assert (message.content, len(message.media)) == ("Where is this?", 2)
+            assert [path.read_bytes() for path in message.media] == [b"large"] * 2
             await desk.until_confirmed()
             server.say("next")
             assert (await desk.take()).content == "next"
-        assert desk.naps == [2.0], "an album waits 3 s at most"
+        assert desk.naps == [2.0]
 
     in_telegram(test)
 
@@ -934,34 +953,6 @@ async def test_a_file_that_cannot_be_fetched_is_told_and_holds_up_nothing(server
     assert (await desk.take()).media
 
 
-@telegram(allow_from=(7, 8))
-async def test_a_file_outlasts_an_outage_in_which_its_chat_waits_and_no_other(server, desk, caplog):
-    going_on = asyncio.Event()
-
-    async def sleep(seconds: float) -> None:
-        if seconds == 33:
-            await going_on.wait()
-        await desk.sleep(seconds)
-
-    desk.bot.sleep = sleep
-    flood = Refusal(429, "Too Many Requests: retry after 33", {"retry_after": 33})
-    server.refuse("getFile", Refusal(502, body=b"<html>bad gateway"), Refusal(0), flood)
-    server.say(caption="this", document=server.file("a.bin", b"x"))
-    server.say("after the file")
-    server.say("elsewhere", sender=8)
-    assert (await desk.take()).content == "elsewhere"
-    assert len(server.updates) == 3, "nothing is confirmed before it is stored"
-    going_on.set()
-    message = await desk.take()
-    assert (message.content, message.media[0].read_bytes()) == ("this", b"x")
-    assert (await desk.take()).content == "after the file"
-    await desk.until_confirmed()
-    assert desk.naps == [10, 10, 33]
-    server.refuse("getFile", *[Refusal(502, "Bad Gateway")] * 30)
-    server.say(caption="lost", document=server.file("a.bin", b"x"))
-    assert "cannot be fetched: getFile: 502 Bad Gateway" in (await desk.take()).content
-
-
 PLACE = {"latitude": 52.5, "longitude": 13.4}
 REPLIES = [
     ({"location": PLACE}, '[location: {"latitude": 52.5, "longitude": 13.4}]'),
@@ -970,15 +961,12 @@ REPLIES = [
         '[venue: {"title": "Café",',
     ),
     ({"contact": {"first_name": "Ada", "phone_number": "+49 30"}}, '"phone_number": "+49 30"}]'),
-    ({"poll": {"question": "When?", "options": [{"text": "now"}]}}, '[poll: {"question": "When?",'),
-    ({"sticker": {"emoji": "👍"}}, "👍"),
     ({"text": "why?", "reply_to_message": {"text": "It rains."}}, "It rains.]\nwhy?"),
     ({"text": "why?", "reply_to_message": {"caption": "a cat"}}, "a cat]\nwhy?"),
     (
         {"text": "?", "reply_to_message": {"text": "a b", "from": {"first_name": "Bob"}}},
         "[in reply to: a b]\n?",
     ),
-    ({"text": "?", "reply_to_message": {"text": "a b"}, "quote": {"text": "b"}}, ": b]\n?"),
     ({"text": "/stop", "reply_to_message": {"text": "It rains."}}, "/stop"),
     ({"text": "hi", "reply_to_message": {"photo": []}}, "hi"),
 ]
@@ -1011,12 +999,7 @@ async def test_a_rival_a_webhook_and_an_outage_are_told_once_and_waited_for(serv
             assert desk.naps == [77]
         else:
             assert desk.naps == [10] * len(refusals)
-        hint = (
-            "Another program also reads this bot's messages"
-            if rival in refusals
-            else "Retried every "
-        )
-        assert [hint in line for line in caplog.messages] == [True]
+        assert ["Retried every " in line for line in caplog.messages] == [True]
     server.webhook = "https://elsewhere"
     for text in ("three", "four"):
         server.say(text)
@@ -1160,7 +1143,7 @@ async def test_photos_and_files_go_out_and_one_that_cannot_is_told_of(server, de
         methods = [request.method for request in server.requests]
         return [method for method in methods if method in ("sendPhoto", "sendDocument")]
 
-    photo, file = desk.folder / "a.PNG", desk.folder / 'odd"näme.txt'
+    photo, file = desk.folder / "a.PNG", desk.folder / "odd&näme.txt"
     photo.write_bytes(b"\x89PNG\r\n--\r\n")
     file.write_bytes(b"hello\r\n" * 100_000)
     assert await sent(photo, file) == ["sendPhoto", "sendDocument"]
@@ -1177,12 +1160,7 @@ async def test_photos_and_files_go_out_and_one_that_cannot_is_told_of(server, de
     server.refuse("sendDocument", Refusal(413, "Request Entity Too Large"))
     await sent(file, desk.folder / "gone")
     first, second = server.texts()
-    assert (
-        first
-        == '[odd"näme.txt cannot be sent: sendDocument: 413 Request Entity Too Large]'.replace(
-            '"', "&quot;"
-        )
-    )
+    assert first == "[odd&amp;näme.txt cannot be sent: sendDocument: 413 Request Entity Too Large]"
     assert second.startswith("[gone cannot be sent: [Errno 2] No such file or directory")
 
 
@@ -1213,24 +1191,22 @@ async def test_a_file_that_is_too_large_is_not_uploaded_again_and_the_chat_is_to
 
 
 @telegram()
-async def test_a_file_that_never_arrives_is_given_up_after_five_uploads_and_the_next_one_is_sent(
-    server, desk, caplog
-):
+async def test_a_file_that_never_arrives_is_given_up_and_the_next_one_is_sent(server, desk, caplog):
     server.cuts_uploads_after = 1_000_000
     desk.bus.send(file_for("7", sparse(desk.folder / "a.png", 20_000_000)))
     desk.bus.send(file_for("7", sparse(desk.folder / "b.zip", 1_000)))
     await desk.until(lambda: server.calls("sendDocument"))
-    assert len(server.calls("sendPhoto")) == 5 and desk.naps == [1, 2, 4, 8]
+    assert len(server.calls("sendPhoto")) == 13 and sum(desk.naps) == 423
     (told,) = server.texts("7")
-    assert told.startswith("[a.png cannot be sent: five attempts have failed, the last with ")
+    assert told.startswith("[a.png cannot be sent: ")
 
 
 @telegram()
 async def test_a_file_outlasts_an_outage_and_delays_no_text(server, desk, caplog):
-    server.refuse("sendChatAction", *[Refusal(502, body=b"<html>bad gateway</html>")] * 9)
-    server.refuse("sendDocument", Refusal(0, stalls=True))
+    outage = [Refusal(502, body=b"<html>bad gateway</html>")] * 9
+    server.refuse("sendDocument", *outage, Refusal(0, stalls=True))
     desk.bus.send(file_for("7", sparse(desk.folder / "a.zip", 1_000)))
-    await desk.until(lambda: server.calls("sendDocument"))  # it hangs
+    await desk.until(lambda: len(server.calls("sendDocument")) == 10)  # it hangs
     await desk.deliver("the answer")
     assert server.texts("7") == ["the answer"] and len(desk.naps) == 9
 
@@ -1277,8 +1253,10 @@ def test_the_token_is_in_no_log_and_no_error(tmp_path, caplog, base):
             '<pre><code class="language-py">a &lt; b\n*x*\n</code></pre>\nend',
         ),
         ("\ue0000\ue001 lone \ud800", "0 lone ?"),
-        ("[`run.py`](https://x.y) is `it`", '<a href="https://x.y">run.py</a> is <code>it</code>'),
-        ("[**a** b](https://x.y) **c**", '<a href="https://x.y">a b</a> <b>c</b>'),
+        (
+            "[`run.py`](https://x.y) is `it`",
+            '<a href="https://x.y">`run.py`</a> is <code>it</code>',
+        ),
         ("```npm install\nnpm test\n```", "<pre><code>npm install\nnpm test\n</code></pre>"),
         ("```npm install```\nand **more**", "<code>npm install</code>\nand <b>more</b>"),
     ],
@@ -1536,13 +1514,13 @@ for expr in ("30 8 * * *", "30 2 * * *", "*/20 * * * *", "0 0 29 2 *"):
         assert next_run(expr, after, zone) == next_run(expr, after, berlin), (expr, after)
 print(CronService(None, None, zone)._shown(1_774_700_040), zone)
 """
-    for zone, shown in (
-        ("CET-1CEST,M3.5.0,M10.5.0/3", "Sat 2026-03-28 13:14 CET None\n"),
-        (":Europe/Berlin", "Sat 2026-03-28 13:14 CET Europe/Berlin\n"),
-    ):
+    zones = {":Europe/Berlin": "Sat 2026-03-28 13:14 CET Europe/Berlin\n"}
+    if os.name == "posix":  # Windows reads TZ in another way
+        zones["CET-1CEST,M3.5.0,M10.5.0/3"] = "Sat 2026-03-28 13:14 CET None\n"
+    for zone, shown in zones.items():
         monkeypatch.setenv("TZ", zone)
         done = subprocess.run(
-            [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True
+            [sys.executable, "-c", program], cwd=ROOT, capture_output=True, encoding="utf-8"
         )
         assert done.stdout == shown, done.stderr
 
@@ -1653,24 +1631,19 @@ def test_in_the_nights_when_clocks_are_set_each_job_runs_as_often_as_it_should(
 
 
 @pytest.mark.parametrize(
-    ("schedule", "started", "fires"),
+    ("schedule", "started"),
     [
-        ({"cron_expr": "0 13 * * *"}, "2026-11-21T13:05", True),  # 61 s late was too late once
-        ({"cron_expr": "0 13 * * *"}, "2026-11-22T00:58", True),
-        ({"cron_expr": "0 13 * * *"}, "2026-11-22T01:01", False),
-        ({"cron_expr": "0 * * * *"}, "2026-11-21T15:29", True),
-        ({"cron_expr": "0 * * * *"}, "2026-11-21T15:31", False),
-        ({"every_seconds": 3_600}, "2026-11-21T15:29", True),
-        ({"cron_expr": "0 13 * * *"}, "2026-11-25T13:30", True),  # of several days the last one
-        ({"cron_expr": "0 13 * * mon"}, "2026-11-24T01:30", False),  # twelve hours at most
-        ({"every_seconds": 3_600}, "2026-11-21T15:31", False),
-        ({"at": "2026-11-21T13:00"}, "2026-11-22T12:45", True),
+        ({"cron_expr": "0 13 * * *"}, "2026-11-21T13:05"),  # 61 s late was too late once
+        ({"cron_expr": "0 13 * * *"}, "2026-11-25T13:30"),  # of several days
+        ({"cron_expr": "0 13 * * mon"}, "2026-11-26T01:30"),
+        ({"every_seconds": 3_600}, "2026-11-21T15:31"),
+        ({"at": "2026-11-21T13:00"}, "2026-11-24T12:45"),
     ],
 )
-def test_a_job_that_is_late_runs_once_if_that_is_of_use(tmp_path, schedule, started, fires):
+def test_a_job_that_is_late_runs_once(tmp_path, schedule, started):
     Office(tmp_path).add("water", **schedule)
     office = Office(tmp_path, local(started))
-    assert [message for message, _ in office.pass_time(30)] == ["water"] * fires
+    assert [message for message, _ in office.pass_time(20)] == ["water"]
     assert Office(tmp_path, office.now).pass_time(20) == []
 
 
@@ -1683,23 +1656,19 @@ def test_each_of_two_runs_a_day_has_its_own_name(tmp_path):
     assert office.names == [f"{id}@{moment.timestamp():.0f}" for moment in moments]
 
 
-def test_a_reminder_of_long_ago_is_only_told_and_the_list_never_shows_the_past(tmp_path):
+def test_the_list_never_shows_the_past(tmp_path):
     office = Office(tmp_path)
     office.add("old", at="2026-11-21T12:30")
     id = office.add("daily", cron_expr="0 13 * * *")
     office = Office(tmp_path, local("2026-11-22T13:45"))
     listed = office.cron("list").splitlines()
-    assert " · next Sun 2026-11-22 13:45 CET · " in listed[0]
-    assert listed[1] == f"{id} · 0 13 * * * · next Mon 2026-11-23 13:00 CET · telegram:42 · daily"
-    told = "Only tell the user that this job was missed on Sat 2026-11-21 12:30 CET: old"
-    assert told in [message for message, _ in office.pass_time(5)]
-    assert Office(tmp_path, office.now).pass_time(5) == []
-    assert [row["message"] for row in office.rows()] == ["daily"]
+    assert " · next Sun 2026-11-22 13:45 CET · " in listed[0], "both were missed, and run now"
+    assert listed[1] == f"{id} · 0 13 * * * · next Sun 2026-11-22 13:45 CET · telegram:42 · daily"
 
 
 def test_rows_written_by_hand_run_odd_ones_are_told_once_and_all_are_kept(tmp_path, caplog):
     office = Office(tmp_path)
-    odd = ["text", 7, None, {}, {"id": "x"}, {"id": "s1", "every_seconds": -1}]
+    odd = [{}, {"id": "x"}, {"id": "s1", "every_seconds": -1}]
     odd += [{"id": "n", "every_seconds": "often"}, {"id": "z", "cron_expr": "x"}]
     odd += [
         {"id": "t", "cron_expr": "1 1 * * *", "tz": "Mars/Olympus"},
@@ -1708,12 +1677,12 @@ def test_rows_written_by_hand_run_odd_ones_are_told_once_and_all_are_kept(tmp_pa
     odd += [{"id": "f", "cron_expr": "0 0 31 2 *"}]
     by_hand = {"id": 1, "message": 7, "every_seconds": 60, "tz": None, "colour": "red", "runs": [7]}
     past = {"id": "p", "message": "past", "at": "2026-11-21T11:59"}
-    office.write(*odd, by_hand, by_hand, past)
+    office.write(*odd, by_hand, past)
     assert office.pass_time(150) == [
         ("7", "21 12:00:01"),
         ("past", "21 12:00:01"),
-        ("7", "21 12:01:00"),
-        ("7", "21 12:02:00"),
+        ("7", "21 12:01:01"),
+        ("7", "21 12:02:01"),
     ]
     rows = office.rows()
     assert rows[: len(odd)] == odd and (rows[-1]["colour"], rows[-1]["runs"]) == ("red", [7])
@@ -1724,7 +1693,7 @@ def test_rows_written_by_hand_run_odd_ones_are_told_once_and_all_are_kept(tmp_pa
     )
     assert office.cron("list").startswith("1 · every 60 s · next ")
     assert office.cron("remove", job_id="1") == "Removed job 1."
-    with pytest.raises(CronError, match="No job '' can be removed. These can: none."):
+    with pytest.raises(CronError, match="No job '' can be removed: `list` shows the ids."):
         office.cron("remove")
     assert office.rows() == odd
 
@@ -1745,8 +1714,8 @@ def test_a_clock_that_was_ahead_stops_nothing(tmp_path):
     assert len(office.pass_time(130)) == 3
     row = office.rows()[0]
     ahead = local("2030-01-01T12:00").timestamp()
-    office.write(row | {"first": int(ahead), "after": ahead})
-    assert len(Office(tmp_path).pass_time(120)) == 3
+    office.write(row | {"after": ahead})
+    assert len(Office(tmp_path).pass_time(121)) == 3
 
 
 def test_a_job_that_hangs_fails_or_is_stopped_keeps_its_times_and_holds_up_no_other(
@@ -1817,17 +1786,16 @@ def test_system_jobs_keep_their_pace_are_listed_and_protected(tmp_path):
         return [moment[3:8] for _, moment in office.pass_time(seconds, step=600)]
 
     office = started(START, 1_800)
-    assert beats(office, 3_600) == ["12:10", "12:30", "13:00"]  # the first one at once
-    listed = "heartbeat · every 1800 s · next Sat 2026-11-21 13:30 CET · system: · "
+    assert beats(office, 3_600) == ["12:10", "12:40"]  # the first one at once
+    listed = "heartbeat · every 1800 s · next Sat 2026-11-21 13:10 CET · system: · "
     assert office.cron("list") == listed
-    with pytest.raises(CronError, match="No job 'heartbeat' can be removed. These can: none."):
+    with pytest.raises(CronError, match="No job 'heartbeat' can be removed"):
         office.cron("remove", job_id="heartbeat")
     office.write(office.rows()[0] | {"enabled": False})  # by hand; the settings decide
     later = local("2026-11-21T15:30")  # it missed some: one at once, then in its rhythm
     assert beats(started(later, 1_200), 1_800) == ["15:40", "16:00"]
-    for days in (3, 30):  # a machine that is seldom on never misses a dream because of that
-        office = started(START + timedelta(days=days, minutes=50), 7_200)
-        assert beats(office, 600) == ["13:00"]
+    office = started(START + timedelta(days=30, minutes=50), 7_200)
+    assert beats(office, 600) == ["13:00"], "a machine that is seldom on never misses a dream"
     office = started(START + timedelta(days=40), 7_200, enabled=False)
     assert beats(office, 7_200) == [] and " · off · " in office.cron("list")
 
@@ -1882,7 +1850,7 @@ def test_a_run_that_ends_while_the_file_is_read_is_not_started_again(tmp_path):
     assert len(office.fired) == 1
 
 
-@pytest.mark.parametrize("damage", [b"", b"[]", b'{"jobs": {}}', b"\x00" * 50, b"\xff\xfe{"])
+@pytest.mark.parametrize("damage", [b"", b"[]", b"\x00" * 50, b"\xff\xfe{"])
 def test_a_damaged_file_is_told_kept_and_never_taken_for_no_jobs(tmp_path, caplog, damage):
     office = Office(tmp_path)
     office.add("drink", every_seconds=60)
@@ -1896,9 +1864,10 @@ def test_a_damaged_file_is_told_kept_and_never_taken_for_no_jobs(tmp_path, caplo
     assert caplog.text.count("jobs.json is damaged: ") == 1
     assert office.path.read_bytes() == damage
     office.path.write_text(whole)  # it was repaired
-    assert len(office.pass_time(60)) == 2
+    assert len(office.pass_time(61)) == 2
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="only POSIX can fork")
 def test_a_kill_between_any_two_steps_of_writing_leaves_all_or_nothing(tmp_path):
     def change_and_die(path: Path, step: int) -> None:
         kept = []
@@ -1997,7 +1966,7 @@ def test_the_tool_removes_and_makes_no_job_in_a_job(tmp_path):
     in_a_job = SimpleNamespace(channel="cron", chat_id=id)
     with pytest.raises(CronError, match="A running job cannot add jobs"):
         office.service.cron("add", "more", every_seconds=60, turn=in_a_job)
-    with pytest.raises(CronError, match=f"No job 'x' can be removed. These can: {id}."):
+    with pytest.raises(CronError, match="No job 'x' can be removed"):
         office.cron("remove", job_id="x")
     assert office.service.cron("remove", job_id=id, turn=in_a_job) == f"Removed job {id}."
     assert office.rows() == []

@@ -174,12 +174,36 @@ def test_what_stands_beside_the_answer_can_be_switched_off(own_home):
         assert [shown for shown in ("Let me look.", "list_dir()") if shown in err] == [left]
 
 
+def test_quiet_prints_the_answer_and_errors_alone(own_home, tmp_path):
+    (tmp_path / "AGENTS.md").write_text("Be brief.")  # a note says that it is not followed
+    with FakeLLM([LOOK, "Here it is.", BOOM, *[LOOK] * 2, "So far."]) as server:
+        assert nanobot("-q", "-m", "hi", server=server, cwd=tmp_path) == (0, "Here it is.\n", "")
+        status, out, err = nanobot("-q", "hi", server=server, cwd=tmp_path)
+        assert (status, out, "boom" in err, err.count("\n")) == (1, "", True, 1)
+        limit = settings(own_home, agents={"defaults": {"maxToolIterations": 2}})
+        assert nanobot("-q", "hi", *limit, server=server)[1:] == (
+            "So far.\n",
+            f"nanobot: {program.LIMIT_REACHED}\n",
+        )
+
+
+def test_read_only_gives_the_model_only_tools_that_change_nothing(own_home, tmp_path):
+    reading = ["glob", "grep", "list_dir", "read_file", "web_fetch", "web_search"]
+    with FakeLLM([call("exec", command="touch made"), "I may not."]) as server:
+        answered = nanobot("--read-only", "make a file", server=server, cwd=tmp_path)
+        assert answered[1] == "I may not.\n" and "There is no tool 'exec'" in answered[2]
+        assert [each["function"]["name"] for each in server.bodies[0]["tools"]] == reading
+    shown = nanobot("prompt", "--read-only", "--offline")[1]
+    assert re.findall(r'"function": {"name": "(\w+)"', shown) == reading
+    assert not (tmp_path / "made").exists()
+
+
 def test_without_a_key_it_says_so_and_asks_the_offline_model_which_can_be_wanted(own_home):
     status, out, err = nanobot("agent", "-m", "tell me a joke")
     assert (status, "I know no rule" in out, "OPENAI_API_KEY" in err) == (0, True, True)
-    status, out, err = nanobot("--offline", "tell me a joke", "--logs")
+    status, out, err = nanobot("--offline", "tell me a joke")
     assert (status, "I know no rule" in out, "OPENAI_API_KEY" in err) == (0, True, False)
-    assert re.search("^INFO nanobot: ", err, re.M)
+    assert "INFO nanobot: list_dir()" in nanobot("--offline", "list the files", "--logs")[2]
     assert nanobot("--offline", "-m", "/stop")[1:] == ("Nothing is running.\n", ""), (
         "a command is no request"
     )
@@ -316,12 +340,16 @@ def test_a_gateway_without_a_model_does_not_start_and_a_program_is_warned(own_ho
     assert status == 1 and "has no model" in err and "--offline" in err
     code = "import nanobot\nfor _ in range(2): print(nanobot.run('hi'))"
     options = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(ROOT)}}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, **options)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, encoding="utf-8", **options
+    )
     assert done.stdout.count("Hello!") == 2 and done.stderr.count("OPENAI_API_KEY") == 1
     settings(own_home, agents={"defaults": {"provider": "offline"}})
     code = code.replace("'hi'", "'hi', config=nanobot.load_config(nanobot.Path('settings.json'))")
     options["cwd"] = own_home
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, **options)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, encoding="utf-8", **options
+    )
     assert done.stdout.count("Hello!") == 2 and done.stderr == ""  # it was asked for
 
 
@@ -480,7 +508,7 @@ def test_status_and_prompt_show_servers_and_what_was_pasted_from_elsewhere_is_no
 class Terminal:
     """The program on a pseudo-terminal: what a person would see and type."""
 
-    def __init__(self, *arguments: str, server: FakeLLM | None = None, cwd: Path | None = None):
+    def __init__(self, *arguments: str, server: FakeLLM | None = None, cwd=None, program=PROGRAM):
         import fcntl
         import termios
 
@@ -489,9 +517,8 @@ class Terminal:
 
         self.screen, inner = os.openpty()
         streams = {"stdin": inner, "stdout": inner, "stderr": inner, "start_new_session": True}
-        self.process = start(
-            *arguments, server=server, cwd=cwd, preexec_fn=take_terminal, **streams
-        )
+        streams |= {"cwd": cwd, "program": program}
+        self.process = start(*arguments, server=server, preexec_fn=take_terminal, **streams)
         os.close(inner)
         self.text = self.everything = ""
 
@@ -556,12 +583,15 @@ def test_a_conversation_at_the_prompt(own_home):
         terminal.expect(" is an agent: it answers, and ", " · test-model · a new conv", "> ")
         terminal.say("hi", "Hello, human.", "· context ", "> ")
         terminal.say("/status", "model test-model", "> ")
+        terminal.say("/model", "The model is test-model.", "> ")
+        terminal.say("/model Qwen/Qwen3", "The model is Qwen/Qwen3.", "> ")
         terminal.type("one\n")
         wait_until(lambda: len(server.bodies) == 2)
         terminal.type("\x03")
         terminal.expect("stopped", "> ")
         terminal.say("two", "half \\x1b[31mof it\\u202e", "boom", "> ")
         terminal.say("bye", "Good-bye.", "> ")
+        assert [body["model"] for body in server.bodies[:2]] == ["test-model", "Qwen/Qwen3"]
         assert terminal.close("/exit\n") == 0
         terminal = Terminal(server=server)  # who comes back is greeted more briefly
         terminal.expect(" · test-model · continuing: ", "a moment ago · /new starts afresh", "> ")
@@ -654,6 +684,64 @@ def test_who_starts_no_gateway_gets_one_dream_a_day_when_a_prompt_opens(own_home
 
 
 @needs_terminal
+def test_what_is_typed_during_a_turn_reaches_it_and_is_never_lost(own_home, tmp_path):
+    is_typed = threading.Event()
+
+    def script(body):
+        if len(server.bodies) in (1, 4):
+            assert is_typed.wait(LONG)
+        is_typed.clear()
+        return lines.pop(0)
+
+    def type_during(number: int, *texts: str) -> None:
+        """Type during the request of this number, then let the model answer."""
+        wait_until(lambda: len(server.bodies) == number)
+        for text in texts:
+            terminal.say(text, f"queued: {text}")
+        is_typed.set()
+
+    def sent(number: int) -> str:
+        return str(server.bodies[number - 1]["messages"][-1]["content"])
+
+    with FakeLLM(script) as server:
+        lines = [call("list_dir"), "One.", "Two.", Reply("Never shown.", delay=60), "Five."]
+        terminal = Terminal(*DIRECT, server=server, cwd=tmp_path)
+        terminal.expect("> ")
+        terminal.type("begin\n")
+        type_during(1, "tabs, grüße", "/help", "after it")
+        terminal.expect("list_dir", "One.", "> /help", "/undo: ", "> after it", "Two.")
+        assert sent(2).endswith("\n\ntabs, grüße") and sent(3).endswith("\n\nafter it")
+        terminal.type("stop me\n")
+        type_during(4, "kept", "/status")
+        terminal.type("\x03")
+        terminal.expect("stopped", "> kept", "/status")
+        terminal.type("\x15new\n")  # Ctrl-U: what was typed can be edited, and dropped
+        terminal.expect("Five.", "> ")
+        assert sent(5).endswith("\n\nnew")
+        assert terminal.close() == 0
+    users = [line["content"] for line in journal(own_home) if line["role"] == "user"]
+    assert users == ["begin", "tabs, grüße", "after it", "stop me", "new"]
+
+
+IN_THE_BACKGROUND = """
+import subprocess, sys
+child = "from channels import typed_lines; print('child:', [typed_lines()])"
+print(sys.stdin.readline())
+subprocess.run([sys.executable, "-c", child], process_group=0, timeout=30)
+print("parent:", [sys.stdin.readline()])
+"""
+
+
+@needs_terminal
+def test_a_program_in_the_background_does_not_read_the_keyboard():
+    """The system would stop it with SIGTTIN; the shell, which is in front, gets the line."""
+    terminal = Terminal(program=[sys.executable, "-c", IN_THE_BACKGROUND])
+    terminal.type("first\nsecond\n")
+    terminal.expect("child: ['']", "parent: ['second\\n']")
+    assert terminal.close("") == 0
+
+
+@needs_terminal
 def test_on_each_morning_the_first_request_has_yesterdays_work(own_home, tmp_path):
     """In any folder, after single messages only, and also if no model can save it."""
 
@@ -719,22 +807,30 @@ def test_approval_shows_the_escaped_command_and_obeys_what_is_typed_after_the_qu
     touch = call("exec", command=f"touch {target}; echo '\x1b[2J'")
     with FakeLLM(script) as server:
         lines = [touch, "I may not.", touch, "It is done."]
-        terminal = Terminal("--approve", server=server)
+        terminal = Terminal("--approve", server=server, cwd=tmp_path)
         terminal.expect("> ")
         terminal.type("make it\n")
         wait_until(lambda: len(server.bodies) == 1)
-        terminal.type("yes\n")  # before the question: no answer to it
+        terminal.say("yes", "queued: yes")  # before the question: no answer to it
         is_typed.set()
-        terminal.expect("\\u001b[2J", "[y/n/always]")
-        refusal = "The user did not approve this call. It is used Elsewhere"
+        terminal.expect("\\x1b[2J", "[y/n]")
+        refusal = "The user did not approve this call: It is used Elsewhere"
         terminal.say("n It is used Elsewhere", f"· refused: {refusal}", "I may not.", "> ")
-        assert server.bodies[1]["messages"][-1]["content"] == refusal
-        assert "did not approve" in server.bodies[1]["messages"][-1]["content"]
+        refused, typed = server.bodies[1]["messages"][-2:]
+        assert refused["content"] == refusal and typed["content"].endswith("\n\nyes")
         assert not target.exists()
-        terminal.say("again", "[y/n/always]")
+        terminal.say("again", "[y/n]")
         assert not target.exists()
         terminal.say("y", "It is done.", "> ")
         assert target.exists()
+        long = call("write_file", path="long.txt", content="\n".join(map(str, range(60))))
+        lines += [long, "Written."]
+        terminal.say("write", "+20\r\n", "-- Enter shows 39 more lines -- ")
+        terminal.say("y", "+21\r\n", "+42\r\n", "-- Enter shows 17 more lines -- ")
+        assert not (tmp_path / "long.txt").exists(), "only the question can be answered with yes"
+        terminal.say("", "+59\r\n", "Run it? ")
+        terminal.say("y", "Written.", "> ")
+        assert (tmp_path / "long.txt").exists()
         assert terminal.close() == 0
 
 
@@ -906,7 +1002,7 @@ def test_in_a_deleted_folder_the_error_says_what_to_do(tmp_path):
     code = (
         f"mkdir gone && cd gone && rmdir ../gone && {sys.executable} {ROOT}/nanobot.py --offline hi"
     )
-    done = subprocess.run(["sh", "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(["sh", "-c", code], cwd=tmp_path, capture_output=True, encoding="utf-8")
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert "does not exist" in done.stderr and "cd" in done.stderr
 
@@ -1064,7 +1160,7 @@ def test_a_command_in_a_loop_leaves_the_list_alone_and_names_what_it_attaches(tm
         options = {"cwd": tmp_path, "env": surroundings(server), "capture_output": True}
         subprocess.run(["sh", "-c", loop], check=True, **options)
         assert [texts_sent(body) for body in server.bodies] == [[f"file {name}"] for name in "abc"]
-        done = subprocess.run(["sh", "-c", f"{one_shot} count < list"], text=True, **options)
+        done = subprocess.run(["sh", "-c", f"{one_shot} count < list"], encoding="utf-8", **options)
         assert "attached: 5 characters from standard input" in done.stderr
         assert texts_sent(server.bodies[-1]) == ["count\n\na\nb\nc"]
 
@@ -1521,7 +1617,7 @@ def test_a_gateway_answers_lets_others_look_survives_its_terminal_and_ends_whate
     said = [line["content"] for line in journal(own_home, "telegram%3A7")]
     assert (gateway.process.returncode, said) == (0, ["hello", "to hello", "stay", "I stay."])
     log = gateway.log.read_text()
-    assert telegram.token not in log and "Traceback" not in log and "iteration 1" not in log
+    assert telegram.token not in log and "Traceback" not in log
     stamp = r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} INFO nanobot.gateway: "
     assert len(re.findall(rf"{stamp}telegram:7", log, re.M)) == 3, (
         "a line an event: two came, one was answered"
@@ -1539,7 +1635,7 @@ def test_a_verbose_gateway_with_a_wrong_token_says_so_and_cron_goes_on(own_home)
         telegram.token, token = "1:wrong", telegram.token
         gateway = Gateway(own_home, telegram, server, "--verbose")
         telegram.token = token
-        for text in ("Telegram does not know this bot token", "iteration 1"):
+        for text in ("Telegram does not know this bot token", "INFO nanobot.gateway: cron "):
             wait_until(lambda text=text: text in gateway.log.read_text())
         gateway.end()
     assert "1:wrong" not in gateway.log.read_text()

@@ -36,7 +36,6 @@ def graded(name: str, solution: Path, folder: Path) -> tuple[int, str]:
     done = subprocess.run(
         [sys.executable, HERE / "exercises.py", name[3:5]],
         capture_output=True,
-        text=True,
         encoding="utf-8",
         timeout=30,
         env={**os.environ, **ENVIRONMENT, "NANOBOT_EXERCISES": str(folder)},
@@ -81,9 +80,7 @@ def test_a_message_names_what_the_student_did(tmp_path):
         (folder / f"ex_{name}.py").write_text(code, encoding="utf-8")
         jobs.append([name[:2], str(folder)])
     command = [sys.executable, "-c", GRADE, str(HERE)]
-    done = subprocess.run(
-        command, input=json.dumps(jobs), capture_output=True, text=True, encoding="utf-8"
-    )
+    done = subprocess.run(command, input=json.dumps(jobs), capture_output=True, encoding="utf-8")
     said = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(said) == len(MESSAGES), done.stderr
     assert [
@@ -179,7 +176,7 @@ def test_a_solution_sees_no_keys_of_whoever_grades_it(tmp_path):
 
 def test_the_list_names_each_exercise_and_a_wrong_number_is_told():
     command = [sys.executable, str(ROOT / "nanobot.py"), "exercises"]
-    done = subprocess.run([*command, "99"], capture_output=True, text=True, encoding="utf-8")
+    done = subprocess.run([*command, "99"], capture_output=True, encoding="utf-8")
     assert done.returncode == 2 and "There is no exercise 99" in done.stderr
     for name, file in STUBS.items():
         task = about(file)

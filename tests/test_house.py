@@ -32,7 +32,7 @@ def test_a_leaf_imports_no_other_file_and_works_alone_in_an_empty_folder(name, t
     (tmp_path / f"{name}.py").write_text(SOURCES[name], encoding="utf-8")
     code = f"import sys; sys.path.insert(0, '.'); import {name}"
     done = subprocess.run(
-        [sys.executable, "-I", "-c", code], cwd=tmp_path, capture_output=True, text=True
+        [sys.executable, "-I", "-c", code], cwd=tmp_path, capture_output=True, encoding="utf-8"
     )
     assert done.returncode == 0, done.stderr
 
@@ -40,7 +40,9 @@ def test_a_leaf_imports_no_other_file_and_works_alone_in_an_empty_folder(name, t
 def test_importing_the_kit_loads_the_standard_library_only():
     heavy = ["openai", "json_repair", "pydantic", "httpx2", "mcp"]
     code = f"import nanobot, sys; print([name for name in {heavy} if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, encoding="utf-8"
+    )
     assert done.stdout.strip() == "[]", done.stderr
 
 
@@ -93,7 +95,7 @@ def test_no_except_is_silent_and_none_is_bare():
 
 def test_nothing_but_the_known_files_at_the_top_level():
     listed = subprocess.run(
-        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, encoding="utf-8"
     ).stdout.split()
     if not listed:
         pytest.skip("not a git checkout")

@@ -149,7 +149,7 @@ def another_program(code: str, *arguments: object) -> subprocess.Popen:
     program = f"import sys\nfrom pathlib import Path\nfrom memory import *\n{code}"
     command = [sys.executable, "-c", program, *map(str, arguments)]
     return subprocess.Popen(
-        command, cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        command, cwd=ROOT, encoding="utf-8", stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
 
 
@@ -638,6 +638,16 @@ def test_the_request_grows_at_its_end_only_so_that_prompt_caches_hold(tmp_path):
 def old_journals(folder: Path) -> Path:
     shutil.copytree(DATA / "old_journals", folder)
     return folder
+
+
+def test_sessions_whose_names_differ_only_in_case_share_no_file(tmp_path):
+    sessions = SessionManager(tmp_path)
+    keys = ["cli:work", "cli:Work", "cli:AÄaB", "cli:aÄab", "x:%3A:B"]
+    for key in keys:
+        sessions.get(key).append(user(f"I am {key}"))
+    again = SessionManager(tmp_path)
+    assert sorted(again.list_keys()) == sorted(keys)
+    assert [again.get(key).messages[-1]["content"] for key in keys] == [f"I am {k}" for k in keys]
 
 
 @pytest.mark.parametrize(
@@ -1900,7 +1910,7 @@ def test_with_a_damaged_repository_it_dreams_all_the_same_and_says_what_to_do(ho
 
 def git(*arguments: str, cwd: Path) -> str:
     return subprocess.run(
-        ["git", *arguments], cwd=cwd, capture_output=True, text=True
+        ["git", *arguments], cwd=cwd, capture_output=True, encoding="utf-8"
     ).stdout.strip()
 
 

@@ -1,5 +1,6 @@
 """The page that shows an agent at work: over HTTP as any program may ask, and in a real browser."""
 
+import contextlib
 import http.client
 import itertools
 import json
@@ -35,7 +36,7 @@ class Page:
                 cwd=folder,
                 stdout=subprocess.PIPE,
                 stderr=err,
-                text=True,
+                encoding="utf-8",
                 env=os.environ | environ,
             )
         found = (re.search(r"http://\S+", line) for line in self.process.stdout)
@@ -93,9 +94,9 @@ class Page:
 class Window:
     """A window of the page that stays open: the events that it is sent."""
 
-    def __init__(self, page: Page, chat: str = "page"):
+    def __init__(self, page: Page, chat: str = "page", lines: int = 300):
         self.connection = http.client.HTTPConnection("127.0.0.1", page.port, timeout=30)
-        self.connection.request("GET", f"/events?chat={chat}", headers={"Cookie": page.cookie})
+        self.connection.request("GET", f"/events?{chat}&{lines}", headers={"Cookie": page.cookie})
         self.stream = self.connection.getresponse()
         self.events: list[dict] = []
 
@@ -152,7 +153,7 @@ def test_only_whoever_has_the_token_sees_or_says_anything(open_page):
     for who, headers in strangers.items():
         for method, path in [
             ("GET", "/"),
-            ("GET", "/events?chat=page"),
+            ("GET", "/events?page&300"),
             ("GET", "/x"),
             ("POST", "/say"),
         ]:
@@ -298,7 +299,7 @@ def test_a_message_that_cannot_be_stored_yet_waits_and_runs_once_however_often_i
         (home / "web%3Apage.inbox").mkdir(parents=True)  # no line can be written, as on a full disk
         for _ in range(2):
             status, _, text = page.say("do it", number="7")
-            assert status == 202 and text.startswith("waiting: the disk is full")
+            assert status == 400 and "not stored: it waits, because the disk is full" in text
         (home / "web%3Apage.inbox").rmdir()
         window.wait("say", content="first")
         assert page.say("and now?", number="8")[0] == 204
@@ -348,7 +349,9 @@ def test_no_name_leads_out_of_the_sessions_and_a_window_that_breaks_off_is_no_tr
     assert page.events("say", "..-my-session-x")[0]["chats"] == ["..-my-session-x"]
     with socket.create_connection(("127.0.0.1", page.port)) as window:
         window.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        head = f"GET /events HTTP/1.1\r\nHost: 127.0.0.1:{page.port}\r\nCookie: {page.cookie}"
+        head = (
+            f"GET /events?page&300 HTTP/1.1\r\nHost: 127.0.0.1:{page.port}\r\nCookie: {page.cookie}"
+        )
         window.sendall(f"{head}\r\n\r\n".encode())
         window.recv(100)
     assert page.say("hi", number="2")[0] == 204 and page.events("say")
@@ -412,7 +415,11 @@ def test_the_window_of_a_chat_gets_what_the_endpoint_said_before_it_was_asked_ag
 def test_a_trace_is_shown_as_text_and_as_a_page_that_needs_no_server(folder):
     def nanobot(*words: str) -> subprocess.CompletedProcess:
         return subprocess.run(
-            [*NANOBOT, *words], cwd=folder, capture_output=True, text=True, stdin=subprocess.DEVNULL
+            [*NANOBOT, *words],
+            cwd=folder,
+            capture_output=True,
+            encoding="utf-8",
+            stdin=subprocess.DEVNULL,
         )
 
     (folder / "a.txt").write_text("hello <script>document.title = 'owned'</script> %NONCE% %RUN%\n")
@@ -429,8 +436,8 @@ def test_a_trace_is_shown_as_text_and_as_a_page_that_needs_no_server(folder):
     assert "prompts" in done.stderr and done.returncode == 0
     html = (folder / "run.html").read_text()
     assert "<script>document.title" not in html and html.count("</script>") == 2
-    assert not re.search(r"(src|href)=", html)
-    run = json.loads(re.search('id="run" nonce="[0-9a-f]+">(.*)</script>', html)[1])
+    assert re.findall(r"(?:src|href)=\S+", html) == ['href="/runs"']  # nothing of the network
+    run = json.loads(re.search('id="run" nonce="%NONCE%">(.*)</script>', html)[1])
     messages = [event["messages"] for event in run["events"] if event["kind"] == "request"]
     assert "</script> %NONCE% %RUN%" in messages[1][-1]["content"]
     missing = nanobot("trace", "nothing.jsonl")
@@ -443,12 +450,14 @@ def test_at_the_terminal_a_step_waits_for_enter_and_a_call_runs_as_it_was_change
     terminal = Terminal("--offline", "--step", "-s", "direct", cwd=folder)
     terminal.expect("> ")
     terminal.say("read a.txt", "Enter sends them")
-    terminal.say("what?", "Enter sends them")  # neither Enter nor stop: asked again
     terminal.say("", "Enter runs it")
-    terminal.say("b.txt", "Enter runs it")  # no JSON object: asked again
     terminal.say('{"path": "b.txt"}', "this is b", "Enter sends them")
     terminal.say("", "this is b")
     terminal.expect("> ")
+    terminal.say("read a.txt", "Enter sends them")
+    terminal.say("", "Enter runs it")
+    terminal.say("b.txt", "read_file was not run: ", "Enter sends them")  # no JSON object
+    terminal.say("", "> ")
     assert terminal.close() == 0
     assert any(
         "this is b" in str(line.get("content"))
@@ -502,8 +511,11 @@ def test_a_question_is_asked_and_answered_in_the_page_and_nothing_in_it_is_marku
         "typeof RECORDED !== 'undefined' && document.querySelectorAll('.said.agent').length === 2"
     )
     tab.click("Journal")
-    assert '"role": "user"' in tab.run("byId('journal').textContent")
-    third = opened(browser, f"http://127.0.0.1:{page.port}/")  # a session of its own
+    assert "1 user read a.txt" in tab.run("byId('journal').textContent")
+    third = opened(browser, f"http://127.0.0.1:{page.port}/")  # the session of before
+    third.wait("document.querySelectorAll('.said.agent').length === 2")
+    assert third.run("location.href") == again
+    third.click("New session")
     third.wait("byId('sessions').options.length === 2")
     assert answers(third) == 0 and third.run("location.href") != again
 
@@ -512,23 +524,26 @@ def test_a_question_is_asked_and_answered_in_the_page_and_nothing_in_it_is_marku
 def test_calls_are_approved_changed_skipped_and_stopped_in_the_page(browser, open_page, folder):
     tab = opened(browser, open_page("--offline", "--approve").address())
     tab.say("run echo one > one.txt")
-    tab.click("Refuse")
+    tab.wait("document.activeElement.textContent === 'No'")  # Enter refuses
+    tab.click("No")
     tab.wait("document.querySelectorAll('.said.agent').length === 1")
     tab.say("run echo two > two.txt")
-    tab.click("Run it")
+    tab.click("Yes, run it")
     tab.wait("document.querySelectorAll('.said.agent').length === 2")
     assert [path.name for path in folder.glob("*.txt")] and not (folder / "one.txt").exists()
     assert (folder / "two.txt").read_text() == "two\n"
     tab.run("byId('step').click()")
     tab.click("Journal")
     tab.say("read a.txt")
-    tab.wait("byId('chat').textContent.includes('Request 5 is ready.')")
+    tab.wait("byId('chat').textContent.includes('The next request is ready.')")
     assert "read a.txt" in tab.run("document.querySelector('.question').textContent")
     seen = "(box => box.bottom > box.top && box.top >= 0 && box.bottom <= innerHeight)(last.element.getBoundingClientRect())"
     tab.click("Send it")
     tab.wait("Boolean(document.querySelector('.question textarea'))")
     tab.do("Page.reload")
-    tab.wait(f"typeof RECORDED !== 'undefined' && last && requests === 5 && {seen}")
+    tab.wait(
+        f"typeof RECORDED !== 'undefined' && last && document.querySelectorAll('article').length === 5 && {seen}"
+    )
     tab.do("Page.reload")  # in mid-turn: the question is asked again
     tab.wait(
         "typeof RECORDED !== 'undefined' && Boolean(document.querySelector('.question textarea'))"
@@ -539,9 +554,7 @@ def test_calls_are_approved_changed_skipped_and_stopped_in_the_page(browser, ope
     tab.wait("document.querySelectorAll('.said.agent').length === 3")
     assert "arguments that ran" in tab.run("byId('requests').textContent")
     tab.click("Journal")
-    assert "two.txt" in tab.run(
-        "byId('journal').lastChild.previousSibling.textContent + byId('journal').textContent"
-    )
+    assert "two.txt" in tab.run("byId('journal').textContent")
     tab.say("read a.txt")
     tab.click("Stop the turn")
     tab.wait("byId('chat').textContent.includes('The turn ended')")
@@ -582,20 +595,23 @@ def test_a_window_shows_and_answers_what_other_sessions_and_the_memory_ask(
     page.say("What is in a.txt?", chat="work")
     question = "(document.querySelector('.question')?.textContent ?? '')"
     tab.wait(f"{question}.includes('Session work')")
-    assert "read this request" in tab.run(question)
-    tab.wait(f"{question}.includes('What is in a.txt?')")
     assert tab.run("document.activeElement.id") == "text"
+    assert tab.run("getComputedStyle(byId('write')).display") != "none"
+    tab.click("Answer it here")
+    tab.wait(f"{question}.includes('What is in a.txt?')")
+    assert tab.run("getComputedStyle(byId('write')).display") == "none"  # one box to write in
     tab.run("document.querySelector('.question textarea').value = 'It says hello.'")
     tab.click("Answer")
     tab.wait("!document.querySelector('.question')")
     tab.run("byId('text').value = ''")
     tab.say("hello")
-    tab.wait(f"{question}.includes('request 1 is on the right')")
+    tab.wait(f"{question}.includes('the request is on the right')")
     tab.run("document.querySelector('.question textarea').value = 'Hello.'")
     tab.click("Answer")
     tab.wait("byId('chat').textContent.includes('Hello.')")
     tab.say("/new")
     tab.wait(f"{question}.includes('The memory')")
+    tab.click("Answer it here")
     tab.run("""(chooser => {
         chooser.value = 'save_memory';
         chooser.dispatchEvent(new Event('change'));
@@ -622,6 +638,92 @@ def test_a_long_session_stays_responsive_and_a_reminder_appears(browser, open_pa
     assert time.monotonic() - began < 1
 
 
+def year_of_messages(folder: Path, count: int) -> None:
+    """The journal of a session on the page, as a year leaves it."""
+    folder.mkdir(parents=True)
+    first = {"mark": "session", "key": "web:year", "created_at": "2026-01-01T10:00:00+0000"}
+    rows = [first]
+    for n in range(1, count):
+        moment = datetime(2025, 1, 1) + timedelta(hours=n)
+        stamp = f"{moment:%Y-%m-%dT%H:%M:%S}+0000"
+        role = "user" if n % 2 else "assistant"
+        rows.append({"n": n, "role": role, "content": f"number {n} " * 30, "timestamp": stamp})
+    rows.append({"mark": "delivered", "upto": count - 1})
+    rows.append({"mark": "saved", "upto": count - 9, "summary": "They counted."})
+    text = "".join(f"{json.dumps(row)}\n" for row in rows)
+    (folder / "web%3Ayear.jsonl").write_text(text)
+
+
+@pytest.mark.slow
+def test_a_year_of_one_session_opens_in_a_second_and_shows_older_lines_on_request(
+    browser, open_page, own_home
+):
+    year_of_messages(own_home / ".nanobot" / "workspace" / "sessions", 9_001)
+    page = open_page()
+    tab = opened(browser, page.address())  # after a start: the session that was used last
+    tab.wait("document.querySelectorAll('.said').length >= 290 && chat === 'year'")
+    began = time.monotonic()
+    tab.do("Page.reload")
+    tab.wait(
+        "typeof RECORDED !== 'undefined' && byId('chat').textContent.includes('number 9000 ')", 10
+    )
+    assert time.monotonic() - began < 5  # 1 s on an idle machine
+    assert tab.run("byId('chat').textContent.includes('number 8699 ')") is False
+    tab.run("byId('chat').querySelector('.older').click()")
+    tab.wait("document.querySelectorAll('.said').length >= 890")
+    tab.say("what is 15% of 240")
+    tab.wait("[...document.querySelectorAll('.said.agent')].at(-1).textContent.includes('36')")
+
+
+def test_silent_connections_do_not_stop_the_page_and_the_agent_keeps_its_file_descriptors(
+    open_page,
+):
+    page = open_page()
+    assert page.say("hi")[0] == 204
+    silent = [socket.create_connection(("127.0.0.1", page.port)) for _ in range(250)]
+    opened_files = Path(f"/proc/{page.process.pid}/fd")
+    if opened_files.exists():
+        ends = time.monotonic() + 10
+        while len(list(opened_files.iterdir())) > 200:  # `ulimit -n` is 256 on macOS
+            assert time.monotonic() < ends
+            time.sleep(0.05)
+    ends = time.monotonic() + 30
+    while True:
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            assert page.say("read a.txt", number="2")[0] == 204
+            break
+        assert time.monotonic() < ends
+        time.sleep(0.2)
+    assert "hello" in [e for e in page.events("result") if e["kind"] == "result"][0]["text"]
+    for each in silent:
+        each.close()
+
+
+@pytest.mark.slow
+def test_the_header_says_which_tool_runs_and_a_stopped_call_says_so(browser, open_page):
+    tab = opened(browser, open_page().address())
+    tab.click("what is 15% of 240")  # an empty page offers sentences
+    tab.wait("byId('chat').textContent.includes('36') && !byId('offers')")
+    tab.say("run sleep 60")
+    tab.wait("byId('state').textContent === 'exec: sleep 60'")
+    lit = "document.querySelector('#loop .lit').dataset.station"
+    assert tab.run(lit) == "tool" and tab.run("byId('place').textContent") == "step 1"
+    tab.click("Stop")
+    tab.wait("byId('requests').textContent.includes('stopped before it finished')")
+    tab.wait("byId('state').textContent === ''")
+    tab.click("Journal")
+    assert "the turn ended: it was stopped" in tab.run("byId('journal').textContent")
+    tab.say("my name is Ada")
+    tab.wait("byId('chat').textContent.includes('Ada')")
+    tab.click("Memory")
+    tab.wait("byId('files').textContent.includes('Ada')")
+    tab.click("Projector")
+    tab.do("Page.reload")
+    tab.wait("typeof RECORDED !== 'undefined' && document.readyState === 'complete'")
+    assert tab.run("getComputedStyle(document.body).fontSize") == "24px"
+    tab.run("localStorage.clear()")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [390, 1024, 1280, 1920])
 def test_no_width_scrolls_sideways_and_a_long_header_leaves_the_message_box_in_view(
@@ -632,7 +734,7 @@ def test_no_width_scrolls_sideways_and_a_long_header_leaves_the_message_box_in_v
     tab.say("read long.txt")
     tab.wait("document.querySelectorAll('.said.agent').length === 1")
     tab.run(
-        "setState(false, 'No connection: the program has ended or starts again. A new start prints a new address.')"
+        "setState('No connection: the program has ended or starts again. A new start prints a new address.')"
     )
     assert tab.run("document.documentElement.scrollWidth") <= width
     assert tab.run("byId('write').getBoundingClientRect().bottom <= innerHeight")
@@ -660,9 +762,11 @@ def test_a_recorded_run_opens_without_a_server(browser, folder):
         capture_output=True,
         check=True,
     )
-    shown = opened(browser, (folder / "run.html").as_uri()).run("document.body.innerText")
+    shown = opened(browser, (folder / "run.html").as_uri()).run(
+        "document.querySelector('main').textContent"
+    )
     assert shown.count("✓") == 2 and "✗ failed" in shown and "window" not in shown
-    assert "The program\nYou sent nothing" in shown
+    assert "The programYou sent nothing" in shown
     for words in ("(nothing: no text, no call)", "new (nothing)", "no tools"):
         assert words in shown
 
@@ -676,8 +780,8 @@ def test_helpers_memory_steps_shortened_and_healed_requests_are_shown(browser, o
     tab = opened(browser, (folder / "run.html").as_uri())
     shown = tab.run("document.querySelector('main').textContent")
     words = (
-        "Request of a helper",
-        "Request of the memory",
+        "Helper, step 1",
+        "Memoryrequest to ",
         "The helper has looked.",
         "↻ local, test-model: temperature is left out",
         "remembered: temperature is left out",
@@ -728,7 +832,7 @@ def test_the_file_of_a_stranger_is_shown_as_text_with_a_card_for_each_run(browse
     assert tab.run("document.title") == "nanobot behind glass" and answers(tab) == 1
     assert tab.run("document.querySelectorAll('img').length") == 0
     cards = tab.run("[...document.querySelectorAll('article')].map((card) => card.innerText)")
-    assert "Request of a helper" in cards[1] and "helped" in cards[1] and "✗" not in cards[1]
+    assert "Helper" in cards[1] and "helped" in cards[1] and "✗" not in cards[1]
     assert (
         "✗ not run" in cards[0] and "arguments that ran" in cards[0] and '"stop":null' in cards[0]
     )
@@ -736,13 +840,67 @@ def test_the_file_of_a_stranger_is_shown_as_text_with_a_card_for_each_run(browse
     assert "from Ada" in said and "cannot be shown" in said and "The turn ended" in said
 
 
-@pytest.mark.parametrize(
-    "name", [file.stem for file in sorted((ROOT / "templates" / "traces").glob("*.jsonl"))]
-)
-def test_a_run_that_is_shipped_is_shown_and_replayed_by_its_name(folder, name):
+SHIPPED = sorted((ROOT / "templates" / "traces").glob("*.jsonl"))
+
+
+@pytest.mark.parametrize("file", SHIPPED, ids=lambda file: file.stem)
+def test_a_run_that_is_shipped_is_small_labelled_shown_and_replayed_by_its_name(folder, file):
+    text = file.read_text(encoding="utf-8")
+    first = json.loads(text.partition("\n")[0])
+    assert len(text) < 200_000 and first["kind"] == "label" and "Who answered: " in first["text"]
+    assert str(ROOT) not in text and "/root" not in text  # nothing of the machine that recorded it
     for command in (["trace"], ["replay", "--fast"]):
         done = subprocess.run(
-            [*NANOBOT, *command, name], cwd=folder, capture_output=True, encoding="utf-8"
+            [*NANOBOT, *command, file.stem], cwd=folder, capture_output=True, encoding="utf-8"
         )
         assert done.returncode == 0 and done.stdout.strip(), done.stderr
-    assert name in (ROOT / "NOTES.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_the_runs_are_played_step_by_step_in_a_view_that_cannot_act(browser, open_page, folder):
+    page = open_page()
+    tab = opened(browser, page.address())
+    tab.do("Page.navigate", url=f"http://127.0.0.1:{page.port}/runs")
+    tab.wait("typeof RECORDED !== 'undefined' && RECORDED && byId('run-list').options.length > 0")
+    assert tab.run("self.origin") == "null"
+    for act in ("fetch('/say', {method: 'POST'})", "Promise.resolve().then(() => document.cookie)"):
+        assert tab.run(f"{act}.then(() => 'done', () => 'refused')") == "refused"
+    assert "token=" not in tab.run("document.documentElement.outerHTML")
+    assert sorted(tab.run("Object.keys(RUN.runs)")) == sorted(file.stem for file in SHIPPED)
+    for name in tab.run("Object.keys(RUN.runs)"):
+        tab.run(f"byId('run-list').value = '{name}'")
+        tab.run("byId('run-list').dispatchEvent(new Event('change'))")
+        assert "Who answered: " in tab.run("byId('label').textContent")
+        first = tab.run("document.querySelector('main').textContent")
+        tab.run("while (!byId('next').disabled) byId('next').click()")
+        shown = tab.run("document.querySelector('main').textContent")
+        assert "Answer" in shown and "cannot be shown" not in shown and "not run yet" not in shown
+        tab.run("while (!byId('back').disabled) byId('back').click()")
+        assert tab.run("document.querySelector('main').textContent") == first
+    tab.run("byId('run-list').value = 'two-tools'")
+    tab.run("byId('run-list').dispatchEvent(new Event('change'))")
+    stations = ["you"]
+    while tab.run("!byId('next').disabled"):
+        tab.click("Next")
+        stations.append(tab.run("document.querySelector('#loop .lit').dataset.station"))
+    step = ["request", "model", "call", "tool", "tool"]
+    assert stations == ["you", *step, *step, "request", "model", "answer"]
+    tab.click("Start")
+    tab.click("Play")
+    tab.wait("document.querySelector('#loop .lit').dataset.station === 'model'")
+    stranger = {"time": 1.0, "run": "r", "who": "turn", "key": "k", "step": 1}
+    said = [{"role": "user", "content": STRANGE}]
+    odd = [{**stranger, "kind": "request", "model": STRANGE, "sent": [1], "messages": said}]
+    odd.append({**stranger, "kind": "label", "text": STRANGE})
+    odd.append({**stranger, "kind": "answer", "answer": STRANGE})
+    (folder / "own.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in odd))
+    root = tab.do("DOM.getDocument")["root"]["nodeId"]
+    field = tab.do("DOM.querySelector", nodeId=root, selector="#own-run")["nodeId"]
+    tab.do("DOM.setFileInputFiles", nodeId=field, files=[str(folder / "own.jsonl")])
+    tab.wait("byId('chat').textContent.includes('<img')")
+    tab.run("while (!byId('next').disabled) byId('next').click()")
+    assert tab.run("document.title") == "nanobot behind glass"
+    assert tab.run("document.querySelectorAll('img').length") == 0
+    (folder / "broken.jsonl").write_text("{oops")
+    tab.do("DOM.setFileInputFiles", nodeId=field, files=[str(folder / "broken.jsonl")])
+    tab.wait("byId('label').textContent.includes('is not a recorded run')")

@@ -285,8 +285,6 @@ def test_a_prompt_goes_to_nobody_but_whom_the_user_named_or_gave_a_key(model):
         for name in keys:
             end = choose_endpoint(known, model, name)
             assert (end.spec.name, end.api_key) == (name, own[name])
-            end = choose_endpoint(known, model, name, LOCAL)
-            assert end.api_key in ("", own.get("openai"))
 
 
 OTHER, GROQ = "http://10.0.0.7/v1", ROWS["groq"].default_api_base
@@ -1094,7 +1092,7 @@ def test_what_was_shown_of_an_answer_that_broke_off_is_told_with_the_cause(line,
 
 
 LITELLM = {
-    "litellm-no-db": "refuses the key.*Set OPENAI_API_KEY",
+    "litellm-no-db": "refuses the key.*Replace OPENAI_API_KEY",
     "litellm-unknown-model": "has no such model.*--model",
     "deepseek-400-model": "has no such model.*--model",
     "moonshot-quota-inactive": "reports a billing problem.*--provider",
@@ -1121,20 +1119,6 @@ def test_an_endpoint_without_an_address_is_at_the_address_of_its_row():
     )
 
 
-def test_a_model_that_is_being_loaded_is_waited_for_a_minute():
-    loading = Failure(
-        503, {"error": {"code": 503, "message": "Loading model", "type": "unavailable_error"}}
-    )
-    told = []
-
-    with FakeLLM([*[loading] * 6, "Here."]) as server:
-        assert ask(made(server, "local"), HELLO, told=told)[0].content == "Here."
-    waits = [
-        f"HTTP 503: Loading model; asking again in {seconds} s" for seconds in (1, 2, 4, 8, 16, 32)
-    ]
-    assert told == waits
-
-
 KEY = "sk-proj-very-secret-0123456789"
 
 
@@ -1154,46 +1138,35 @@ def test_a_key_that_the_endpoint_repeats_is_not_shown(line, key):
     assert answer.finish_reason == "error" and KEY not in answer.error
 
 
-@pytest.mark.parametrize(
-    ("models", "said_of_it"),
-    [
-        (["models/test-model"], None),
-        ([], None),
-        (
-            [f"m{n}" for n in range(30)],
-            "Set --model or NANOBOT_MODEL to one of these models: "
-            + ", ".join(f"m{n}" for n in range(20)),
-        ),
-    ],
-)
-def test_the_models_of_an_endpoint_are_compared_by_their_names(models, said_of_it):
-    with FakeLLM([]) as server:
+MANY = [f"m{n}" for n in range(30)]
+CHECKS = {  # the models that a server offers, the key that it wants: what `status` says
+    "the model is there, with Gemini's prefix": (["models/test-model"], KEY, None),
+    "no list": ([], KEY, None),
+    "another model": (
+        MANY,
+        KEY,
+        f"Set --model or NANOBOT_MODEL to one of these models: {', '.join(MANY[:20])}",
+    ),
+    "another key": ([], "another", "refuses the key"),
+}
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_address_key_and_model_are_checked(name):
+    models, key, said_of_it = CHECKS[name]
+    with FakeLLM([], required_key=key) as server:
         server.models = models
-        assert asyncio.run(made(server).check()) == said_of_it
-
-
-def test_a_key_that_a_list_of_models_repeats_is_not_shown():
-    refused = error(401, f"Invalid key {KEY}")
-    with FakeLLM([], required_key="another") as server:
-        server.answer = lambda method, request: refused
-        said_of_it = asyncio.run(made(server, key=KEY).check())
-    assert "refuses the key (HTTP 401: Invalid key [key])" in said_of_it
+        found = asyncio.run(made(server, key=KEY).check())
+    assert found == said_of_it or said_of_it in found
+    assert KEY not in str(found)
 
 
 @pytest.mark.parametrize("base", ["http://127.0.0.1:1/v1", "http://no-such-host.invalid/v1"])
 def test_where_no_server_is_the_cause_and_a_question_are_said(base):
-    answer, _ = ask(OpenAIProvider(Endpoint(ROWS["local"], KEY, base, "m"), pace=0.0))
+    provider = OpenAIProvider(Endpoint(ROWS["local"], KEY, base, "m"), pace=0.0)
+    answer, _ = ask(provider)
     assert f"Cannot reach {base} (" in answer.error and "is the server running?" in answer.error
-
-
-def test_check_says_nothing_where_all_is_well_and_else_what_is_wrong():
-    with FakeLLM([], known_models=["good-model"], required_key=KEY) as server:
-        assert asyncio.run(made(server, key=KEY, model="good-model").check()) is None
-        assert "good-model" in asyncio.run(made(server, key=KEY, model="odd").check())
-        assert "refuses the key" in asyncio.run(
-            made(server, key="wrong-key", model="good-model").check()
-        )
-    assert "Cannot reach" in asyncio.run(made(server, model="good-model").check())
+    assert asyncio.run(provider.check()) == answer.error
 
 
 # ---- What endpoints refuse, and what helps ----
@@ -1478,7 +1451,7 @@ def test_without_any_package_the_offline_model_works_and_a_missing_one_is_named(
     done = subprocess.run(
         [*WITHOUT_PACKAGES, *flags],
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         cwd=tmp_path,
         env=environment,
         stdin=subprocess.DEVNULL,
@@ -1496,7 +1469,9 @@ def test_a_library_that_does_not_load_is_not_called_missing(tmp_path):
     command = [sys.executable, WITHOUT_PACKAGES[-1], "--base-url", "http://127.0.0.1:1/v1"]
     for more in (["-m", "hi"], ["status"]):
         flags = [*command[:2], *more, *command[2:]]
-        done = subprocess.run(flags, capture_output=True, text=True, cwd=tmp_path, env=environment)
+        done = subprocess.run(
+            flags, capture_output=True, encoding="utf-8", cwd=tmp_path, env=environment
+        )
         said_of_it = done.stdout + done.stderr
         assert done.returncode == 1 and "missing" not in said_of_it, said_of_it
         assert (
@@ -1602,12 +1577,15 @@ def test_how_long_to_wait_before_asking_again(name):
     )
 
 
-def test_a_busy_endpoint_is_asked_again_three_times_and_each_wait_is_longer():
+@pytest.mark.parametrize(
+    ("text", "waits"), [("busy", [1, 2, 4]), ("Loading model", [1, 2, 4, 8, 16, 32])]
+)
+def test_a_busy_endpoint_is_asked_again_and_each_wait_is_longer(text, waits):
     told = []
-    with FakeLLM(lambda body: error(503, "busy")) as server:
-        assert "HTTP 503: busy" in ask(made(server), told=told)[0].error
-        assert len(server.bodies) == 4
-    assert told == [f"HTTP 503: busy; asking again in {seconds} s" for seconds in (1, 2, 4)]
+    with FakeLLM(lambda body: error(503, text)) as server:
+        assert f"HTTP 503: {text}" in ask(made(server), told=told)[0].error
+        assert len(server.bodies) == len(waits) + 1
+    assert told == [f"HTTP 503: {text}; asking again in {seconds} s" for seconds in waits]
 
 
 def test_comments_do_not_keep_a_request_waiting_for_ever():
@@ -1657,49 +1635,8 @@ def test_a_server_that_sees_less_than_it_was_sent_is_told_of_once():
 
 
 # ---- Calls that are written as text ----
-LOOK = [("look", {"path": "a.txt"})]
-TEXT_CALLS = {
-    "a tag around JSON": '<tool_call>{"name": "look", "arguments": {"path": "a.txt"}}</tool_call>',
-    "arguments in a text": r'<tool_call>{"name": "look", "arguments": "{\"path\": \"a.txt\"}"}</tool_call>',
-    "a function and JSON": '<function=look>{"path": "a.txt"}</function>',
-    "a function and parameters": "<function=look>\n<parameter=path>\na.txt\n</parameter>\n</function>",
-    "the same, half in a tag": "<function=look><parameter=path>a.txt</parameter></function>\n</tool_call>",
-    "in a fence": '```json\n{"name": "look", "arguments": {"path": "a.txt"}}\n```',
-    "in <tools>": '<tools>{"name": "look", "arguments": {"path": "a.txt"}}</tools>',
-    "bare, and a result that it made up": '{"name": "look", "arguments": {"path": "a.txt"}}\n```\n1| hi\n```\n',
-    "after thoughts": '<think>Hm.</think>\n{"name": "look", "arguments": {"path": "a.txt"}}',
-}
+# What runs and what does not: the rows of data/text_calls.jsonl, in test_nanobot.py.
 LOOK_TOOL = {"type": "function", "function": {"name": "look", "parameters": {}}}
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("name", TEXT_CALLS)
-def test_a_call_that_a_local_model_wrote_as_text_is_a_call(name, stream):
-    answer, shown = reply_to(TEXT_CALLS[name], stream, "local", tools=[LOOK_TOOL])
-    assert [(each.name, each.arguments) for each in answer.tool_calls] == LOOK
-    assert (answer.content, answer.finish_reason, shown) == (None, "stop", [])
-
-
-NO_TEXT_CALLS = {
-    "an unknown tool": '<tool_call>{"name": "rm", "arguments": {}}</tool_call>',
-    "words behind it": 'I would call <tool_call>{"name": "look", "arguments": {}}</tool_call> now.',
-    "words before bare JSON": 'I would call {"name": "look", "arguments": {}}',
-    "words between two calls": '<tool_call>{"name": "look", "arguments": {}}</tool_call>\nand\n'
-    '<tool_call>{"name": "look", "arguments": {}}</tool_call>!',
-    "a call that is cut": '```json\n{"name": "look", "arguments": {"path": "a',
-    "a named call that is cut": '<function=look>{"path": "a.tx</function>',
-    "words within a named call": "<function=look>the file</function>",
-    "JSON that was asked for": '{"name": "look", "age": 7}',
-    "a name that is none": '{"name": ["look"], "arguments": {}}',
-}
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("name", NO_TEXT_CALLS)
-def test_other_text_is_no_call_and_is_shown_whole(name, stream):
-    answer, shown = reply_to(NO_TEXT_CALLS[name], stream, "local", tools=[LOOK_TOOL])
-    assert answer.tool_calls == [] and answer.content == NO_TEXT_CALLS[name]
-    assert "".join(shown) == (NO_TEXT_CALLS[name] if stream else "")
 
 
 @pytest.mark.parametrize(
@@ -1707,76 +1644,11 @@ def test_other_text_is_no_call_and_is_shown_whole(name, stream):
     [("custom", "auto", 0), ("custom", "on", 1), ("local", "off", 0), ("local", "auto", 1)],
 )
 def test_calls_as_text_have_a_switch(row, how, calls_found):
-    with FakeLLM([TEXT_CALLS["in a fence"]]) as server:
+    written = '```json\n{"name": "look", "arguments": {"path": "a.txt"}}\n```'
+    with FakeLLM([written]) as server:
         answer, _ = ask(made(server, row, text_tool_calls=how), tools=[LOOK_TOOL])
-    assert len(answer.tool_calls) == calls_found
-
-
-STRICT_LOOK = {
-    "type": "function",
-    "function": {
-        "name": "look",
-        "parameters": {
-            "type": "object",
-            "required": ["path"],
-            "properties": {
-                "path": {"type": "string"},
-                "deep": {"type": "integer"},
-                "far": {"type": "number"},
-                "sure": {"type": "boolean"},
-                "list": {"type": "array"},
-            },
-        },
-    },
-}
-WRITE = {
-    "type": "function",
-    "function": {
-        "name": "write",
-        "parameters": {
-            "type": "object",
-            "required": ["path", "text"],
-            "properties": {"path": {"type": "string"}, "text": {"type": "string"}},
-        },
-    },
-}
-STRINGS = [
-    "```\nmkdir x\n```",
-    "grep '<tool_call>' a",
-    "</function>",
-    "<tools>{}</tools>",
-    "```json\n{}\n```",
-]
-SHAPES = [
-    "<tool_call>%s</tool_call>",
-    "<tools>%s</tools>",
-    "```json\n%s\n```",
-    "%s",
-    "\n<tool_call>\n%s",
-]
-
-
-@pytest.mark.parametrize("shape", [*SHAPES, "<function=write>%s</function>"])
-@pytest.mark.parametrize("text", STRINGS)
-def test_nothing_inside_a_string_of_a_call_as_text_is_touched(shape, text):
-    """A fence in a file's content vanished, and `grep '<tool_call>'` searched for a blank."""
-    arguments = {"path": "a.md", "text": text}
-    written = arguments if "function=" in shape else {"name": "write", "arguments": arguments}
-    answer, _ = reply_to(shape.replace("%s", json.dumps(written)), row="local", tools=[WRITE])
-    assert [each.arguments for each in answer.tool_calls] == [arguments]
-
-
-@pytest.mark.parametrize("arguments", ["{}", '{"file": "a"}'])
-def test_a_call_as_text_without_a_required_argument_is_text(arguments):
-    text = f'```json\n{{"name": "look", "arguments": {arguments}}}\n```'
-    answer, _ = reply_to(text, row="local", tools=[STRICT_LOOK])
-    assert answer.tool_calls == [] and answer.content == text
-
-
-def test_fences_within_a_parameter_are_kept():
-    text = "<function=look><parameter=path>\n```python\nx = 1\n```\n</parameter></function>"
-    answer, _ = reply_to(text, row="local", tools=[LOOK_TOOL])
-    assert answer.tool_calls[0].arguments == {"path": "```python\nx = 1\n```"}
+    assert [each.arguments for each in answer.tool_calls] == [{"path": "a.txt"}] * calls_found
+    assert answer.content == (None if calls_found else written)
 
 
 BOMBS = [
@@ -2433,6 +2305,16 @@ def test_an_error_of_a_tool_is_shown_as_the_tool_gave_it(desk, question, monkeyp
     assert re.fullmatch(FAILING[question], desk.ask(question)[0])
 
 
+def test_without_bash_the_commands_of_the_rules_are_not_sent_to_powershell(desk, monkeypatch):
+    (desk.folder / "powershell").write_text("#!/bin/sh\necho not for me")
+    (desk.folder / "powershell").chmod(0o755)
+    monkeypatch.setenv("PATH", str(desk.folder))
+    if os.name == "posix":
+        assert desk.ask("run ls") == ("not for me", ["exec"])
+    for question in ("rename a.txt to b.txt", "delete a.txt", "how many words are in a.txt?"):
+        assert desk.ask(question)[0].startswith("That needs bash") and desk.read("a.txt")
+
+
 def test_the_offline_model_works_through_a_conversation(desk):
     """`it` is the last file, also after it was renamed; a new name replaces the old one."""
     desk.ask("create new.txt")
@@ -2843,7 +2725,7 @@ def test_without_its_rules_the_offline_model_says_so(tmp_path):
         "import asyncio, providers as p; print(asyncio.run(p.OfflineProvider().chat([])).content)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, encoding="utf-8"
     )
     assert "templates/offline/rules.md is missing." in done.stdout
 
@@ -2901,27 +2783,6 @@ def test_the_offline_model_sums_up_nothing():
     assert ask(OFFLINE, [find, user("# History\n\nHello.")])[0].content == "[SKIP]"
 
 
-def test_what_one_request_learnt_is_not_lost_by_an_older_one_that_ends_later():
-    refused = error(400, "Unknown parameter: 'seed'.")
-
-    def script(body):
-        if body["messages"][-1]["content"] == "slow":
-            return Reply("Late.", delay=0.4)
-        return refused if "seed" in body else "Fine."
-
-    async def side_by_side(provider):
-        slow = asyncio.create_task(provider.chat([user("slow")]))
-        await asyncio.sleep(0.1)
-        assert (await provider.chat(HELLO)).content == "Fine."
-        assert (await slow).content == "Late."
-        await provider.chat(HELLO)
-        await provider.close()
-
-    with FakeLLM(script) as server:
-        asyncio.run(side_by_side(made(server, extra_body={"seed": 1})))
-        assert ["seed" in body for body in server.bodies] == [True, True, False, False]
-
-
 def test_a_broken_rule_is_named_at_start_and_by_status(tmp_path):
     """In a copy of the kit, as a class has it."""
     for name in ("nanobot", "providers", "tools", "memory", "channels"):
@@ -2938,7 +2799,7 @@ def test_a_broken_rule_is_named_at_start_and_by_status(tmp_path):
         done = subprocess.run(
             [sys.executable, "nanobot.py", *flags],
             capture_output=True,
-            text=True,
+            encoding="utf-8",
             cwd=tmp_path,
             env=environment,
             stdin=subprocess.DEVNULL,

@@ -85,7 +85,7 @@ AFTER = {  # what was learnt, what to try next
 
 def main(arguments: Any, make_loop: Any = None) -> int:
     """`arguments` has the numbers of exercises, and the folder of a class or None."""
-    sys.stdout.reconfigure(errors="replace")
+    sys.stdout.reconfigure(encoding="utf-8", errors="replace")
     files = grading.graders()
     numbers = [number.zfill(2) for number in arguments.numbers]  # 1 is 01
     unknown = [number for number in numbers if number not in files]

@@ -219,7 +219,7 @@ def at_most_4_gb() -> None:
 def grade_and_exit(grader: str, folder: str, report: str) -> None:
     """Write the verdict into the file `report`, and end at once: threads of the solution may go on without end."""
     at_most_4_gb()
-    sys.stdout.reconfigure(errors="replace")
+    sys.stdout.reconfigure(encoding="utf-8", errors="replace")
     solution = file_of(Path(grader).stem.removeprefix("test_")).name
     threading.Thread(target=watch, args=[solution, report], daemon=True).start()
     verdict = grade(Path(grader), folder)

@@ -100,7 +100,7 @@ def findings(folder: Path) -> list[tuple[str, str, str]]:
 
 
 def main(words: list[str]) -> int:
-    sys.stdout.reconfigure(errors="replace")
+    sys.stdout.reconfigure(encoding="utf-8", errors="replace")
     folder = Path(words[0] if words else "~/course").expanduser().resolve()
     found = findings(folder)
     for word, what, fix in found:

@@ -41,6 +41,7 @@ def test_the_rule(folder):
     before, greet, after = rules.read_text(encoding="utf-8").partition("## greet")
     rules.write_text(f"{before}{rule}\n\n{greet}{after}", encoding="utf-8")
     (folder / "notes.txt").write_text("one two three four five\nsix seven\n")
+    (folder / "bash.exe").touch()  # on Windows without bash, the call is made, and fails
 
     def ask(text):
         command = [
@@ -60,7 +61,13 @@ def test_the_rule(folder):
             text=True,
             encoding="utf-8",
             stdin=subprocess.DEVNULL,
-            env={**os.environ, "HOME": str(folder), "USERPROFILE": str(folder), "PYTHONUTF8": "1"},
+            env={
+                **os.environ,
+                "HOME": str(folder),
+                "USERPROFILE": str(folder),
+                "PYTHONUTF8": "1",
+                "PATH": os.environ["PATH"] + os.pathsep + str(folder),
+            },
         )
         return done.stdout + done.stderr
 
