@@ -867,6 +867,7 @@ class Telegram(Channel):
         self._strangers = []  # 8 (Ann), 9 (Bob)
         self.bot = {}  # the bot's id and username, from getMe
         self._offset = 0  # all updates with a lower id are on disk
+        self._storing = {}  # update id → the future of its message, done if it is on disk
         self._typing = {}  # chat id → task
 
     async def start(self, bus: MessageBus):
@@ -885,17 +886,18 @@ class Telegram(Channel):
                 await self.sleep(pause)
 
     async def _poll(self, bus):
-        """Publish the new messages one after the other, and wait until each is on disk. The server
-        repeats all updates from the offset on."""
+        """Publish the new messages in order. Set the offset to the first update that is not on disk
+        yet: the server repeats all updates from the offset on."""
         if not self.bot:
             self.bot = await self.api.call("getMe")
             await self.api.call("deleteWebhook")  # a webhook blocks getUpdates
         updates = await self._get_updates(self.poll_seconds)
-        if any("media_group_id" in update.get("message", {}) for update in updates):
+        new = [update for update in updates if update["update_id"] not in self._storing]
+        if any("media_group_id" in update.get("message", {}) for update in new):
             await self.sleep(2.0)
             updates = await self._get_updates(0)  # the same updates, now with the whole album
         for _, group in itertools.groupby(updates, album_of):
-            album = list(group)
+            album = [update for update in group if update["update_id"] not in self._storing]
             messages = [update["message"] for update in album if self._is_wanted(update)]
             try:
                 inbound = await self._inbound(messages) if messages else None
@@ -906,8 +908,16 @@ class Telegram(Channel):
                 chat_id = inbound.chat_id
                 self._stop_typing(chat_id)
                 self._typing[chat_id] = asyncio.create_task(self._type(chat_id))
-                await bus.publish(inbound)
-            self._offset = album[-1]["update_id"] + 1
+                stored = bus.publish(inbound)
+                self._storing |= {update["update_id"]: stored for update in album}
+        if self._storing:  # at most 1 s: a chat whose inbox cannot be written waits alone
+            await asyncio.wait(self._storing.values(), timeout=1.0)
+        for update in updates:
+            number = update["update_id"]
+            if number in self._storing and not self._storing[number].done():
+                break
+            self._storing.pop(number, None)
+            self._offset = number + 1
 
     async def _get_updates(self, seconds):
         """`allowed_updates` excludes edits and clicks; but the server still sends queued ones."""

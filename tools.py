@@ -910,9 +910,9 @@ def change_file(turn, path, old, new):
     }
     # one file for each path and turn; is_secret knows the start of the name, also in a search
     kept = turn.store("undo") / f"undo-{turn.started}-{digest(str(path).encode())[:16]}"
-    note = ""
+    note, is_first = "", not kept.exists()
     try:
-        if kept.exists():
+        if not is_first:
             description, _, version = kept.read_bytes().partition(b"\n")
             change = json.loads(description)
         if len(version) > UNDO_FILE_BYTES:
@@ -925,7 +925,12 @@ def change_file(turn, path, old, new):
         forget_old_changes(kept.parent)
     except (OSError, ValueError, ToolError) as problem:
         note = f" (cannot be undone: {problem})"
-    write_atomic(path, new)
+    try:
+        write_atomic(path, new)
+    except ToolError:  # nothing was changed
+        if is_first:
+            kept.unlink(missing_ok=True)
+        raise
     if was_known:
         turn.note_read(path, new, 1, count_lines(new))
     return note

@@ -1039,6 +1039,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_other(turn):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, old)
     assert result.is_error and "File too large. Nothing was changed" in result.text
+    assert tools.take_back(turn.store("undo"), turn.session_key) == {}
     assert (turn.cwd / "a.txt").read_text() == "text of ws/a.txt\n" and sorted(
         os.listdir(turn.cwd)
     ) == before
