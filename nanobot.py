@@ -2383,7 +2383,7 @@ def make_provider(config, model=""):
         )
     if defaults.provider == "offline":
         return providers.OfflineProvider()
-    if defaults.provider == "human":
+    if "human" in (defaults.provider, defaults.model):
         return providers.HumanProvider()
     own = {
         name: providers.Endpoint(providers.ROWS[name], **vars(row))

@@ -1729,8 +1729,13 @@ class HumanProvider(LLMProvider):
         question, line, answer = request_text(request), None, None
         while answer is None:
             if self.ask:
-                about = {"messages": request.messages, "tools": request.tools, "refused": line}
-                line = await self.ask(f"{question}\n{HOW_TO_ANSWER}\nmodel> ", "model", **about)
+                line = await self.ask(
+                    f"{question}\n{HOW_TO_ANSWER}\nmodel> ",
+                    "model",
+                    messages=request.messages,
+                    tools=request.tools,
+                    refused=line,
+                )
             if line is None:
                 return failed("`--provider human` needs a terminal. On the page, open a window.")
             answer = typed(line.strip(), parameters_by_name(request.tools))

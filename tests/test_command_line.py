@@ -390,7 +390,7 @@ def test_status_tells_of_settings_that_others_can_read_and_how_to_mend_it(own_ho
         ),
         (["status", "--config", "~no-such-user/x"], 1, ["no-such-user"]),
         (["status", "--workspace", "/dev/null/x"], 1, ["--workspace"]),
-        (["--provider", "human", "-m", "x"], 1, ["terminal"]),
+        (["--model", "human", "-m", "x"], 1, ["terminal"]),
         (["--offline", "-m", "x", "--trace", "no/t.jsonl"], 1, ["no/t.jsonl", "No such file"]),
         (["replay", "gone.jsonl"], 1, ["No such file", "nanobot agent --trace FILE"]),
         (["replay", __file__], 1, ["line 1", "no event of a run", "nanobot agent --trace FILE"]),
