@@ -247,8 +247,8 @@ def legal(messages: list[dict], reply: bool = True) -> list[dict]:
 
 @dataclass(eq=False)
 class Failure(Exception):
-    """A request failed. TROUBLES finds the `kind` in the endpoint's text, and says for each kind how
-    often it is retried, and what the user is told:
+    """A request failed. TROUBLES finds the `kind` in the endpoint's text. For each kind it says how
+    often to retry, and what to tell the user:
 
     "busy" (429, 5xx) three times, "loading" (503) six times, "closed" and "network" three times,
     "timeout" once. Not at all: "unpaid" (also 429, if the quota is exhausted), "key", "model".

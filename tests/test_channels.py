@@ -1152,7 +1152,7 @@ async def test_photos_and_files_go_out_and_one_that_cannot_is_told_of(server, de
         methods = [request.method for request in server.requests]
         return [method for method in methods if method in ("sendPhoto", "sendDocument")]
 
-    photo, file = desk.folder / "a.PNG", desk.folder / 'odd"näme.txt'
+    photo, file = desk.folder / "a.PNG", desk.folder / "odd&näme.txt"
     photo.write_bytes(b"\x89PNG\r\n--\r\n")
     file.write_bytes(b"hello\r\n" * 100_000)
     assert await sent(photo, file) == ["sendPhoto", "sendDocument"]
@@ -1169,13 +1169,8 @@ async def test_photos_and_files_go_out_and_one_that_cannot_is_told_of(server, de
     server.refuse("sendDocument", Refusal(413, "Request Entity Too Large"))
     await sent(file, desk.folder / "gone")
     first, second = server.texts()
-    assert (
-        first
-        == '[odd"näme.txt cannot be sent: sendDocument: 413 Request Entity Too Large]'.replace(
-            '"', "&quot;"
-        )
-    )
-    assert second.startswith("[gone cannot be sent: [Errno 2] No such file or directory")
+    assert first == "[odd&amp;näme.txt cannot be sent: sendDocument: 413 Request Entity Too Large]"
+    assert re.match(r"\[gone cannot be sent: \[(Errno|WinError) 2\]", second)
 
 
 def sparse(path: Path, size: int) -> Path:

@@ -54,6 +54,11 @@ def nanobot(
     *arguments: str, server: FakeLLM | None = None, stdin: bytes = b"", cwd: Path | None = None
 ):
     """Run the program to its end, in a process of its own: (exit status, stdout, stderr)."""
+    if not hasattr(os, "fork"):
+        command, environ = [*PROGRAM, *arguments], surroundings(server)
+        done = subprocess.run(command, input=stdin, capture_output=True, env=environ, cwd=cwd)
+        said = [os.fsdecode(each).replace("\r\n", "\n") for each in (done.stdout, done.stderr)]
+        return done.returncode, *said
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder, name) for name in ("in", "out", "err")]
         files[0].write_bytes(stdin)

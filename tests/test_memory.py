@@ -38,6 +38,7 @@ ROOT = Path(__file__).parent.parent
 DATA = Path(__file__).parent / "data"
 KEY = "cli:direct"
 CHAT = "desk:1"
+needs_git = pytest.mark.skipif(not shutil.which("git"), reason="git is missing")
 posix = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="FIFOs and kill -9 are POSIX")
 
 
@@ -1257,6 +1258,7 @@ def test_what_goes_to_save_memory_names_folder_tools_and_calls_with_results_in_o
     assert places == sorted(places)
 
 
+@needs_git
 def test_a_consolidation_is_a_commit_that_can_be_shown_and_undone_by_its_id(tmp_path):
     loop = make_loop(tmp_path, Model(save=saving("They talked.", "- one\n- three\n- four")))
     loop.memory.facts.write_text("- one\n- two\n")
@@ -1673,6 +1675,7 @@ def home(tmp_path):
     return tmp_path / "ws"
 
 
+@needs_git
 def test_a_dream_reads_what_is_unread_edits_and_is_one_commit_and_the_users_edits_are_another(home):
     (home / "SOUL.md").write_text("# Be kind.\n")  # by the user
     loop = dreamer(
@@ -1833,6 +1836,7 @@ UNDONE = {  # before and after a dream, how many lines it changed, a setting of 
 }
 
 
+@needs_git
 @pytest.mark.parametrize("name", UNDONE)
 def test_what_a_dream_changed_is_undone_to_the_byte_with_modes_kept(home, name):
     before, after, (removed, added), attributes = UNDONE[name]
@@ -1854,6 +1858,7 @@ def test_what_a_dream_changed_is_undone_to_the_byte_with_modes_kept(home, name):
     assert "the commit is undone already" in repository.restore()
 
 
+@needs_git
 def test_what_a_dream_wrote_is_gone_when_it_is_undone_and_not_dreamt_again(home):
     loop = dreamer(
         home, edit("green", "blue"), write("---\ndescription: Use to publish.\n---\n1. Do it.")
@@ -1883,6 +1888,7 @@ DAMAGE = {
 }
 
 
+@needs_git
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_with_a_damaged_repository_it_dreams_all_the_same_and_says_what_to_do(home, damage):
     memory = MemoryStore(home)
@@ -1914,6 +1920,7 @@ def git(*arguments: str, cwd: Path) -> str:
     ).stdout.strip()
 
 
+@needs_git
 def test_the_users_own_repository_and_settings_are_left_alone(home, own_home, monkeypatch):
     outer = home.parent
     git("init", "-q", cwd=outer)
