@@ -64,7 +64,7 @@ class Session:
         self.start = 0  # last message number before `/new`
         self.saved = 0  # the messages up to this number are in the long-term memory
         self.summary = ""  # requests have this text instead of the saved messages
-        self.remembered = 0  # up to this number, they have a history entry, but are still sent
+        self.remembered = 0  # these have a history entry, but are still sent (`remember_terminals`)
         self.turn_ends = set()  # of each turn but the newest: its last message number
         self.ended = {}  # last message number of each unanswered turn → the reason
         self.resumed = 0  # number of restarts that resumed the open turn
@@ -411,7 +411,8 @@ class Consolidator:
                 session.mark("saved", upto=upto)
         conversation = session.conversation()
         if len(conversation) > self.window:
-            upto = conversation[-self.window // 2 - 1]["n"]
+            kept = self.window // 2
+            upto = conversation[-kept - 1]["n"]
         return await self.move(session, upto)
 
     async def move(self, session: Session, upto: int) -> str:

@@ -166,14 +166,15 @@ class AgentHook:
 
 @dataclass
 class Draft:
-    """An unfinished answer. If the length limit cuts the answer into parts, Draft joins them."""
+    """An unfinished answer, until its calls run or the run ends. If the length limit cuts the
+    answer into parts, Draft joins them."""
 
     parts: list[str] = field(default_factory=list)
     streamed: str = ""  # streamed text of the current part
     unclear: str = ""  # what looks like a call after a text: not shown and not run yet
     has_asked: bool = False  # True: the model was asked whether it wants to run that call
     cuts: int = 0
-    blanks: int = 0  # number of empty answers in a row
+    blanks: int = 0  # number of empty answers
 
     def joined(self, rest: str | None):
         return "".join([*self.parts, rest or ""])
@@ -190,9 +191,9 @@ class RunState:
     why_empty: str = "the model sent nothing useful"  # the reason why there is no answer
     note: str = ""  # a message for the next request only
     failure: str = ""  # the error of the last failed call of this step
-    outcomes: Counter = field(default_factory=Counter)  # call, outcome → how often in this run
-    calls: dict = field(default_factory=dict)  # call, outcome → number of steps in a row
-    calls_before: dict = field(default_factory=dict)  # `calls` of the previous step
+    times_in_run: Counter = field(default_factory=Counter)  # call and outcome → how often
+    steps_in_a_row: dict = field(default_factory=dict)  # call and outcome of this step → how many
+    steps_before: dict = field(default_factory=dict)  # `steps_in_a_row` of the previous step
     room: int = sys.maxsize  # token limit of requests; lowered after a request was too long
     is_told: bool = False  # True: the user was informed that messages are left out
 
@@ -224,18 +225,34 @@ class RunState:
         the result. All failures of a call count as the same outcome."""
         outcome = None if result.is_error else [result.text, result.images]
         this_call = lines_of_json([call.name, call.arguments, outcome])
-        self.calls[this_call] = self.calls_before.get(this_call, 0) + 1
-        self.outcomes[this_call] += 1
-        times = self.outcomes[this_call]
+        self.steps_in_a_row[this_call] = self.steps_before.get(this_call, 0) + 1
+        self.times_in_run[this_call] += 1
+        times = self.times_in_run[this_call]
         if times < 3:
             return result
         warning = template("same_failure" if result.is_error else "same_result", count=times)
         return replace(result, text=f"{result.text}\n{warning}")
 
     def end_step(self):
-        """End a step. Returns the number of consecutive steps with the same calls and outcomes."""
-        self.calls_before, self.calls = self.calls, {}
-        return min(self.calls_before.values(), default=0)
+        """End a step. Returns how many steps in a row had all of these calls and outcomes."""
+        self.steps_before = self.steps_in_a_row
+        self.steps_in_a_row = {}
+        return min(self.steps_before.values(), default=0)
+
+    def prepare_request(self):
+        """Choose the tools of the next request: none if the model must answer in words. Tell the
+        model if a tool is new, because an MCP server has connected, or if few steps are left."""
+        known = names_of(self.tools)
+        may_call = self.has_tools and not self.is_over_limit
+        self.tools = self.spec.tools.get_definitions() if may_call else []
+        new = [name for name in names_of(self.tools) if known and name not in known]
+        limit = self.spec.max_iterations
+        if self.is_over_limit:
+            self.note = template("out_of_iterations", limit=limit)
+        elif new and not self.note:
+            self.note = f"[New tools: {', '.join(new)}]"
+        elif limit - self.context.iteration == 5 and not self.note:
+            self.note = "[Five more steps are allowed in this turn.]"
 
 
 # ---- The runner: prepare a request, ask the model, run its calls, repeat ----
@@ -257,6 +274,7 @@ class AgentRunner:
                 state.context.iteration += 1
                 if spec.make_room:  # the caller may remove old turns from the messages
                     state.context.messages = await spec.make_room(state.context.messages)
+                state.prepare_request()
                 request = self.govern(state)
                 response = await self._ask(state, request)
                 outcome = verdict(state, response)
@@ -282,15 +300,7 @@ class AgentRunner:
         question, old answer, question] → [system, question]. The context window must also hold the
         tools, the answer and 1,024 spare tokens. If `state.note` has a text, append the note."""
         spec = state.spec
-        may_call = state.has_tools and not state.is_over_limit
-        known = names_of(state.tools)
-        state.tools = spec.tools.get_definitions() if may_call else []
-        late = [name for name in names_of(state.tools) if known and name not in known]
-        if late and not state.note:  # an MCP server has connected during the turn
-            state.note = f"[New tools: {', '.join(late)}]"
-        if spec.max_iterations - state.context.iteration == 5 and not state.note:
-            state.note = "[Five more steps are allowed in this turn.]"
-        tools = memory.estimate(lines_of_json(state.tools)) if state.tools else 0
+        size_of_tools = memory.estimate(lines_of_json(state.tools)) if state.tools else 0
         budget = spec.context_window - spec.max_tokens - 1_024
         if budget <= 0:
             raise ValueError(
@@ -300,11 +310,9 @@ class AgentRunner:
         budget = min(budget, state.room)
         users = [message for message in spec.messages if message["role"] == "user"]
         task = users[-1] if users else None  # the user's last message is never left out
-        request = memory.Governed(state.context.messages, budget, task, tools)
+        request = memory.Governed(state.context.messages, budget, task, size_of_tools)
         if state.draft.parts:  # to continue a cut answer, the model needs the parts so far
             request.messages.append({"role": "assistant", "content": state.draft.joined("")})
-        if state.is_over_limit:
-            state.note = template("out_of_iterations", limit=spec.max_iterations)
         if state.note:
             request.messages.append({"role": "user", "content": state.note})
         return request
@@ -323,8 +331,7 @@ class AgentRunner:
                 notes = "; ".join(shorter.notes)
                 too_long = "the request is too long for the model: retrying with a shorter one"
                 await self._tell(state, f"{too_long} ({notes})")
-                rejected, response = response, await self._chat(state, shorter)
-                add_up(response.usage, rejected.usage)
+                response = await self._chat(state, shorter)
         state.note = ""
         return response
 
@@ -357,9 +364,10 @@ class AgentRunner:
         return response
 
     async def _act(self, state, response):
-        """Journal the answer, then run its calls. The order of the messages: the answer, one result
-        per call in the order of the calls, new messages of the user. If a kill interrupts a call,
-        the call is not repeated; its result becomes `[interrupted: its outcome is unknown. …]`."""
+        """Journal the answer, then run its calls. The next request has the answer, one result per
+        call in the order of the calls, and new messages of the user. The journal has the results in
+        the order in which the calls ended. If a kill interrupts a call, the call is not repeated;
+        its result becomes `[interrupted: its outcome is unknown. …]`."""
         response.content = state.draft.joined(response.content).rstrip() or None
         state.add(response.to_message())
         state.draft = Draft()
@@ -503,9 +511,9 @@ def verdict(state: RunState, response: providers.LLMResponse) -> str:
 
     `limit`: if the step limit is reached, the run ends with a summary.
     `failed`: if the endpoint returned an error, the run ends, and the shown text is journalled.
-    `cut`: if the length limit cut the answer, ask the model to go on (up to 3 times).
+    `cut`: if the length limit cut the answer, ask the model to go on (3 times for an answer).
     `calls`: if the model calls tools, run the tools and ask the model again.
-    `unclear`: if the text ends with what may be a call or an example, ask the model (once a step).
+    `unclear`: if the text ends with what may be a call or an example, ask the model (once).
     `answered`: if the answer has a text, the run ends with this text.
     `empty`: if a filter withheld the text, or a request without tools got no text, the run ends.
     `blank`: if text and calls are missing, ask again; after two blank answers, without tools.
@@ -566,9 +574,8 @@ class ContextBuilder:
     def request(self, turn: tools.Turn, history: list[dict], images: list[dict]) -> list[dict]:
         """The messages of a request. The images are in the last message, but not in the journal.
 
-        {"model": "…", "max_tokens": 8192, "tools": [{"type": "function", …}],
-         "messages": [{"role": "system", "content": "You are nanobot …"}, …, {"role": "user",
-                       "content": "[Runtime Context …]\\n\\nWhat is in a.txt?"}]}
+        [{"role": "system", "content": "You are nanobot …"}, …,
+         {"role": "user", "content": "[Runtime Context …]\\n\\nWhat is in a.txt?"}]
         """
         system = {"role": "system", "content": self.system_prompt(turn)}
         if not images:
@@ -639,9 +646,11 @@ class AgentLoop:
         self.tools = make_tools(config) if tools is None else tools.copy()
         self.mcp = make_servers(config, self.tools)
         self.files_seen = defaultdict(dict)  # session key → files read
-        self.listeners: list[Callable] = []  # each gets the events of all runs
-        # session key → the events of all its turns: one run, so that each message is told once
+        # what is told: `listeners` get the events of all runs. All turns of a session are one run,
+        # so that each message is told once
+        self.listeners: list[Callable] = []
         self.events_of = cache(partial(RunEvents, self.listeners, "turn"))
+        # the parts of a turn
         read = partial(read_own, self.turn("cli:direct"))
         self.memory = memory.MemoryStore(self.workspace, read)
         self.sessions = memory.SessionManager(self.workspace, self.memory, self.events_of)
@@ -650,19 +659,17 @@ class AgentLoop:
             config.defaults, self.memory, self.skills, lambda: self.program.now()
         )
         self.runner = AgentRunner(self.provider)
-        self.temperature = config.defaults.temperature
-        if self.temperature is None and self.provider.is_local:
-            self.temperature = 0.1  # not elsewhere: gpt-5 refuses any temperature
         self.consolidator, self.dream = memory_work(self)
         self.cost = CostTrackingHook(config.prices, self.provider.model)
         self.hooks = [self.cost, *hooks]
         self.can_ask = lambda turn: turn.channel != "cron"  # can a user approve calls?
-        self.subagents = SubagentManager(partial(helper_answer, self))
+        self.turns = RunningTurns(self.sessions)
+        # commands, helpers, jobs and work in the background
         self.commands = Commands(self)
+        self.subagents = SubagentManager(partial(helper_answer, self))
         self.tools.register(self.subagents.spawn_tool())
         self.tools.register(JobRunner(self).cron_tool())
         self.started = time.time()
-        self.turns = RunningTurns(self.sessions)
         self.background = Background()
         self.tell = None  # a prompt's function, which gets what background work has changed
         self.is_ending = False  # True if the gateway is stopping; the next start resumes open turns
@@ -753,7 +760,7 @@ class AgentLoop:
             raise
         finally:
             if not self.is_ending:
-                session.end_open_turn(why)
+                session.end_open_turn(why)  # only if the turn has no answer
             await session.synced()  # fsync before the user sees the answer
             if is_kept:
                 self.background.start(self.after_turn(session))
@@ -773,10 +780,13 @@ class AgentLoop:
     def limited(self, messages: list[dict], **own) -> AgentRunSpec:
         """The input of the runner for any messages, with the limits from the settings."""
         limits = self.config.defaults
+        temperature = limits.temperature
+        if temperature is None and self.provider.is_local:
+            temperature = 0.1  # not elsewhere: gpt-5 refuses any temperature
         return AgentRunSpec(
             messages,
             max_tokens=limits.max_tokens,
-            temperature=self.temperature,
+            temperature=temperature,
             context_window=limits.context_window_tokens,
             **own,
         )
@@ -2076,7 +2086,9 @@ class Commands:
         later = [{"n": sys.maxsize} | message] if message else []
         history = self.loop.sessions.get(turn.session_key).history(*later)
         spec = self.loop.run_spec(history, [], EventHook(None, turn, self.loop.program.streaming))
-        return self.loop.runner.govern(RunState(spec, AgentHookContext(spec.messages)))
+        state = RunState(spec, AgentHookContext(spec.messages))
+        state.prepare_request()
+        return self.loop.runner.govern(state)
 
 
 def said(text):
