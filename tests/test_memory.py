@@ -1171,7 +1171,7 @@ def test_after_a_turn_the_oldest_turns_move_until_half_the_window_is_left(tmp_pa
     assert [each["function"]["name"] for each in request.tools] == ["save_memory"]
     parameters = request.tools[0]["function"]["parameters"]
     assert list(parameters["properties"]) == ["history_entry", "memory_update", "summary"]
-    assert re.search(r"\[\d{4}-\d\d-\d\dT[\d:+]+\] user: <q.0>", question["content"]), (
+    assert re.search(r"\[\d{4}-\d\d-\d\dT[\d:+-]+\] user: <q.0>", question["content"]), (
         "with its time"
     )
     session = loaded(tmp_path)
