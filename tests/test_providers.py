@@ -2684,7 +2684,7 @@ def test_it_is_the_file_that_exists_and_a_name_is_looked_up_for_reading(desk):
     (desk.folder / "My Essay.md").write_text("The sea.\n")
     assert "The sea." in desk.ask("could you please read the essay for me")[0]
     assert "The sea." in desk.ask("and now show it to me")[0]
-    assert "  delete My Essay.md" in desk.ask("delete the essay")[0] and desk.read("My Essay.md")
+    assert "  delete 'My Essay.md'" in desk.ask("delete the essay")[0] and desk.read("My Essay.md")
     (desk.folder / "essay2.md").write_text("2")
     assert "The sea." in desk.ask("read my essay")[0]  # it was named before
     desk.ask("read a.txt")
@@ -2702,7 +2702,7 @@ def test_what_was_said_before_counts(desk):
     desk.ask("what is 15% of 240")
     assert desk.ask("now divide that by 6")[0] == "36 divide 6 = 6"
     assert desk.ask("and times 3")[0] == "6 times 3 = 18"
-    assert "but docs/b.md" in desk.ask("does b.md say anything about two?")[0]
+    assert "docs/b.md:1: # Two" in desk.ask("does b.md say anything about two?")[0]
     assert "write_file" not in desk.ask("did you change anything?")[0]
     desk.ask("write hello to new.txt")
     assert "- write_file {'path': 'new.txt'" in desk.ask("what did you change?")[0]
@@ -2726,7 +2726,7 @@ DIALOGUES = {  # what is said → what the last answer has
     "my name is jule and im 13 / how old am i": "The user's name is jule\nThe user's age is 13",
     "my favrite food is soup / what do i like to eat": "favrite food is soup",
     "delete a.txt / no wait dont": "is not taken back",
-    "how many days is it till christmas": "I cannot count the days",
+    "how many days is it till christmas": " days, on ",
     "book me a ticket": "  remind me in 1 hour to book me a ticket",
     "if 3 kids share 45 euros how much is that": "  45 / 3",
     "how many pictures are there": "1: cat.png",
@@ -2778,7 +2778,7 @@ def test_a_name_is_found_by_one_of_its_words_and_with_typos(desk):
         desk.ask("how many times does milk come up in it")[0] == "milk is 3 times in shopping.txt."
     )
     assert "1| milk" in desk.ask("opne the lsit")[0]
-    assert "but shopping.txt" in desk.ask("read shoping.txt")[0]
+    assert "shopping.txt says:" in desk.ask("read shoping.txt")[0]
     assert "but docs/b.md" in desk.ask("delete b.md")[0]
     desk.ask("read shopping.txt")
     assert (
