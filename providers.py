@@ -1763,7 +1763,7 @@ class HumanProvider(LLMProvider):
 
 OFFLINE_RULES = "templates/offline/rules.md"  # nanobot_data/templates/… after pip install
 # the fields of a rule (the first three can have many lines); others are arguments of its tool
-FIELDS = "answer offer calculate tool line without reads title words start".split()
+FIELDS = re.findall(r"\w+", "answer offer calculate tool line without reads title words start")
 IMPLIED = {  # a rule with this field needs no `tool:`; the first such field counts
     "command": "exec",
     "line": "edit_file",
@@ -1791,7 +1791,7 @@ class Rules:
         self.problems = []
         self.otherwise = {"offer": ""}  # the rule for sentences that no other rule has
         self.last = {}  # the rule of the current line
-        for number, line in enumerate(text.split("\n"), 1):
+        for number, line in enumerate(text.splitlines(), 1):
             try:
                 self._read(line.rstrip())
             except (ValueError, re.error) as problem:
@@ -1992,7 +1992,7 @@ class Plan:
 
     def _look_up(self, name):
         """`essay` → `My Essay.md`, if only one file has such a name or one of its words; or "" """
-        paths = self._result("glob", {"pattern": "*"}).split("\n")
+        paths = self._result("glob", {"pattern": "*"}).splitlines()
         stems = [Path(path).stem for path in paths]
         near = difflib.get_close_matches(Path(name).stem, stems, 1, 0.7)
         for word in (name, *near, *name.split()):
@@ -2084,8 +2084,8 @@ def arguments_of(rule: dict, known: dict):
 
 
 SIGNS = {  # what is said → what it means to Python
-    r"\d+-\d+-\d+ (\d+:\d+).*": r"\1 hours",  # the time: 2026-11-23 14:30 (Monday), UTC
-    r"(\d+):(\d+)": r"(\1+\2/60)",
+    r"\d+-\d+-\d+ (\d+:\d+).*": r"\1 hours",  # <Time>: 2026-11-23 14:30 (Monday), UTC
+    r"(\d+):(\d+)": r"(\1+\2/60)",  # 14:30
     r",(?=\d{3})": "",  # 1,000
     ",": ".",
     r"\b(?:an?|one|every(?= [a-z])) ": "1 ",
