@@ -2588,6 +2588,7 @@ SUMS = {
     "1,000 * 3": "1,000 * 3 = 3000",
     "6*7=": "6*7= = 42",
     "sqrt(81)": "sqrt(81) = 9",
+    "(5 + sqrt(25 - 24)) / 2": "= 3",
     "2(3+4)": "2(3+4) = 14",
     "what is 1/0": "1/0 = not a number",
     "9**9**9": "9**9**9 = not a number",
@@ -2734,6 +2735,17 @@ DIALOGUES = {  # what is said → what the last answer has
     "read shopping.txt / what are the Last 1 lines of it": "eggs",
     "how long is the readme": "README.md: 1",
     "which port does the game use?": "  which file contains port",
+    "read shopping.txt / just the last 1 lines": "eggs",
+    "read shopping.txt / whats left": "shopping.txt says:",
+    "read shopping.txt / how many eggs": "1 lines with egg",
+    "i have biology on thursdays / when do i have bio": "I have biology on thursdays",
+    "run dice.py": "no dice.py, but game/dice.py",
+    "read dice.py": "game/dice.py says:",
+    "dont delete anything just tell me which file is the biggest": "shopping.txt  10 bytes",
+    "make a copy of my shopping list called b.txt and then open it": "  copy shopping.txt to b.txt",
+    "make a folder pets and move the shopping list in there": "  make a folder pets and move shopping.txt into",
+    "copy shopping.txt to b.txt / rename it to list for tom.txt": '  rename b.txt to "list for tom.txt"',
+    "how much do the eggs cost": "  which file contains cost",
 }
 
 
@@ -2809,6 +2821,12 @@ def test_in_a_settings_file_the_value_is_changed_and_never_the_key(desk, sentenc
 def test_the_rows_of_a_table_are_counted_without_its_header(desk):
     (desk.folder / "s.csv").write_text("player,score\nAnna,1\nBen,2\n")
     assert desk.ask("how many players are in s.csv")[0] == "s.csv has 2 rows under the header."
+    assert "lowest 1 (Anna), average 1.5, sum 3 of 2 rows" in desk.ask("who has the best score")[0]
+    assert desk.ask("show me all under 2 in score")[0] == "s.csv, score, under 2:\nAnna: 1"
+    (desk.folder / "t.csv").write_text("name;points\nCarla;2,5\n")
+    assert "t.csv, points: highest 2.5 (Carla)" in desk.ask("who has the most points")[0]
+    (desk.folder / "t.csv").write_text('name,points\n"Carla, D",2\n')
+    assert "I find no table" in desk.ask("who has the most points")[0]
     assert desk.ask("how many twos are in a.txt")[0] == "a.txt has 1 lines with two."
 
 

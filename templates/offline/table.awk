@@ -1,59 +1,56 @@
 # The figures of the columns that a question names: asked="who is best in maths" awk -f table.awk a.csv
 # → a.csv, maths: highest 95 (Greta), lowest 45 (Finn), average 74.2857, sum 520 of 7 rows
 BEGIN {
-    FS = "[,;]"
     asked = " " tolower(ENVIRON["asked"]) " "
-    if (match(asked, /(under|below|less than|fewer than|over|above|more than) -?[0-9.]+/)) {
-        limit = substr(asked, RSTART, RLENGTH)  # "under 60"
-        bound = limit
-        sub(/.* /, "", bound)
-    }
+    if (match(asked, /(under|below|less than|fewer than|over|above|more than) -?[0-9.]+/)) limit = substr(asked, RSTART, RLENGTH)
+    bound = limit
+    sub(/.* /, "", bound)  # under 60 → 60
 }
-function is_named(column) {  # grade is also named by `grades`
+function is_named(column) {  # `grades` in a question also names the column grade
     column = tolower(column)
     gsub(/[^a-z0-9]+/, ".", column)
     sub(/s$/, "", column)
     return asked ~ "[^a-z0-9]" column "s?[^a-z0-9]"
 }
-{ gsub(/\r/, "") }
+{ sub(/\r$/, "") }
 /"/ { quoted[FILENAME] }  # a comma in quotes would shift the columns: such a file is left out
 FNR == 1 {
-    split($0, head)
+    comma = /;/ ? ";" : ","  # German spreadsheets write Anna;1,5
+    split($0, head, comma)
     title = FILENAME
-    sub(/.*\//, "", title)
-    sub(/\.[^.]*$/, "", title)
-    some_files += chosen[FILENAME] = is_named(title)
+    gsub(/.*\/|\.[^.]*$/, "", title)
+    next
 }
-FNR > 1 {
-    for (i = 1; i <= NF; i++) {
+{
+    cells = split($0, cell, comma)
+    for (i = 1; i <= cells; i++) {
+        if (comma == ";") sub(/,/, ".", cell[i])
+        if (cell[i] !~ /^ *-?[0-9]+(\.[0-9]+)? *$/ || FILENAME in quoted) continue
         key = FILENAME ", " head[i]
-        if (FNR == 2 && $i ~ /^ *-?[0-9.]+ *$/) {  # a column of numbers
+        value = cell[i] + 0
+        if (!rows[key]++) {
             keys[++count] = key
-            file[key] = FILENAME
-            named[key] = is_named(head[i])
-            some_columns += named[key]
+            score[key] = 2 * is_named(head[i]) + is_named(title)
+            if (score[key] > best) best = score[key]
+            offer[key] = "  the highest " head[i] " in " FILENAME
         }
-        if (!(key in file) || $i !~ /[0-9]/) continue
-        value = $i + 0
         sum[key] += value
-        if (!rows[key]++ || value > high[key]) { high[key] = value; highest[key] = $1 }
-        else if (value == high[key]) highest[key] = highest[key] ", " $1
-        if (rows[key] == 1 || value < low[key]) { low[key] = value; lowest[key] = $1 }
-        else if (value == low[key]) lowest[key] = lowest[key] ", " $1
-        if (limit ~ /^[ubfl]/ ? value < bound + 0 : value > bound + 0) found[key] = found[key] "\n" $1 ": " $i
+        if (rows[key] == 1 || value > high[key]) { high[key] = value; highest[key] = "" }
+        if (rows[key] == 1 || value < low[key]) { low[key] = value; lowest[key] = "" }
+        if (value == high[key] && length(highest[key]) < 200) highest[key] = highest[key] ", " cell[1]
+        if (value == low[key] && length(lowest[key]) < 200) lowest[key] = lowest[key] ", " cell[1]
+        if (limit ~ /^[ubfl]/ ? value < bound + 0 : value > bound + 0) found[key] = found[key] "\n" cell[1] ": " value
     }
 }
 END {
+    none = !count || !best && length(asked) > 20
+    if (none) print "I find no table (*.csv) with a column of numbers that you name." (count ? " I can:" : "")
     for (i = 1; i <= count; i++) {
         key = keys[i]
-        if (file[key] in quoted || (some_files && !chosen[file[key]])) continue
-        name = key
-        sub(/^\.\//, "", name)
-        if (!some_files && !some_columns && length(asked) > 20) offers = offers "\n  the highest " substr(name, index(name, ", ") + 2) " in " substr(name, 1, index(name, ", ") - 1)
-        else if (some_columns && !named[key]) continue
-        else if (limit) print name ", " limit ":" (found[key] ? found[key] : " none")
-        else print name ": highest " high[key] " (" highest[key] "), lowest " low[key] " (" lowest[key] "), average " sum[key] / rows[key] ", sum " sum[key] " of " rows[key] " rows"
-        shown += !offers
+        line = key ": highest " high[key] " (" substr(highest[key], 3) "), lowest " low[key] " (" substr(lowest[key], 3) "), average " sum[key] / rows[key] ", sum " sum[key] " of " rows[key] " rows"
+        if (limit) line = key ", " limit ":" (found[key] ? found[key] : " none")
+        if (none) line = offer[key]
+        gsub(/\.\//, "", line)
+        if (score[key] == best + 0) print line
     }
-    if (!shown) print "I find no table (*.csv) with a column of numbers that you name." (offers ? " I can:" offers : "")
 }
