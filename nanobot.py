@@ -3245,7 +3245,13 @@ def main(argv=None):
             return 2
         argv.insert(0, "agent")
     channels.prepare_streams()
-    arguments = parser().parse_args(argv)
+    arguments, unknown = parser().parse_known_args(argv)
+    if unknown:
+        spellings = " ".join(row[1] for row in OPTIONS).split()
+        meant = difflib.get_close_matches(unknown[0], spellings, n=1)
+        fix = f"did you mean {meant[0]}?" if meant else f"see `nanobot {arguments.command} --help`"
+        complain(f"unknown argument {unknown[0]!r}: {fix}")
+        return 2
     handler = logging.StreamHandler()
     stamp = "%(asctime)s " if arguments.command == "gateway" else ""
     handler.setFormatter(channels.PrintableFormatter(f"{stamp}%(levelname)s %(name)s: %(message)s"))
