@@ -28,6 +28,7 @@ from memory import (
     Session,
     SessionBusy,
     SessionManager,
+    remember_terminals,
 )
 from memory import SkillsLoader, counted, estimate, total_tokens
 from nanobot import AgentLoop, Config, JobRunner, Program
@@ -1561,6 +1562,29 @@ def test_recent_history_is_what_dream_has_not_read_and_the_last_five_anyway(tmp_
         (memory.folder / ".dream_cursor").write_text(str(read))
         wanted = [f"{HOUR}entry {n}" for n in range(first, 13)]
         assert memory.recent_history() == wanted, read
+    append(memory, "so long " * 1_500)
+    *short, long = memory.recent_history()
+    assert short == wanted[1:] and 1_400 < estimate(long) < 1_800, "what the others do not need"
+
+
+def test_an_entry_of_a_terminal_has_all_that_the_user_said_and_the_names_of_files(tmp_path):
+    sessions = SessionManager(tmp_path, MemoryStore(tmp_path))
+    session = sessions.get("cli:a")
+    session.origin = {"folder": "/a", "typed": True}
+    said = "The tax number is 231/140/07755. " + "Two members sign. " * 60 + "Due on 3 December."
+    arguments = json.dumps({"path": "annex.md", "content": "x" * 900})
+    wrote = {"id": "c", "type": "function"}
+    wrote["function"] = {"name": "write_file", "arguments": arguments}
+    for _ in range(15):
+        session.append({"role": "user", "content": "Go on."})
+        session.append({"role": "assistant", "content": "Done. " * 500})
+    session.append({"role": "user", "content": said})
+    session.append({"role": "assistant", "content": None, "tool_calls": [wrote]})
+    os.utime(session.path, (time.time() - 7_200,) * 2)
+    remember_terminals(sessions)
+    [entry] = sessions.store.entries()
+    assert said in entry["content"] and '"annex.md"' in entry["content"]
+    assert "not answered" in entry["content"] and estimate(entry["content"]) < 6_500
 
 
 FACTS = [
