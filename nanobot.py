@@ -239,21 +239,6 @@ class RunState:
         self.steps_in_a_row = {}
         return min(self.steps_before.values(), default=0)
 
-    def prepare_request(self):
-        """Choose the tools of the next request: none if the model must answer in words. Tell the
-        model if a tool is new, because an MCP server has connected, or if few steps are left."""
-        known = names_of(self.tools)
-        may_call = self.has_tools and not self.is_over_limit
-        self.tools = self.spec.tools.get_definitions() if may_call else []
-        new = [name for name in names_of(self.tools) if known and name not in known]
-        limit = self.spec.max_iterations
-        if self.is_over_limit:
-            self.note = template("out_of_iterations", limit=limit)
-        elif new and not self.note:
-            self.note = f"[New tools: {', '.join(new)}]"
-        elif limit - self.context.iteration == 5 and not self.note:
-            self.note = "[Five more steps are allowed in this turn.]"
-
 
 # ---- The runner: prepare a request, ask the model, run its calls, repeat ----
 
@@ -274,7 +259,7 @@ class AgentRunner:
                 state.context.iteration += 1
                 if spec.make_room:  # the caller may remove old turns from the messages
                     state.context.messages = await spec.make_room(state.context.messages)
-                state.prepare_request()
+                self.prepare(state)
                 request = self.govern(state)
                 response = await self._ask(state, request)
                 outcome = verdict(state, response)
@@ -294,6 +279,21 @@ class AgentRunner:
             model=model,
             tools_used=list(dict.fromkeys(event["name"] for event in state.result.tool_events)),
         )
+
+    def prepare(self, state: RunState):
+        """Choose the tools of the next request: none if the model must answer in words. Tell the
+        model if a tool is new, because an MCP server has connected, or if few steps are left."""
+        known = names_of(state.tools)
+        may_call = state.has_tools and not state.is_over_limit
+        state.tools = state.spec.tools.get_definitions() if may_call else []
+        new = [name for name in names_of(state.tools) if known and name not in known]
+        limit = state.spec.max_iterations
+        if state.is_over_limit:
+            state.note = template("out_of_iterations", limit=limit)
+        elif new and not state.note:
+            state.note = f"[New tools: {', '.join(new)}]"
+        elif limit - state.context.iteration == 5 and not state.note:
+            state.note = "[Five more steps are allowed in this turn.]"
 
     def govern(self, state: RunState) -> memory.Governed:
         """Copy the messages; if they exceed the context window, leave out old parts: [system, old
@@ -2088,7 +2088,7 @@ class Commands:
         history = self.loop.sessions.get(turn.session_key).history(*later)
         spec = self.loop.run_spec(history, [], EventHook(None, turn, self.loop.program.streaming))
         state = RunState(spec, AgentHookContext(spec.messages))
-        state.prepare_request()
+        self.loop.runner.prepare(state)
         return self.loop.runner.govern(state)
 
 
@@ -2733,11 +2733,9 @@ class Talk:
             self.terminal.note(f"{closed}; nanobot works in {loop.workspace}.")
         self.begin_day()
         status = self.converse() if self.is_conversation else self.answer_once()
-        self.terminal.waiting.begin("the memory")
+        self.terminal.waiting.begin("the memory (Ctrl-C leaves it for next time)")
         with contextlib.suppress(KeyboardInterrupt):  # a later turn does the cancelled memory work
             seconds = 5.0 if self.is_conversation else 60.0  # a single message seldom has such work
-            if not self.is_conversation and loop.background.tasks:
-                self.terminal.note("The memory is put in order. Ctrl-C leaves it for next time.")
             if self.background.complete(self.loop.background.settled(seconds)):
                 self.terminal.note("The work for the memory goes on next time.")
         return status
