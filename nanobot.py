@@ -1061,7 +1061,7 @@ class Project:
     part of the prompt only if the user has allowed this version."""
 
     def __init__(self, config: Config, turn: tools.Turn):
-        # tools may not open files whose name begins like that of the settings: Turn.is_secret
+        # tools may not open files whose name begins like that of the settings: `tools.is_secret`
         self.file = config.path.with_name(f"{config.path.name}.trust")
         self.path, self.text = self._find(turn)
         self.version = f"{self.path} {hashlib.sha256(self.text.encode()).hexdigest()}"

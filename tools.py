@@ -338,7 +338,7 @@ class Turn:
         """Resolve "~/a.txt", "../b" or a link; raises ToolError if the real path is not allowed."""
         try:
             real = (self.cwd / os.path.expanduser(text)).resolve()
-            holds_keys = self.is_secret(real)
+            holds_keys = is_secret(real, self.secret)
             if real.is_symlink():  # since 3.13, `resolve` accepts a link that leads to itself
                 raise OSError("it is a link that leads to itself")
             if os.name == "nt" and ":" in real.name:
@@ -358,18 +358,6 @@ class Turn:
             if not any(real.is_relative_to(root.resolve()) for root in roots):
                 raise Refused(f"{real} is outside of {home} and {here}. Use a path inside them.")
         return real
-
-    def is_secret(self, real: Path) -> bool:
-        if str(real).startswith("/proc/") and real.name in ("environ", "mem"):
-            return True  # /proc/1/environ and /proc/1/mem can contain API keys
-        for secret in self.secret:
-            if str(real).startswith(str(secret)):  # it, a copy like config.json.bak, a file in it
-                return True
-            # `samefile` also finds hard links, and CONFIG.JSON on systems that ignore case
-            with contextlib.suppress(OSError):  # one of them does not exist
-                if real.samefile(secret):
-                    return True
-        return False
 
     def store(self, name: str) -> Path:
         """The folder `results` or `undo`."""
@@ -737,6 +725,19 @@ def plain_text(data: bytes):
 
 def is_binary(data):
     return b"\0" in data[:8_192] and not data.startswith(UTF16_MARKS)
+
+
+def is_secret(real, secrets):
+    if str(real).startswith("/proc/") and real.name in ("environ", "mem"):
+        return True  # /proc/1/environ and /proc/1/mem can contain API keys
+    for secret in secrets:
+        if str(real).startswith(str(secret)):  # it, a copy like config.json.bak, a file in it
+            return True
+        # `samefile` also finds hard links, and CONFIG.JSON on systems that ignore case
+        with contextlib.suppress(OSError):  # one of them does not exist
+            if real.samefile(secret):
+                return True
+    return False
 
 
 def similar_names(path):
