@@ -1244,15 +1244,16 @@ class CostTrackingHook(AgentHook):
 
 
 def what_always_allows(call):
-    """The tool, or the first words of a command: git status, but all of rm -f a.txt. "" if "always"
-    is not possible, because the command has operators."""
+    """The tool, or the first words of a command: `$ git status`, but all of `$ rm -f a.txt`. "" if
+    "always" is not possible: the command has operators, is long, or runs in another folder."""
     if call.name != "exec":
         return call.name
     command = str(call.arguments.get("command"))
-    if re.search(r"[;&|<>`$(){}\n]", command):
+    has_more = len(call.arguments) > 1 or len(command) > 80
+    if has_more or re.search(r"[;&|<>`$(){}\n]", command):
         return ""
     words = re.match("(git|npm|cargo|go|pip|uv|docker) [a-z][a-z-]*(?= |$)", command)
-    return words[0] if words else command
+    return f"$ {words[0] if words else command}"
 
 
 NOBODY = (
@@ -2831,11 +2832,12 @@ class Talk:
         message does so only if ten entries are unread, because its end waits for the dream."""
         await self.show_reports()
         loop = self.loop
-        memory.remember_terminals(loop.sessions)
+        await tools.in_thread(memory.remember_terminals, loop.sessions)
         unread = loop.memory.unread()
         last = self.folder / "last-dream"
         today = time.strftime("%Y-%m-%d")
-        if len(unread) < (1 if self.is_conversation else 10) or not self.is_watched:
+        is_read_only = loop.config.read_only or not self.is_watched
+        if is_read_only or len(unread) < (1 if self.is_conversation else 10):
             return
         is_due = max(unread[0]["timestamp"], loop.memory.text_of(last)) < today
         if is_due and loop.config.defaults.dream.interval_h:

@@ -911,10 +911,11 @@ def change_file(turn, path, old, new):
     }
     # one file for each path and turn; is_secret knows the start of the name, also in a search
     kept = turn.store("undo") / f"undo-{turn.started}-{digest(str(path).encode())[:16]}"
-    note, is_first = "", not kept.exists()
+    note, before = "", b""
     try:
-        if not is_first:
-            description, _, version = kept.read_bytes().partition(b"\n")
+        if kept.exists():
+            before = kept.read_bytes()
+            description, _, version = before.partition(b"\n")
             change = json.loads(description)
         if len(version) > UNDO_FILE_BYTES:
             note, version = " (too large to undo)", b""
@@ -923,13 +924,15 @@ def change_file(turn, path, old, new):
         kept.parent.mkdir(0o700, parents=True, exist_ok=True)
         kept.touch(0o600)
         write_atomic(kept, json.dumps(change).encode() + b"\n" + version)
-        forget_old_changes(kept.parent)
+        forget_old_changes(kept)
     except (OSError, ValueError, ToolError) as problem:
         note = f" (cannot be undone: {problem})"
     try:
         write_atomic(path, new)
     except ToolError:  # nothing was changed
-        if is_first:
+        if before:
+            write_atomic(kept, before)
+        else:
             kept.unlink(missing_ok=True)
         raise
     if was_known:
@@ -941,11 +944,18 @@ def digest(data):
     return hashlib.sha256(data).hexdigest()
 
 
-def forget_old_changes(store):
+def forget_old_changes(kept):
+    """Forget the changes of old turns. If the turn of `kept` alone has too many, forget `kept`."""
     room = UNDO_BYTES
-    for number, entry in enumerate(sorted(store.glob("undo-*"), reverse=True)):  # newest first
+    turn = kept.name.rpartition("-")[0]
+    for number, entry in enumerate(
+        sorted(kept.parent.glob("undo-*"), reverse=True)
+    ):  # newest first
         room -= entry.stat().st_size
         if number >= UNDO_CHANGES or room < 0:
+            if entry.name.startswith(turn):
+                kept.unlink()
+                raise ToolError("this turn has changed too much")
             entry.unlink()
 
 
@@ -1143,13 +1153,16 @@ BEFORE_PATTERN = r"[^*?\[{]*(/|$)|"  # src/ in src/*.py, the whole of src/a.py, 
 
 def plain_globs(glob):
     """Replace braces, which Python's globs do not know: src/*.{py,js} → src/*.py, src/*.js"""
-    if glob.startswith("!") or glob.count(",") > 20:
+    choices = math.prod(part.count(",") + 1 for part in glob.split("}"))
+    if glob.startswith("!") or choices > 200:
         raise ToolError(f"{glob[:99]}: name the files to find, with few commas, like *.{{js,ts}}.")
-    start, brace, rest = glob.partition("{")
-    options, _, end = rest.partition("}")
-    if not brace:
+    inner = re.search(r"\{([^{}]*)\}", glob)  # *.{p,{py,js}} → {py,js}
+    if not inner:
         return [glob]
-    return [start + option + more for option in options.split(",") for more in plain_globs(end)]
+    globs = []
+    for option in inner[1].split(","):
+        globs += plain_globs(glob[: inner.start()] + option + glob[inner.end() :])
+    return globs
 
 
 def is_match(name, glob):
@@ -1157,7 +1170,8 @@ def is_match(name, glob):
     glob = glob.removeprefix("./") if "/" in glob else f"**/{glob}"
     names = name.split("/")
     places = {0}  # how many of the names the glob can have matched so far
-    for part in re.sub(r"\\([*?[])", r"[\1]", glob).split("/"):  # a\*b → a[*]b
+    glob = re.sub(r"\\([*?[])", r"[\1]", glob)  # a\*b → a[*]b
+    for part in glob.replace("[^", "[!").split("/"):
         if part == "**":  # any number of folders
             places = {after for place in places for after in range(place, len(names) + 1)}
         else:

@@ -1032,17 +1032,19 @@ def test_write_file_makes_folders_and_keeps_the_mode(turn):
 
 def test_a_write_that_fails_leaves_the_old_file_and_no_other(turn):
     resource = pytest.importorskip("resource", reason="limits of a process are POSIX")
+    first = change(turn, "write_file", path="a.txt", content="small")
     old, before = resource.getrlimit(resource.RLIMIT_FSIZE), sorted(os.listdir(turn.cwd))
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, old[1]))  # what a full disk does
     try:
-        result = change(turn, "write_file", path="a.txt", content="x" * 100_000)
+        result = call(turn, "write_file", path="a.txt", content="x" * 100_000)
+        lost = call(turn, "write_file", path="b.txt", content="x" * 100_000)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, old)
     assert result.is_error and "File too large. Nothing was changed" in result.text
-    assert tools.take_back(turn.store("undo"), turn.session_key) == {}
-    assert (turn.cwd / "a.txt").read_text() == "text of ws/a.txt\n" and sorted(
-        os.listdir(turn.cwd)
-    ) == before
+    assert lost.is_error and not first.is_error and sorted(os.listdir(turn.cwd)) == before
+    assert (turn.cwd / "a.txt").read_text() == "small"
+    assert tools.take_back(turn.store("undo"), turn.session_key) == {"a.txt": True}
+    assert (turn.cwd / "a.txt").read_text() == "text of ws/a.txt\n"
 
 
 def test_a_file_in_utf_16_is_read_but_not_edited_as_something_else(turn):
@@ -1382,6 +1384,9 @@ def tree(turn):
         ("*", "a\nb", True),
         ("[!a]", "/", False),
         ("a/**/**/**/**/b", "a/b", True),
+        ("[^_]*.py", "abc.py", True),
+        ("[^_]*.py", "_a.py", False),
+        ("*.{p,{py,js}}", "a.js", True),
     ],
 )
 def test_a_glob_means_names(pattern, name, is_meant):
@@ -3369,6 +3374,8 @@ def test_old_versions_are_private_bounded_and_their_loss_is_said(turn, monkeypat
         at = replace(turn, started=f"1{number}")
         call(at, "write_file", path=f"f{number}", content="x" * number)
     assert [undo(turn) for _ in range(4)] == [{"f4": True}, {"f3": True}, {"f2": True}, {}]
+    texts = [call(turn, "write_file", path=f"g{n}", content="x").text for n in range(4)]
+    assert ["too much" in text for text in texts] == [False] * 3 + [True] and len(undo(turn)) == 3
     (turn.cwd / "big").write_text("x" * 501)
     big = call(turn, "edit_file", path="big", old_text="x" * 501, new_text="y")
     assert "(too large to undo)" in big.text and "(too large to undo)" in big.shown
