@@ -576,6 +576,7 @@ class CLI(Channel):
         match message.kind:
             case "delta" if self.live:
                 self._streamed += message.content
+                self.waiting.end()  # if it were drawn again, it would erase this text
                 self._print(message.content)
             case "final":
                 self._end_text(message.content)
