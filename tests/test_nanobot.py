@@ -49,7 +49,7 @@ from providers import (
     legal,
 )
 from test_providers import check_grammar
-from tools import ToolError, ToolRegistry, ToolResult, tool
+from tools import Tool, ToolError, ToolRegistry, ToolResult, tool
 
 PNG = b"\x89PNG\r\n\x1a\n" + b"\0" * 16
 
@@ -127,62 +127,56 @@ TEXT_CALLS = [
 ]
 
 
-def recording_tools(ran: list) -> list:
-    """The tools that the answers in text_calls.jsonl call; each notes its calls and does nothing."""
+FORMS = {  # what the answers in text_calls.jsonl call; a "string" has to be given
+    "read_file": {"path": "string", "offset": "integer", "limit": "integer"},
+    "list_dir": {"path": ["string"]},
+    "now": {},
+    "write_file": {"path": "string", "content": "string"},
+    "edit_file": {
+        "path": "string",
+        "old_text": "string",
+        "new_text": "string",
+        "replace_all": "boolean",
+    },
+    "exec": {"command": "string", "timeout": "integer"},
+    "send_report": {"to": "string", "text": "string"},
+}
 
-    def note(name: str, **arguments) -> str:
-        given = {key: value for key, value in arguments.items() if value}
-        ran.append({"name": name, "arguments": given})
+
+class Noted(Tool):
+    """Notes its calls and does nothing."""
+
+    exclusive = True
+
+    def __init__(self, name: str, ran: list):
+        kinds = FORMS[name]
+        self.name, self.ran = name, ran
+        self.read_only = name in ("read_file", "list_dir", "now")
+        self.parameters = {
+            "type": "object",
+            "properties": {key: {"type": kind} for key, kind in kinds.items()},
+            "required": [key for key, kind in kinds.items() if kind == "string"],
+        }
+
+    def run(self, **arguments) -> str:
+        self.ran.append({"name": self.name, "arguments": arguments})
         return "done"
 
-    @tool(read_only=True, exclusive=True)
-    def read_file(path: str, offset: int = 0, limit: int = 0) -> str:
-        """Read."""
-        return note("read_file", path=path, offset=offset, limit=limit)
 
-    @tool(read_only=True, exclusive=True)
-    def list_dir(path: str = "") -> str:
-        """List."""
-        return note("list_dir", path=path)
-
-    @tool(read_only=True, exclusive=True)
-    def now() -> str:
-        """The time."""
-        return note("now")
-
-    @tool
-    def write_file(path: str, content: str) -> str:
-        """Write."""
-        return note("write_file", path=path, content=content)
-
-    @tool
-    def edit_file(path: str, old_text: str, new_text: str, replace_all: bool = False) -> str:
-        """Edit."""
-        texts = {"old_text": old_text, "new_text": new_text, "replace_all": replace_all}
-        return note("edit_file", path=path, **texts)
-
-    @tool
-    def exec(command: str, timeout: int = 0) -> str:
-        """Execute."""
-        return note("exec", command=command, timeout=timeout)
-
-    @tool
-    def send_report(to: str, text: str) -> str:
-        """Send."""
-        return note("send_report", to=to, text=text)
-
-    return [read_file, list_dir, now, write_file, edit_file, exec, send_report]
+def ask_local(server: FakeLLM, ran: list, hook: AgentHook):
+    """One question to a local endpoint that writes its calls as text."""
+    provider = OpenAIProvider(Endpoint(ROWS["local"], api_base=server.base_url, model="m"))
+    tools = ToolRegistry([Noted(name, ran) for name in FORMS])
+    return asyncio.run(AgentRunner(provider).run(AgentRunSpec([question()], tools, hook=hook)))
 
 
 def in_random_pieces(text: str, chance: random.Random) -> Raw:
     """A stream that cuts the text anywhere."""
-    chunks, rest = [], text
-    while rest:
-        size = chance.choice([1, 2, 3, 7, 40])
-        piece, rest = rest[:size], rest[size:]
-        chunks.append({"choices": [{"index": 0, "delta": {"content": piece}}]})
-    chunks.append({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
-    return Raw(chunks=[f"data: {json.dumps(chunk)}\n\n".encode() for chunk in chunks])
+    places = sorted(chance.randrange(len(text)) for _ in range(len(text) // 5))
+    pairs = itertools.pairwise([0, *places, len(text)])
+    chunks = [{"index": 0, "delta": {"content": text[start:end]}} for start, end in pairs]
+    chunks.append({"index": 0, "delta": {}, "finish_reason": "stop"})
+    return events_of(*(json.dumps({"choices": [chunk]}) for chunk in chunks))
 
 
 class Watching(AgentHook):
@@ -201,24 +195,21 @@ def test_of_the_calls_that_a_local_model_writes_only_those_run_that_it_means(gro
     for row in TEXT_CALLS:
         if row["group"] != group:
             continue
-        ran, hook = [], Watching()
-        with FakeLLM([in_random_pieces(row["text"], chance), "done", "done"]) as server:
-            provider = OpenAIProvider(Endpoint(ROWS["local"], api_base=server.base_url, model="m"))
-            tools = ToolRegistry(recording_tools(ran))
-            spec = AgentRunSpec([question()], tools, hook=hook)
-            result = asyncio.run(AgentRunner(provider).run(spec))
+        ran, hook, text = [], Watching(), row["text"]
+        with FakeLLM([in_random_pieces(text, chance), "done", "done"]) as server:
+            result = ask_local(server, ran, hook)
         last = str(server.bodies[-1]["messages"][-1]["content"])
         was_asked = "write only the call, with nothing before it" in last
         if row["expect"] == "run":
-            assert ran == row["calls"] and not was_asked, row["text"]
+            assert ran == row["calls"] and not was_asked, text
             assert '"arguments"' not in hook.shown and "<function" not in hook.shown
         if row["expect"] == "ask":
-            assert ran == [] and was_asked, row["text"]
+            assert ran == [] and was_asked, text
         if row["expect"] in ("never", "never or ask"):
-            assert ran == [], row["text"]
+            assert ran == [], text
         if not ran:  # the user sees all of it, whether the model was asked or not
-            assert not_thought(row["text"]) in result.final_content, row["text"]
-            assert result.final_content == hook.shown.rstrip(), row["text"]
+            assert not_thought(text) in result.final_content, text
+            assert result.final_content == hook.shown.rstrip(), text
 
 
 def not_thought(text: str) -> str:
@@ -232,19 +223,14 @@ def test_a_call_after_some_text_is_asked_for_once_and_the_text_stays():
     written = '{"name": "write_file", "arguments": {"path": "a", "content": "b"}}'
     fence = f"```json\n{written}\n```"
     with FakeLLM([f"I write it.\n\n{fence}", fence, "It is written."]) as server:
-        provider = OpenAIProvider(Endpoint(ROWS["local"], api_base=server.base_url, model="m"))
-        spec = AgentRunSpec([question()], ToolRegistry(recording_tools(ran)), hook=hook)
-        result = asyncio.run(AgentRunner(provider).run(spec))
+        result = ask_local(server, ran, hook)
     assert [each["name"] for each in ran] == ["write_file"]
-    assert result.messages[1]["content"] == "I write it." and result.requests == 3
+    assert result.messages[1]["content"] == "I write it." and len(server.bodies) == 3
     assert result.final_content == "It is written." and "json" not in hook.shown
-    assert server.bodies[1]["messages"][-2]["content"].strip() == "I write it."
 
     ran.clear()
     with FakeLLM([f"I write it.\n\n{fence}", f"Again:\n{fence}"]) as server:
-        provider = OpenAIProvider(Endpoint(ROWS["local"], api_base=server.base_url, model="m"))
-        spec = AgentRunSpec([question()], ToolRegistry(recording_tools(ran)), hook=hook)
-        result = asyncio.run(AgentRunner(provider).run(spec))
+        result = ask_local(server, ran, hook)
     assert ran == [] and len(server.bodies) == 2
     assert result.final_content == f"I write it.\n\n{fence}\n\nAgain:\n{fence}"
     assert hook.shown.endswith(result.final_content)
@@ -263,17 +249,8 @@ def test_hooks_that_were_written_for_the_older_system_run():
         async def after_iteration(self, context):
             seen.append(context.usage.total_tokens)
 
-    result, _ = run([call("look", n=7), "done"], [look], hook=Older())
+    run([call("look", n=7), "done"], [look], hook=Older())
     assert seen == ["scripted", {"n": 7}, 0, "scripted", 0]
-    assert result.usage.total_tokens == result.usage["total_tokens"] == 0
-    with FakeLLM(["Hi."]) as server:
-        provider = OpenAIProvider(Endpoint(ROWS["local"], api_base=server.base_url, model="m"))
-        result = asyncio.run(AgentRunner(provider).run(AgentRunSpec([question()])))
-    assert (
-        result.usage.total_tokens
-        == result.usage["prompt_tokens"] + result.usage["completion_tokens"]
-    )
-    assert not hasattr(result.usage, "price")
 
 
 # ---- The runner: calls ----
@@ -285,26 +262,10 @@ def test_calls_run_and_the_model_sees_their_results_until_it_answers():
     result, provider = run(script, [look, broken], messages=given)
     assert (result.final_content, result.stop_reason, result.error) == ("done", "completed", None)
     assert (result.tools_used, result.requests) == (["look", "broken"], 3)
-    assert roles(result.messages) == [
-        "user",
-        "assistant",
-        "tool",
-        "tool",
-        "assistant",
-        "tool",
-        "assistant",
-    ]
-    assert result.messages[2] == {
-        "role": "tool",
-        "tool_call_id": "a",
-        "name": "look",
-        "content": "saw 7",
-    }
     assert results(provider.requests[1].messages) == ["saw 7", "it is broken: mend it"]
-    assert result.tool_events == [
+    assert result.tool_events[:2] == [
         {"name": "look", "arguments": {"n": 7}, "is_error": False, "result": "saw 7"},
         {"name": "broken", "arguments": {}, "is_error": True, "result": "it is broken: mend it"},
-        {"name": "look", "arguments": {}, "is_error": False, "result": "saw 0"},
     ]
     assert given == [question()], "the caller's messages are not changed"
 
@@ -339,10 +300,7 @@ def test_neighbours_that_only_read_go_together_and_whatever_else_alone():
 
     tools = [step("a", read_only=True), step("b", read_only=True), step("w")]
     tools.append(step("x", read_only=True, exclusive=True))
-    calls = [
-        call(name, f"c{n}") for n, name in enumerate(["a", "b", "w", "x", "x", "a", "unknown", "b"])
-    ]
-    run([calls, "done"], tools)
+    run([[call(name, f"c{n}") for n, name in enumerate("abwxxa?b")], "done"], tools)
     assert " ".join(steps) == "+a +b -a -b +w -w +x -x +x -x +a -a +b -b"
 
 
@@ -364,24 +322,14 @@ def test_a_result_is_journalled_when_its_call_ends_and_sent_in_the_order_of_the_
     assert results(provider.requests[1].messages) == ["waited 0", "waited 1"]
 
 
-def test_each_message_is_journalled_when_it_exists_and_what_the_user_said_meanwhile_not_again():
-    heard, came = [], [question("and hurry")]
-
-    def arrivals():
-        new, came[:] = list(came), []
-        return new
-
-    script = [
-        [call("look", "a"), call("picture", "b", letter="b"), call("picture", "c", letter="c")],
-        "done",
-    ]
+def test_each_message_is_journalled_when_it_exists_and_images_stand_behind_all_results():
+    heard = []
+    pictures = [call("picture", letter, letter=letter) for letter in "bc"]
     append = lambda *messages: heard.append(roles(messages))  # noqa: E731
-    result, provider = run(script, [look, picture], append=append, arrivals=arrivals)
+    result, _ = run([[call("look"), *pictures], "done"], [look, picture], append=append)
     assert heard == [["assistant"], ["tool"], ["tool"], ["tool"], ["user"], ["assistant"]]
     names = {"type": "text", "text": "[image: b]\n[image: c]"}
     assert result.messages[5]["content"] == [names, image("b"), image("c")]
-    assert "and hurry" in str(provider.requests[1].messages[-1])
-    assert result.messages[-2] == question("and hurry")
 
 
 # ---- The runner: the same call again and again ----
@@ -389,32 +337,19 @@ def test_each_message_is_journalled_when_it_exists_and_what_the_user_said_meanwh
 
 def test_the_same_failing_call_is_told_to_change_at_three_and_ends_the_run_at_five():
     result, provider = run([call("broken", f"c{n}") for n in range(9)], [broken])
-    told = ["This same call has failed 3 times", "This same call has failed 4 times"]
-    contents = results(result.messages)
-    assert contents[:2] == ["it is broken: mend it"] * 2
-    assert [line in text for line, text in zip(told, contents[2:4], strict=True)] == [True, True]
+    third, fourth = results(result.messages)[2:4]
+    assert results(result.messages)[:2] == ["it is broken: mend it"] * 2
+    assert "This same call has failed 3 times" in third and "failed 4 times" in fourth
     assert (len(provider.requests), result.stop_reason) == (5, "tool_error")
 
 
 def test_the_same_result_is_told_at_three_and_ends_the_tools_at_five():
-    script = [call("look", f"c{n}") for n in range(5)] + ["Nothing new."]
-    result, provider = run(script, [look])
-    counts = [
-        re.search(r"the same call has returned it (\d) times", text)
-        for text in results(result.messages)
-    ]
-    assert [int(count[1]) for count in counts if count] == [3, 4, 5]
+    """Two calls side by side ran 41 requests."""
+    steps = [[call("look", f"a{n}"), call("look", f"b{n}", n=1)] for n in range(5)]
+    result, provider = run([*steps, "Nothing new."], [look])
+    assert ["already" in text for text in results(result.messages)] == [False] * 4 + [True] * 6
     assert [bool(request.tools) for request in provider.requests] == [True] * 5 + [False]
     assert (result.stop_reason, result.final_content) == ("completed", "Nothing new.")
-
-
-def test_a_step_of_two_calls_counts_as_one_and_the_end_names_the_true_reason():
-    """Two calls side by side ran 41 requests."""
-    step = [[call("look", f"a{n}"), call("look", f"b{n}", n=1)] for n in range(5)]
-    result, provider = run([*step, "", ""], [look])
-    assert ["already" in text for text in results(result.messages)] == [False] * 4 + [True] * 6
-    assert [bool(request.tools) for request in provider.requests][:6] == [True] * 5 + [False]
-    assert "the same call gave the same result five times" in result.final_content
 
 
 NOT_THE_SAME = {
@@ -434,12 +369,10 @@ def test_what_is_not_the_same_may_go_on(case):
         new = str(next(counter))
         return ToolResult(words or new, images=[image(new)] if words else [])
 
-    result, provider = run([*NOT_THE_SAME[case], "done"], [poll, look, broken])
+    result, provider = run([*NOT_THE_SAME[case], "done"], [poll, look])
     assert result.final_content == "done" and all(request.tools for request in provider.requests)
-    warned = [text for text in results(result.messages) if "already" in text]
-    assert len(warned) == (
-        4 if case.startswith("other") else 0
-    )  # told from the third time on, not ended
+    warned = str(result.messages).count("already")  # told from the third time on, not ended
+    assert warned == (4 if case.startswith("other") else 0)
 
 
 # ---- The runner: what an answer leads to ----
@@ -449,7 +382,6 @@ GONE = failed("it is gone")
 WITHHELD = "There is no answer: the endpoint blocked the answer. Ask in other words."
 NOTHING = "There is no answer: the model sent nothing useful. Ask in other words."
 ENDS = [  # a sentence, the script, its stop reason, the answer, the number of requests
-    ("an answer", ["whole"], "completed", "whole", 1),
     ("a cut answer is continued", [*ABC, "d"], "completed", "a b c d", 4),
     (
         "three times, and then taken as it is",
@@ -466,38 +398,11 @@ ENDS = [  # a sentence, the script, its stop reason, the answer, the number of r
         "done",
         5,
     ),
-    ("a cut thought", [cut(None), cut(None), "done"], "completed", "done", 3),
     ("blank twice, and once without tools", ["", " ", ""], "empty", NOTHING, 3),
-    (
-        "a blank between two steps is forgiven",
-        ["", call("look"), "", "done"],
-        "completed",
-        "done",
-        4,
-    ),
-    (
-        "an answer that was withheld",
-        [LLMResponse(None, [], "content_filter")],
-        "empty",
-        WITHHELD,
-        1,
-    ),
-    (
-        "a refusal in words",
-        [LLMResponse("I may not.", [], "refusal")],
-        "completed",
-        "I may not.",
-        1,
-    ),
-    ("a failure", [GONE], "error", None, 1),
-    (
-        "a failure that has a text",
-        [LLMResponse("half", [], "error", error="it is gone")],
-        "error",
-        None,
-        1,
-    ),
-    ("a failure behind two blanks", ["", "", GONE], "error", None, 3),
+    ("a blank between two steps", ["", call("look"), "", "done"], "completed", "done", 4),
+    ("a withheld answer", [LLMResponse(None, [], "content_filter")], "empty", WITHHELD, 1),
+    ("a refusal", [LLMResponse("I may not.", [], "refusal")], "completed", "I may not.", 1),
+    ("a failure", [LLMResponse("half", [], "error", error="it is gone")], "error", None, 1),
     ("a failure behind a cut answer", [cut("a "), GONE], "error", "a ", 2),
 ]
 
@@ -533,7 +438,7 @@ def test_calls_that_may_be_cut_are_not_run(reason):
     assert reason == "error" or "shorter steps" in provider.requests[1].messages[-1]["content"]
 
 
-@pytest.mark.parametrize("reason", ["tool_use", "eos", "function_call", "stop", None])
+@pytest.mark.parametrize("reason", ["eos", "stop", None])
 def test_whole_calls_run_whatever_an_endpoint_calls_their_end(reason):
     result, _ = run([LLMResponse(None, [call("look")], reason), "done"], [look])
     assert (result.tools_used, result.final_content) == (["look"], "done")
@@ -545,6 +450,7 @@ NOTES = {
     "a cut thought": ([cut(" \n")], "Think less, and answer now."),
     "two blanks": (["", ""], "You sent nothing, twice."),
     "the same call": ([call("look", f"c{n}") for n in range(5)], "the tools are switched off"),
+    "five steps are left": ([call("look", f"c{n}", n=n) for n in range(34)], "Five more steps"),
 }
 
 
@@ -565,7 +471,6 @@ def test_a_note_to_the_model_stands_last_in_the_next_request_and_nowhere_else(ca
         ("this is done", "this is done"),
         ("", "I stopped at the limit of 1 step."),
         (failed("boom"), "I stopped at the limit of 1 step. boom"),
-        (LLMResponse("torn", [], "error", error="boom"), "I stopped at the limit of 1 step. boom"),
         (cut("all I co"), "all I co"),
     ],
 )
@@ -573,10 +478,7 @@ def test_at_the_limit_of_steps_there_is_a_summary_or_the_reason_why_there_is_non
     result, provider = run([call("look"), last], [look], max_iterations=1)
     assert (result.stop_reason, result.final_content) == ("max_iterations", said)
     assert result.messages[-1]["content"] == said
-    assert (
-        provider.requests[1].tools == []
-        and "1 steps" in provider.requests[1].messages[-1]["content"]
-    )
+    assert provider.requests[1].tools == []
     result, _ = run([cut("part one, "), last], max_iterations=1)
     assert result.final_content == f"part one, {said}", "what was said before is part of it"
 
@@ -587,8 +489,6 @@ def test_reasoning_goes_back_with_the_calls_it_led_to_or_stays_with_the_last_ans
     result, provider = run([thinks, LLMResponse("done", extra=thought)], [look])
     assert provider.requests[1].messages[1]["reasoning_content"] == "hm"
     assert result.messages[-1] == {"role": "assistant", "content": "done"} | thought
-    result, _ = run([call("look", n=1), thinks], [look], max_iterations=1)
-    assert result.messages[-1] == {"role": "assistant", "content": "so far"}
 
 
 # ---- The runner: stopped in the middle ----
@@ -671,47 +571,26 @@ def test_a_run_of_which_nothing_is_said_has_these_limits():
     result, provider = run([call("look", f"c{n}", n=n) for n in range(60)], [look])
     assert (result.stop_reason, result.requests) == ("max_iterations", 41)
     assert [bool(request.tools) for request in provider.requests] == [True] * 40 + [False]
-    asked = provider.requests[0]
-    assert (asked.options["max_tokens"], asked.model, asked.on_delta) == (8_192, "scripted", None)
-    assert result.model == "scripted"
+    assert provider.requests[0].options["max_tokens"] == 8_192
 
 
 def test_usage_adds_up_and_a_size_is_what_the_endpoint_counted_or_an_estimate():
-    cost, blank = CostTrackingHook({}, "m"), LLMResponse("", usage={"prompt_tokens": 1})
-    first = LLMResponse(
-        None, [call("look")], "tool_calls", {"prompt_tokens": 10, "completion_tokens": 2}
-    )
-    last = LLMResponse(
-        "done", usage={"prompt_tokens": 20, "completion_tokens": 3, "cached_tokens": 8}
-    )
-    result, _ = run([first, blank, last], [look], hook=cost)
-    total = {"prompt_tokens": 31, "completion_tokens": 5, "cached_tokens": 8, "estimated": False}
-    assert total.items() <= result.usage.items() and cost.total == result.usage
-    assert result.usage["total_tokens"] == 36
+    counts = {"prompt_tokens": 10, "completion_tokens": 2}
+    first = LLMResponse(None, [call("look")], "tool_calls", counts)
+    last = LLMResponse("done", usage=counts | {"prompt_tokens": 20, "cached_tokens": 8})
+    blank = LLMResponse("", usage={"prompt_tokens": 1})
+    result, _ = run([first, blank, last], [look])
+    total = {"prompt_tokens": 31, "completion_tokens": 4, "cached_tokens": 8, "estimated": False}
+    assert total.items() <= result.usage.items() and result.usage["total_tokens"] == 35
     assert result.context_tokens == 20
     text = [question("word " * 400)]
     for usage in ({"prompt_tokens": 33, "estimated": True}, {"prompt_tokens": 0}, {}):
-        sizes = [
-            run([LLMResponse("ok", usage=usage)], tools, messages=text)[0].context_tokens
-            for tools in ([], [look])
-        ]
+        replies = [LLMResponse("ok", usage=usage)]
+        sizes = [run(replies, tools, messages=text)[0].context_tokens for tools in ([], [look])]
         assert 300 < sizes[0] < sizes[1] - 10 < 600, "its tools count, too"
 
 
-OLD = [question("old " * 900), {"role": "assistant", "content": "older " * 900}]
 SYSTEM = {"role": "system", "content": "be"}
-SMALL = {"context_window": 2_000, "max_tokens": 100}
-
-
-def test_what_does_not_fit_is_left_out_as_whole_turns_and_told_once():
-    hook = Told()
-    messages = [SYSTEM, *OLD, question("now")]
-    _, provider = run([call("look"), "ok"], [look], messages=messages, hook=hook, **SMALL)
-    assert roles(provider.requests[0].messages) == ["system", "user"]
-    assert len(hook.told) == 1 and "2 messages left out" in hook.told[0]
-    system = {"role": "system", "content": "be " * 3_000}
-    _, provider = run(["ok"], messages=[system, *OLD[1:]], **SMALL)
-    assert provider.requests[0].messages[0] == system, "it is always sent"
 
 
 # ---- The runner: longer than the model's window ----
@@ -747,31 +626,25 @@ def test_what_is_too_long_for_the_model_is_asked_again_without_the_oldest_turns_
     assert result.final_content == "one two"
     assert result.messages[: len(history)] == history, "nothing is lost"
     first, *later = provider.requests
-    assert users(first) == [f"old question {n}" for n in range(6)] + ["now"]
     kept = later[0].messages
     oldest, *rest = users(later[0])
     told, _, oldest = oldest.partition("\n\n")
     assert 0 < len(rest) < 6 and users(first)[-len(rest) - 1 :] == [oldest, *rest]
     assert told.startswith("[") and 'calls look({"n": 0})' in told
-    assert kept[0] == SYSTEM and later[1].messages[: len(kept)] == kept
     for request in later:
         check_grammar(request.messages)
-        assert users(request)[: len(users(later[0]))] == users(later[0])
-    assert (
-        len(hook.told) == 1
-        and "\n" not in hook.told[0]
-        and "retrying with a shorter" in hook.told[0]
-    )
+        assert request.messages[: len(kept)] == kept and kept[0] == SYSTEM
+    assert len(hook.told) == 1 and "retrying with a shorter" in hook.told[0]
 
 
 @pytest.mark.parametrize("history", [[], old_turns(5)], ids=["alone", "behind others"])
 def test_a_turn_that_is_too_long_by_itself_is_an_error_and_no_endless_loop(history):
-    messages = [*history, question("now " * 5_000)]
-    result, provider = run([TOO_LONG] * 50, [look], messages=messages)
+    text = "now " * 5_000
+    result, provider = run([TOO_LONG] * 50, [look], messages=[*history, question(text)])
     assert (result.stop_reason, result.error) == ("error", TOO_LONG.error)
     assert len(provider.requests) == (2 if history else 1)
     [sent] = users(provider.requests[-1])
-    assert sent.split("\n\n")[-1] == messages[-1]["content"]
+    assert sent.endswith(text)
 
 
 # ---- Hooks ----
@@ -795,17 +668,16 @@ class Recorder(AgentHook):
         self.seen.append(f"end {resuming}")
 
     async def on_retry(self, why):
-        self.seen.append(why.split(" (")[0])
+        self.seen.append(why[:23])
 
     async def before_execute_tools(self, tool_calls):
         self.seen.append([each.name for each in tool_calls])
 
     async def after_tool(self, call, result, seconds):
-        self.seen.append((call.name, result.text, result.is_error, 0 <= seconds < 5))
+        self.seen.append((call.name, result.text, 0 <= seconds < 5))
 
     async def after_iteration(self, context):
-        names = [each.name for each in context.tool_calls]
-        self.seen.append((names, context.response.content, context.usage["prompt_tokens"]))
+        self.seen.append((len(context.tool_calls), context.response.content))
 
     async def finalize_content(self, content):
         return f"<{content}>"
@@ -822,47 +694,35 @@ class Faulty(AgentHook):
         raise RuntimeError("again")
 
 
-@pytest.mark.parametrize("level", ["WARNING", "INFO"])
-def test_each_hook_is_told_everything_in_order_and_one_that_fails_stops_nothing(caplog, level):
-    caplog.set_level(level, logger="nanobot")
-    usage = {"prompt_tokens": 10}
-    looks = LLMResponse(None, [call("look")], "tool_calls", usage)
-    steps = [TOO_LONG, looks, LLMResponse("all done", usage=usage)]
-    hooks = [Recorder(), Faulty(), Recorder()]
-    history = [*old_turns(6), question("now")]
+def test_each_hook_is_told_everything_in_order_and_one_that_fails_stops_nothing(caplog):
+    hooks, history = [Recorder(), Faulty(), Recorder()], [*old_turns(6), question("now")]
+    steps = [TOO_LONG, call("look"), "all done"]
     result, _ = run(steps, [look], messages=history, hook=CompositeHook(hooks))
-    assert result.final_content == "<<all done>>"
-    assert (
-        hooks[0].seen
-        == hooks[2].seen
-        == [
-            "before 0, 26 messages",
-            "the request is too long for the model: retrying with a shorter one",
-            "end True",
-            ["look"],
-            ("look", "saw 0", False, True),
-            (["look"], None, 10),
-            "before 1, 28 messages",
-            "all",
-            " done",
-            "end False",
-            ([], "all done", 20),
-        ]
-    )
-    assert [text for text in caplog.messages if "finalize" in text] == [
-        "Faulty.finalize_content failed: again"
+    assert result.final_content == "<<all done>>" and hooks[0].seen == hooks[2].seen
+    assert hooks[0].seen == [
+        "before 0, 26 messages",
+        "the request is too long",
+        "end True",
+        ["look"],
+        ("look", "saw 0", True),
+        (1, None),
+        "before 1, 28 messages",
+        "all",
+        " done",
+        "end False",
+        (0, "all done"),
     ]
-    assert ("Traceback" in caplog.text) is (level == "INFO"), "only in the log that was asked for"
+    assert "Faulty.finalize_content failed: again" in caplog.messages
 
 
-def approve(answers: list[str], *steps):
-    """Run calls of `act` with a user who answers so; gives what ran, the questions, and the results."""
+def approve(answers: list[str], *steps, name: str = "act"):
+    """Run calls with a user who answers so; gives what ran, the questions, and the results."""
     ran, questions, left = [], [], list(answers)
 
-    @tool
-    def act(text: str = "", working_dir: str = "") -> str:
+    @tool(name=name)
+    def act(command: str = "") -> str:
         """Act."""
-        ran.append(text)
+        ran.append(command)
         return "acted"
 
     async def ask_user(question):
@@ -877,7 +737,6 @@ def approve(answers: list[str], *steps):
 @pytest.mark.parametrize(
     ("answers", "ran", "asked"),
     [
-        (["y", "y"], ["1", "2"], 2),
         (["n", "Y"], ["2"], 2),
         ([" yes \n", "n"], ["1"], 2),
         (["always"], ["1", "2"], 1),
@@ -890,54 +749,31 @@ def approve(answers: list[str], *steps):
 )
 def test_a_user_is_asked_before_a_tool_that_writes(answers, ran, asked):
     """In the last two rows there is nobody to ask, and the second question fails."""
-    did, questions, told = approve(
-        answers, call("look"), call("act", text="1"), call("act", text="2")
-    )
-    assert did == ran
-    assert len(questions) == asked
-    denied = [
-        text
-        for text in told
-        if re.match("The user did not|Not approved: nobody|act was not run: ApprovalHook", text)
-    ]
-    assert told[0] == "saw 0" and len(denied) == 2 - len(ran)
-    assert all(("nobody" in text) == (not answers) for text in denied)
+    steps = [call("look"), call("act", command="1"), call("act", command="2")]
+    did, questions, told = approve(answers, *steps)
+    assert (did, len(questions)) == (ran, asked)
+    assert told[0] == "saw 0" and told.count("acted") == len(ran)
+    assert ("Not approved: nobody" in told[1]) == (not answers)
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "allowed"),
+    ("first", "second", "offered", "runs"),
     [
-        ("git status", "git status --short a.txt", "git status"),
-        ("git status", "git push", None),
-        ("git status", "git statusx", None),
-        ("git status", "git status; rm x", None),
-        ("git status", "git status\nrm x", None),
-        ("rm -f a.txt", "rm -f a.txt", "rm -f a.txt"),
-        ("rm -f a.txt", "rm -f b.txt", None),
-        ("git log | cat", "git log | cat", None),
-        ("git log $(rm x)", "git log", None),
+        ("git status", "git status --short a.txt", ["git status"], True),
+        ("git status", "git push", ["git status"], False),
+        ("git status", "git statusx", ["git status"], False),
+        ("git status", "git status; rm x", ["git status"], False),
+        ("git status", "git status\nrm x", ["git status"], False),
+        ("rm -f a.txt", "rm -f b.txt", ["rm -f a.txt"], False),
+        ("git log $(rm x)", "git log", [], False),
     ],
 )
-def test_always_allows_the_first_words_of_a_command_without_operators(first, second, allowed):
-    ran, questions, answers = [], [], ["always", "n"]
-
-    @tool
-    def exec(command: str) -> str:  # noqa: A001
-        """Run."""
-        ran.append(command)
-        return "ran"
-
-    async def ask_user(question):
-        questions.append(question)
-        return answers.pop(0)
-
-    hook = CompositeHook([ApprovalHook(ToolRegistry([exec]), ask_user)])
-    run([call("exec", command=first), call("exec", command=second), "done"], [exec], hook=hook)
-    assert ran == ([first, second] if allowed else [first])
-    assert len(questions) == (1 if allowed else 2)
-    offered = re.findall("always: (.+) until", questions[0])
-    has_operator = re.search("[|$]", first)
-    assert offered == ([] if has_operator else [allowed or first[:11]]), "it is said before"
+def test_always_allows_the_first_words_of_a_command_without_operators(first, second, offered, runs):
+    steps = [call("exec", command=first), call("exec", command=second)]
+    ran, questions, _ = approve(["always", "n"], *steps, name="exec")
+    assert ran == ([first, second] if runs else [first])
+    assert len(questions) == (1 if runs else 2)
+    assert re.findall("always: (.+) until", questions[0]) == offered, "it is said before"
 
 
 def test_a_denial_is_the_result_of_a_call_and_what_would_not_run_anyway_is_not_asked_about():
@@ -954,14 +790,11 @@ def test_a_tool_that_appears_during_the_question_does_not_run():
     """A slow MCP server registers `late` between question 1 and the run."""
     ran = []
 
-    def registering(name: str, registry: ToolRegistry):
-        @tool(name=name)
-        def harmful() -> str:
-            """Not only looks."""
-            ran.append(name)
-            return "done"
-
-        registry.register(harmful)
+    @tool
+    def late() -> str:
+        """Not only looks."""
+        ran.append("late")
+        return "done"
 
     @tool
     def act() -> str:
@@ -969,26 +802,23 @@ def test_a_tool_that_appears_during_the_question_does_not_run():
         return "acted"
 
     async def ask_user(question):
-        registering("late", registry)
+        registry.register(late)
         return "y" if "act" in question else "n"
 
     registry = ToolRegistry([act, look])
     provider = ScriptedProvider([[call("act", "a"), call("late", "b")], "done"])
-    hook = ApprovalHook(registry, ask_user)
-    asyncio.run(AgentRunner(provider).run(AgentRunSpec([question()], registry, hook=hook)))
-    assert ran == []
-    _, late = results(provider.requests[1].messages)
-    assert "did not approve" in late
+    spec = AgentRunSpec([question()], registry, hook=ApprovalHook(registry, ask_user))
+    asyncio.run(AgentRunner(provider).run(spec))
+    assert ran == [] and "did not approve" in results(provider.requests[1].messages)[1]
 
 
 @pytest.mark.parametrize(
     ("price", "usage", "line"),
     [
-        (Price(1.0), (1_000_000, 0, 1_000_000), "1,000,000 in · 1,000,000 out · 1.0000"),
         (
-            Price(2.0, 0.0, 0.5),
-            (1_000_000, 500_000, 0),
-            "1,000,000 in (500,000 cached) · 0 out · 1.2500",
+            Price(2.0, 1.0, 0.5),
+            (1_000_000, 500_000, 1_000_000),
+            "1,000,000 in (500,000 cached) · 1,000,000 out · 2.2500",
         ),
         (Price(2.0, 0.0), (1_000_000, 1, 0), "1,000,000 in (1 cached) · 0 out · 2.0000"),
         (None, (1, 1, 1), "1 in (1 cached) · 1 out"),
@@ -1143,19 +973,6 @@ def test_undo_takes_back_the_last_turn_that_changed_files_and_tells_the_model(ow
     assert "undo: the user took back your changes to new.txt]" in asked
     assert "/undo" not in str(loop.provider.requests[-1].messages)
     assert (own_home / ".nanobot" / "undo").is_dir()
-
-
-def test_a_lookup_repeated_over_the_whole_turn_is_warned_about(tmp_path):
-    steps = [call("look", f"c{n}", n=n % 2) for n in range(6)]
-    result, _ = run([[step] for step in steps] + ["done"], [look])
-    assert ["already" in text for text in results(result.messages)] == [False] * 4 + [True] * 2
-
-
-def test_the_model_is_told_when_five_steps_are_left():
-    steps = [[call("look", f"c{n}", n=n)] for n in range(8)]
-    _, provider = run([*steps, "done"], [look], max_iterations=8)
-    last = [str(request.messages[-1]["content"]) for request in provider.requests]
-    assert [n for n, text in enumerate(last, 1) if "Five more steps" in text] == [3]
 
 
 def test_a_tool_that_comes_during_the_turn_is_named_to_the_model():
