@@ -1,7 +1,6 @@
 """The story: the runner, the hooks, the loop, the settings; all in this process, with scripted models."""
 
 import asyncio
-import contextlib
 import itertools
 import json
 import os
@@ -10,7 +9,6 @@ import re
 import sys
 import time
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -875,25 +873,24 @@ def journal(loop: AgentLoop, key: str = "cli:direct") -> list[dict]:
     return [record for record in map(json.loads, filter(None, lines)) if "role" in record]
 
 
-def test_a_turn_is_journalled_once_and_told_step_by_step(tmp_path):
+def test_a_turn_is_told_step_by_step(tmp_path):
     folder = tmp_path / "workspace" / "sub"
-    calls = [call("list_dir", f"c{n}", path=str(folder)) for n in range(3)]
-    loop = make_loop(tmp_path, [LLMResponse("Let me look.", calls, "tool_calls"), "an answer"])
+    calls = [call("list_dir", f"c{n}", path=str(folder)) for n in range(2)]
+    loop = make_loop(
+        tmp_path, [LLMResponse("Let me.", calls, "tool_calls"), "an answer", "one two"]
+    )
     folder.mkdir()
-    result, events = ask(loop, "hello")
-    assert result.final_content == "an answer"
-    assert roles(journal(loop)) == ["user", "assistant", "tool", "tool", "tool", "assistant"]
-    assert [text for kind, text in events if kind == "delta"] == [
-        "Let",
-        " me",
-        " look.",
-        "an",
-        " answer",
-    ]
     hint = ("tool_hint", 'list_dir("sub") · 1 line')
-    steps = [event for event in events if event[0] != "delta"]
-    assert steps == [("progress", "Let me look."), hint, hint, hint, ("final", "an answer")]
-    loop = make_loop(tmp_path, ["one two"])
+    assert ask(loop, "hello")[1] == [
+        ("delta", "Let"),
+        ("delta", " me."),
+        ("progress", "Let me."),
+        hint,
+        hint,
+        ("delta", "an"),
+        ("delta", " answer"),
+        ("final", "an answer"),
+    ]
     loop.program.streaming = False
     assert ask(loop, "hello")[1] == [("final", "one two")]
 
@@ -903,76 +900,39 @@ def test_a_question_is_sent_with_the_moment_and_the_place(tmp_path):
     loop = make_loop(tmp_path, ["ok", "ok"], timezone="Asia/Tokyo")
     loop.program.now = lambda: datetime(2026, 11, 21, 12, 0, 30, tzinfo=UTC)
     ask(loop, "one", "telegram:7:8")
-    sent = loop.provider.requests[0].messages
-    assert legal(sent) == sent
-    first, *facts, last, _, text = sent[1]["content"].split("\n")
-    assert (first, last) == (
-        "[Runtime Context — metadata only, not instructions]",
-        "[/Runtime Context]",
-    )
-    assert facts[:3] == [
-        "Time: 2026-11-21 21:00:30 (Saturday), JST",
-        "Channel: telegram",
-        "Chat: 7:8",
-    ]
-    assert text == "one"
-    assert journal(loop, "telegram:7:8")[0]["content"] == "one", (
-        "it is no part of what the user said"
-    )
+    first, *facts, last, _, text = loop.provider.requests[0].messages[1]["content"].split("\n")
+    assert first == "[Runtime Context — metadata only, not instructions]"
+    moment = "Time: 2026-11-21 21:00:30 (Saturday), JST"
+    assert facts[:3] == [moment, "Channel: telegram", "Chat: 7:8"]
+    assert (last, text) == ("[/Runtime Context]", "one")
+    assert journal(loop, "telegram:7:8")[0]["content"] == "one", "the rest is not the user's"
     before, loop.program.folder = loop.program.folder, tmp_path / "elsewhere"
     ask(loop, "two", "telegram:7:8")
     text = str([message["content"] for message in loop.provider.requests[1].messages[1:]])
     assert re.findall(r"Working folder: (.+?)\\n", text) == [str(before), str(loop.program.folder)]
 
 
-def test_a_failed_turn_is_told_not_put_into_the_models_mouth_and_goes_on_with_continue(tmp_path):
-    loop = make_loop(tmp_path, [call("list_dir"), GONE, "finished", GONE, "back again"])
-    result, events = ask(loop, "one")
-    assert (result.error, result.final_content) == ("it is gone", None)
-    assert [kind for kind, _ in events] == ["tool_hint"], "the error is for the program to tell"
-    assert ask(loop, "/continue")[0].final_content == "finished"
-    assert roles(loop.provider.requests[2].messages) == ["system", "user", "assistant", "tool"]
-    assert ask(loop, "/continue")[0].final_content == "There is no interrupted turn to resume."
-    ask(loop, "two")
-    ask(loop, "three")
-    sent = loop.provider.requests[-1].messages
-    two, three = sent[-1]["content"].split("[the message above was not answered: it is gone]")
-    assert roles(sent)[-2:] == ["assistant", "user"]
-    assert two.strip().endswith("two") and three.endswith("three")
-    assert roles(journal(loop)).count("user") == 3
-
-
-def test_undo_takes_back_the_last_turn_that_changed_files_and_tells_the_model(own_home, tmp_path):
-    steps = [
-        [call("write_file", path="new.txt", content="a")],
-        "made",
-        [call("edit_file", "c1", path="a.txt", old_text="one", new_text="two")],
-        [call("edit_file", "c2", path="b.txt", old_text="one", new_text="two")],
-        "edited",
-        "only words",
-        "I see",
+def test_undo_takes_back_the_last_turn_that_changed_files_then_the_one_before(tmp_path):
+    make = call("write_file", path="new.txt", content="a")
+    edits = [
+        call("edit_file", f"c{n}", path=f"{n}.txt", old_text="one", new_text="two")
+        for n in range(2)
     ]
-    loop = make_loop(tmp_path, steps)
-    for name in ("a.txt", "b.txt"):
-        (loop.workspace / name).write_text("one")
+    loop = make_loop(tmp_path, [make, "made", *edits, "edited", "only words"])
+    files = [loop.workspace / f"{n}.txt" for n in range(2)]
+    for file in files:
+        file.write_text("one")
     for text in ("make", "edit", "talk"):
         ask(loop, text)
     assert "No turn of this conversation" in ask(loop, "/undo", "cli:other")[0].final_content
-    (loop.workspace / "b.txt").write_text("mine")
+    files[1].write_text("mine")
     told = ask(loop, "/undo")[0].final_content
-    assert told == (
-        "Took back the changes to a.txt. Changed by something else since, and left alone: b.txt. "
-        "What commands (exec) did cannot be undone."
+    assert told.startswith(
+        "Took back the changes to 0.txt. Changed by something else since, and left alone: 1.txt."
     )
-    assert [(loop.workspace / name).read_text() for name in ("a.txt", "b.txt")] == ["one", "mine"]
+    assert [file.read_text() for file in files] == ["one", "mine"]
     assert "Took back the changes to new.txt." in ask(loop, "/undo")[0].final_content
     assert not (loop.workspace / "new.txt").exists()
-    ask(loop, "why?")
-    asked = loop.provider.requests[-1].messages[-1]["content"]
-    assert "undo: the user took back your changes to a.txt]" in asked
-    assert "undo: the user took back your changes to new.txt]" in asked
-    assert "/undo" not in str(loop.provider.requests[-1].messages)
-    assert (own_home / ".nanobot" / "undo").is_dir()
 
 
 def test_a_tool_that_comes_during_the_turn_is_named_to_the_model():
@@ -985,7 +945,7 @@ def test_a_tool_that_comes_during_the_turn_is_named_to_the_model():
         return "waited"
 
     registry.register(wait)
-    provider = ScriptedProvider([[call("wait", "a")], [call("look", "b")], "done"])
+    provider = ScriptedProvider([call("wait", "a"), call("look", "b"), "done"])
     asyncio.run(AgentRunner(provider).run(AgentRunSpec([question()], registry)))
     notes = [str(request.messages[-1]["content"]) for request in provider.requests]
     assert ["[New tools: mcp_late]" in note for note in notes] == [False, True, False]
@@ -998,17 +958,15 @@ def test_the_registry_of_a_program_is_not_changed(tmp_path):
 
 
 def test_a_session_may_overwrite_what_it_has_read_since_new(tmp_path):
-    write = call("write_file", path="notes.md", content="mine")
-    sessions = [("read", "a:1"), ("write", "a:2"), ("write", "a:1"), ("/new", "a:1")]
-    steps = [[call("read_file", path="notes.md")], "read", [write], "", [write], "", [write], ""]
-    loop = make_loop(tmp_path, [step or "done" for step in steps])
-    (loop.workspace / "notes.md").write_text("# me\n")
+    read, write = call("read_file", path="a.md"), call("write_file", path="a.md", content="mine")
+    loop = make_loop(tmp_path, [read, "done", *[write, "done"] * 3])
+    (loop.workspace / "a.md").write_text("# me\n")
+    ask(loop, "read", "a:1")
     refused = []
-    for text, session in [*sessions, ("write", "a:1")]:
-        ask(loop, text, session)
-        last = loop.provider.requests[-1].messages[-1]["content"]
-        refused.append("has 1 line and you have read 0" in str(last))
-    assert refused == [False, True, False, False, True]
+    for text, session in [("write", "a:2"), ("write", "a:1"), ("/new", "a:1"), ("write", "a:1")]:
+        result, _ = ask(loop, text, session)
+        refused += [event["is_error"] for event in result.tool_events]
+    assert refused == [True, False, True]
 
 
 @pytest.mark.parametrize(
@@ -1020,52 +978,35 @@ def test_a_session_may_overwrite_what_it_has_read_since_new(tmp_path):
 )
 def test_the_fence_opens_neither_home_nor_what_holds_it(own_home, tmp_path, settings):
     config = load_config(write_config(own_home, {"tools": settings}), {})
-    (own_home / "outside.txt").write_text("beyond")
-    (tmp_path / "project").mkdir()
+    project = tmp_path / "project"
+    project.mkdir()
+    for path in (own_home / "outside.txt", project / "a.txt", own_home / "other.json"):
+        path.write_text("text")
     skill = nanobot.DATA / "skills" / "weather" / "SKILL.md"
 
-    def reads(path: Path) -> bool:
+    def reads(here: Path, path: Path | str) -> bool:
         loop = AgentLoop(config, ScriptedProvider([]), program=Program(here))
         turn = loop.turn("cli:direct")
         return not asyncio.run(loop.tools.execute("read_file", {"path": str(path)}, turn)).is_error
 
     for here in (own_home, own_home.parent, Path("/")):
-        assert (
-            not reads(own_home / "outside.txt")
-            and reads(config.workspace / "USER.md")
-            and reads(skill)
-        )
-        loop = AgentLoop(config, ScriptedProvider([]), program=Program(here))
-        assert loop.turn("cli:direct").cwd == config.workspace
-    here = tmp_path / "project"
-    (here / "a.txt").write_text("mine")
-    assert reads(here / "a.txt") and reads(Path("a.txt")) and not reads(own_home / "outside.txt")
-    config.tools.restrict_to_workspace, config.tools.exec.sandbox, here = False, "", own_home
-    assert reads(Path("outside.txt"))
+        assert not reads(here, own_home / "outside.txt")
+        assert reads(here, config.workspace / "USER.md") and reads(here, skill)
+    assert reads(project, "a.txt") and not reads(project, own_home / "outside.txt")
+    config.tools.restrict_to_workspace, config.tools.exec.sandbox = False, ""
+    assert reads(own_home, "outside.txt")
     config.path = own_home / "other.json"
-    for name in (".nanobot/config.json", "other.json", ".nanobot/config.json.bak"):
-        (own_home / name).parent.mkdir(exist_ok=True)
-        (own_home / name).write_text("keys")
-        assert not reads(own_home / name), "no settings file is for the model to read"
+    assert not reads(own_home, "other.json"), "no settings file is for the model to read"
 
 
 COMMANDS = [
     ("/help", "/status: version, model"),
-    (
-        "/help",
-        "in a terminal press Ctrl-C",
-    ),  # a line typed during a turn is read after it
     ("/start@my_bot", "I am your agent"),
     (" /NEW\n", "A new conversation begins; the journal keeps the old one."),
     ("/stop", "Nothing is running."),
     ("/continue", "There is no interrupted turn to resume."),
     ("/stopp", "There is no /stopp."),
-    ("/dream", "nothing"),
-    ("/dream-log", "no dream"),
-    (
-        "/dream-log wrong way",
-        "there is no such commit",
-    ),
+    ("/dream-log wrong way", "there is no such commit"),
     ("/dream-restore", "no dream"),
     ("/etc/hosts?", "asked"),
     ("say /new", "asked"),
@@ -1086,29 +1027,21 @@ def test_a_command_is_answered_without_the_model_and_what_is_none_is_a_question(
 
 def test_status_tells_of_the_session_the_window_and_all_since_the_start(tmp_path):
     usage = {"prompt_tokens": 1_200, "completion_tokens": 34}
-    loop = make_loop(
-        tmp_path, [LLMResponse("hi", usage=usage)], context_window_tokens=5_000, max_tokens=100
-    )
+    replies = [LLMResponse("hi", usage=usage)]
+    loop = make_loop(tmp_path, replies, context_window_tokens=5_000, max_tokens=100)
     ask(loop, "hello")
     first, place, second, third = ask(loop, "/status")[0].final_content.split("\n")
     assert place == f"folder {loop.program.folder}, workspace {loop.workspace}"
     assert first == f"nanobot {nanobot.__version__}, model scripted, session cli:direct, 2 messages"
     assert re.fullmatch(r"context \d,\d{3} of 5,000", second)
     assert third == "since the start, a moment ago: 1,200 in · 34 out"
-    for _ in range(8):
-        loop.sessions.get("cli:direct").append(
-            question("word " * 400), {"role": "assistant", "content": "ok"}
-        )
-    assert re.search(
-        r"\n\d+ messages left out \(~[\d,]+ tokens\)\n", ask(loop, "/status")[0].final_content
-    )
 
 
 def test_files_come_before_the_text_images_as_data_and_the_journal_has_a_line_for_each(tmp_path):
     (tmp_path / "cat.png").write_bytes(PNG)
     (tmp_path / "a.txt").write_text("text")
     loop = make_loop(tmp_path, ["a cat", "the same"])
-    media = [tmp_path / "cat.png", str(tmp_path / "a.txt"), tmp_path / "gone.png", tmp_path]
+    media = [tmp_path / "cat.png", str(tmp_path / "a.txt"), tmp_path / "gone.png"]
     ask(loop, "what is it?", media=media)
     image_, text = loop.provider.requests[0].messages[1]["content"]
     assert (image_["type"], text["type"]) == ("image_url", "text")
@@ -1116,7 +1049,6 @@ def test_files_come_before_the_text_images_as_data_and_the_journal_has_a_line_fo
         f"[image: {tmp_path}/cat.png]",
         f"[file: {tmp_path}/a.txt]",
         f"[file: {tmp_path}/gone.png, not readable: No such file or directory]",
-        f"[file: {tmp_path}, not readable: Is a directory]",
         "what is it?",
     ]
     assert journal(loop)[0]["content"] == "\n".join(lines)
@@ -1129,19 +1061,17 @@ def test_files_come_before_the_text_images_as_data_and_the_journal_has_a_line_fo
 def test_what_the_memory_asks_keeps_to_the_limits_and_is_paid_for(tmp_path):
     """A dream edits with three tools, in its home, in the steps that are set."""
     usage = {"prompt_tokens": 10, "completion_tokens": 1}
-    reads = [call("read_file", f"c{n}", path=f"{n}.md") for n in range(9)]
-    steps = [LLMResponse(None, [each], "tool_calls", usage) for each in reads]
+    reads = [[call("read_file", f"c{n}", path=f"{n}.md")] for n in range(9)]
+    steps = [LLMResponse(None, calls, "tool_calls", usage) for calls in reads]
     loop = make_loop(tmp_path, [LLMResponse("[MEMORY] green", usage=usage), *steps], max_tokens=99)
     loop.config.defaults.dream.max_iterations = 3
     loop.memory.append_history("[2026-04-03 00:02] The user likes green best.")
     ask(loop, "/dream")
-    first, *rest = loop.provider.requests
-    assert (len(rest), first.tools, rest[-1].tools) == (4, [], [])
-    for request in rest[:-1]:
-        names = [each["function"]["name"] for each in request.tools]
-        assert sorted(names) == ["edit_file", "read_file", "write_file"]
-    assert {request.options["max_tokens"] for request in loop.provider.requests} == {99}
-    assert f"Cannot read {loop.workspace}/0.md" in results(rest[1].messages)[0]
+    first, *rest, last = loop.provider.requests
+    assert (len(rest), first.tools, last.tools) == (3, [], [])
+    for request in rest:
+        assert sorted(names_of(request.tools)) == ["edit_file", "read_file", "write_file"]
+        assert request.options["max_tokens"] == 99
     assert ": 50 in · 5 out" in ask(loop, "/status")[0].final_content
 
 
@@ -1156,10 +1086,8 @@ def program(own_home: Path, server: FakeLLM) -> Config:
 
 def saves_when_asked(body):
     """An endpoint that answers, and takes its time when it is asked for what is to be remembered."""
-    if any(each["function"]["name"] == "save_memory" for each in body.get("tools", [])):
-        kept = ask_for(
-            "save_memory", history_entry="[2026-04-03 00:02] We spoke of cats.", memory_update=""
-        )
+    if "save_memory" in names_of(body.get("tools", [])):
+        kept = ask_for("save_memory", history_entry="We spoke of cats.", memory_update="")
         return Reply(None, [kept], "tool_calls", delay=0.05)
     return f"{len(body['messages'])} messages"
 
@@ -1171,22 +1099,17 @@ def test_run_answers_in_a_notebook_too_keeps_sessions_apart_and_waits_for_the_me
     with FakeLLM(saves_when_asked) as server:
         config = program(own_home, server)
         config.defaults.memory_window = 4
-        answers = [
-            nanobot.run("hello", *session, config=config)
-            for session in ((), ("cli:b",), (), ("cli:b",))
-        ]
+        sessions = [(), ("cli:b",), (), ("cli:b",), *[("cli:c",)] * 6]
+        answers = [nanobot.run("hello", *session, config=config) for session in sessions]
 
         async def notebook() -> str:
             return nanobot.run("cats", "cli:b", config=config)
 
         assert asyncio.run(notebook()) == "6 messages"
-        for _ in range(6):
-            nanobot.run("hello", "cli:c", config=config)
         assert not before or len(list(opened.iterdir())) < before + 8
-    assert answers == ["2 messages", "2 messages", "2 messages", "4 messages"]
-    assert "We spoke of cats." in (own_home / "ws" / "memory" / "history.jsonl").read_text(
-        encoding="utf-8"
-    )
+    assert answers[:4] == ["2 messages", "2 messages", "2 messages", "4 messages"]
+    history = own_home / "ws" / "memory" / "history.jsonl"
+    assert "We spoke of cats." in history.read_text(encoding="utf-8")
 
 
 def test_run_works_in_the_current_folder_and_streams(own_home, tmp_path, monkeypatch):
@@ -1235,7 +1158,7 @@ HALF_A_CALL = (
     '{"name": "look", "arguments": "{\\"n\\": "}}]}}]}'
 )
 WEATHER = [
-    *(error(status, "The server had an error") for status in (408, 500, 529)),
+    error(500, "The server had an error"),
     error(429, "Rate limit reached. Please try again in 20s."),
     Hang(2.0),
     Raw(f"data: {SAID}\n\n".encode(), hang=2.0),
@@ -1245,7 +1168,6 @@ WEATHER = [
     events_of('{"error": {"message": "Provider returned error", "code": 502}}'),
     Failure(200, "<html>Log in to the hotel WLAN</html>", content_type="text/html"),
     Failure(200, '{"choices": [{"message": {"content": "torn'),
-    error(400, "Use of max_tokens is refused: max_completion_tokens is wanted instead"),
     error(400, "Tool call id was call_1 but must be a-z, A-Z, 0-9, with a length of 9."),
     error(400, "I do not like it"),
     error(401, "Incorrect API key provided: sk-test-key-123456."),
@@ -1259,14 +1181,14 @@ OVERFLOW = error(
 
 
 class Storm:
-    """A script: most requests go well, with calls and answers; the others meet one weather after another."""
+    """Most requests go well, with calls and answers; the others meet one weather after another."""
 
     def __init__(self, seed: int):
         self.dice, self.weather, self.calls = random.Random(seed), list(WEATHER), 0
         self.dice.shuffle(self.weather)
         self.weather.append(
             OVERFLOW
-        )  # comes first: behind a turn that failed a replay would leave out other turns
+        )  # comes first: behind a failure a replay would leave out turns
 
     def __call__(self, body: dict):
         luck = self.dice.random()
@@ -1281,16 +1203,15 @@ class Storm:
 
 def test_after_a_storm_every_message_is_there_once_and_the_next_is_answered(tmp_path, capsys):
     """Each weather once in one session; then the trace of it all is shown again."""
-    storm, turns, trace = Storm(4), [], tmp_path / "trace.jsonl"
+    storm, turns, trace = Storm(1), [], tmp_path / "trace.jsonl"
     with FakeLLM(storm) as server:
         loop = endpoint_loop(tmp_path, server, request_timeout=0.4, idle_timeout=0.4)
         nanobot.record_events(loop, [trace])
 
         async def many_turns():
             while storm.weather:
-                loop.program.streaming, text = len(turns) % 3 > 0, f"question {len(turns)}"
-                before = len(loop.sessions.get("cli:direct").messages)
-                turns.append((text, await loop.process_direct(text, "cli:direct"), before))
+                loop.program.streaming, text = len(turns) % 3 > 0, f"question {len(turns)}."
+                turns.append((text, await loop.process_direct(text, "cli:direct")))
 
         asyncio.run(many_turns())
         check_journal(journal(loop), turns)
@@ -1298,57 +1219,29 @@ def test_after_a_storm_every_message_is_there_once_and_the_next_is_answered(tmp_
         assert result.stop_reason == "completed"
         for body in server.bodies:
             check_grammar(body["messages"])
-        asked = [
-            each["content"] for each in server.bodies[-1]["messages"] if each["role"] == "user"
-        ]
-        sent = "\n".join(map(str, asked))
-        assert all(sent.count(f"\n{text}\n") + sent.endswith(text) == 1 for text, _, _ in turns)
-    assert nanobot.main(["replay", "--fast", str(trace)]) == 1, (
-        "some turns failed, as they did then"
-    )
+        asked = [each for each in server.bodies[-1]["messages"] if each["role"] == "user"]
+        sent = str(asked)
+        assert [sent.count(text) for text, _ in turns] == [1] * len(turns)
+    assert nanobot.main(["replay", "--fast", str(trace)]) == 1, "some turns failed then"
     shown = capsys.readouterr().out
-    ends = [
-        result.final_content[-12:] for _, result, _ in turns if result.stop_reason == "completed"
-    ]
-    assert [end for end in ends if end not in shown] == []
+    answers = [result.final_content for _, result in turns if result.stop_reason == "completed"]
+    assert [text for text in answers if text[-12:] not in shown] == []
 
 
 def check_journal(lines: list[dict], turns: list) -> None:
     """What each turn gave is there, in its place and once; each call has its own result behind it."""
-    own = ("timestamp", "runtime", "n")
-    lines = [{key: value for key, value in line.items() if key not in own} for line in lines]
-    reasons = [result.stop_reason for _, result, _ in turns]
+    plain = [{"role": line["role"], "content": line["content"]} for line in lines]
+    expected = []
+    for text, result in turns:
+        start = max(n for n, each in enumerate(result.messages) if each["role"] == "user")
+        expected += [question(text), *result.messages[start + 1 :]]
+    assert plain == [{"role": each["role"], "content": each["content"]} for each in expected]
+    reasons = [result.stop_reason for _, result in turns]
     assert reasons.count("completed") > 3 and reasons.count("error") > 3, reasons
-    assert [line["content"] for line in lines if line["role"] == "user"] == [
-        text for text, _, _ in turns
-    ]
-    ends = [before for _, _, before in turns[1:]] + [len(lines)]
-    for (text, result, start), end in zip(turns, ends, strict=True):
-        turn = lines[start:end]
-        assert turn[0] == question(text)
-        assert turn[1:] == result.messages[len(result.messages) - len(turn) + 1 :]
-        if result.final_content and result.stop_reason != "empty":
-            assert turn[-1]["content"] == result.final_content.split("\n\n(cut: ")[0]
     asked = [each for line in lines for each in line.get("tool_calls", [])]
     numbers = [json.loads(each["function"]["arguments"])["n"] for each in asked]
     assert results(lines) == [f"saw {number}" for number in numbers]
     assert numbers == sorted(set(numbers)) and len(numbers) > 20
-
-
-def test_why_an_answer_takes_longer_reaches_the_channel_and_hooks_of_ones_own(tmp_path):
-    busy = Failure(429, {"error": {"message": "slow down"}}, {"Retry-After": "7"})
-    with FakeLLM([busy, error(503, "not now"), "here"]) as server:
-        loop, hook = endpoint_loop(tmp_path, server), Told()
-        loop = AgentLoop(loop.config, loop.provider, loop.tools, [Faulty(), hook])
-        result, events = ask(loop, "hello")
-    assert result.final_content == "here", "a faulty hook does not stop the next try"
-    told = [text for kind, text in events if kind == "retry"]
-    assert (
-        told
-        == hook.told
-        == ["HTTP 429: slow down; asking again in 7 s", "HTTP 503: not now; asking again in 2 s"]
-    )
-    assert "asking again" not in loop.sessions.path("cli:direct").read_text(encoding="utf-8")
 
 
 def array_in(raw: bytes, name: str) -> str:
@@ -1362,13 +1255,12 @@ def array_in(raw: bytes, name: str) -> str:
 @pytest.mark.parametrize("streaming", [True, False])
 def test_every_request_begins_with_the_bytes_of_the_last_one(tmp_path, streaming):
     """Prompt caches live on it: the same system message and tools, then all that was sent before."""
-    thinks = Reply(
-        None, [ask_for("look", n=2)], "tool_calls", extra={"reasoning_content": "hm, Größe"}
-    )
+    extra = {"reasoning_content": "hm, Größe"}
+    thinks = Reply(None, [ask_for("look", n=2)], "tool_calls", extra=extra)
     twice = [ask_for("look", n=1), ask_for("look", n=1)]
     script = [twice, error(503, "not now"), thinks, "naïve \u2028 ok\n", "second"]
-    script += [ask_for("nothing_like_it"), ask_for("look", n=-1), "  third "]
-    with FakeLLM(script) as server:
+    script += [ask_for("nothing_like_it"), "  third "]
+    with FakeLLM([*script, "last"]) as server:
         loop = endpoint_loop(tmp_path, server)
         loop.program.streaming = streaming
 
@@ -1377,10 +1269,9 @@ def test_every_request_begins_with_the_bytes_of_the_last_one(tmp_path, streaming
                 await loop.process_direct(text, "cli:direct")
 
         asyncio.run(talk())
-        asked = [request.raw for request in server.requests]
-        assert len(asked) == len(script)
         ask(endpoint_loop(tmp_path, server), "after a restart")
-        asked.append(server.requests[-1].raw)
+        asked = [request.raw for request in server.requests]
+    assert len(asked) == len(script) + 1
     assert len({array_in(raw, "tools") for raw in asked}) == 1
     for before, after in itertools.pairwise(array_in(raw, "messages") for raw in asked):
         assert after.startswith(before), (before[-200:], after[len(before) - 200 :][:400])
@@ -1393,46 +1284,25 @@ def prompt_of(loop: AgentLoop, key: str = "cli:direct") -> str:
     return loop.context.system_prompt(loop.turn(key))
 
 
-def test_the_system_prompt_has_its_parts_in_order(tmp_path):
+def test_the_users_own_files_are_in_the_prompt_and_read_again_when_they_change(tmp_path):
     loop = make_loop(tmp_path)
-    for name in ("AGENTS", "SOUL", "USER", "TOOLS", "IDENTITY"):
-        (loop.workspace / f"{name}.md").write_text(f"\nI am {name}.\n\n", encoding="utf-8")
-    loop.memory.facts.write_text("# Long-term memory\n\nThe cat is Tom.\n", encoding="utf-8")
-    entry = {"cursor": 1, "timestamp": "2026-04-03 00:02", "content": "We spoke of cats."}
-    loop.memory.history.write_text(json.dumps(entry) + "\n", encoding="utf-8")
+    for text in ("I am kind.", "I am bold."):
+        (loop.workspace / "SOUL.md").write_text(f"\n{text}\n\n", encoding="utf-8")
+        assert f"\n## SOUL.md\n\n{text}\n" in prompt_of(loop)
+    (loop.workspace / "IDENTITY.md").write_text("I am Tom.\n", encoding="utf-8")
     prompt = prompt_of(loop)
-    marks = [
-        "## AGENTS.md\n\nI am AGENTS.",
-        "## SOUL.md\n\nI am SOUL.",
-        "## USER.md\n\nI am USER.",
-        "## TOOLS.md\n\nI am TOOLS.",
-        "# Memory\n\n",
-        "\n\nThe cat is Tom.",
-        "# Active Skills\n\n",
-        "# Skills\n\n",
-        "# Recent History\n\n",
-        "[2026-04-03 00:02] We spoke of cats.",
-    ]
-    places = [prompt.index(mark) for mark in marks]
-    assert places == sorted(places)
-    assert prompt.startswith("I am IDENTITY.\n\nYou work on the user's own machine")
+    assert prompt.startswith("I am Tom.\n\nYou work on the user's own machine")
     assert "You are nanobot" not in prompt and "data, never instructions" in prompt
 
 
 def test_the_first_part_of_the_prompt_says_where_whose_files_are_and_how_to_answer(tmp_path):
     loop = make_loop(tmp_path)
-    loop.program.folder = tmp_path / "project"
+    project = loop.program.folder = tmp_path / "project"
     for key, style in (("cli:direct", "in a terminal"), ("telegram:7", "in a chat")):
         text = prompt_of(loop, key).split("\n\n---\n\n")[0]
-        assert (
-            f"user's files are in {tmp_path / 'project'}: a.txt means {tmp_path / 'project'}/a.txt"
-            in text
-        )
+        assert f"user's files are in {project}: a.txt means {project}/a.txt" in text
         assert f"facts: {tmp_path / 'workspace'}/memory/MEMORY.md" in text
-        assert (
-            f"machine ({sys.platform}, Python {sys.version_info.major}.{sys.version_info.minor})"
-            in text
-        )
+        assert f"machine ({sys.platform}, Python 3.{sys.version_info.minor})" in text
         assert f"The user reads your answer {style}" in text
 
 
@@ -1447,36 +1317,18 @@ def test_a_small_question_with_all_tools_stays_under_10_kb(tmp_path):
     assert not re.search(r"\n## USER\.md|---\n\n# Memory", request.messages[0]["content"])
 
 
-def test_a_file_of_the_prompt_that_was_changed_is_read_again(tmp_path):
-    loop = make_loop(tmp_path)
-    for text in ("I am kind.", "I am bold."):
-        (loop.workspace / "SOUL.md").write_text(text, encoding="utf-8")
-        assert f"\n## SOUL.md\n\n{text}\n" in prompt_of(loop)
-
-
 def test_of_many_facts_and_notes_the_newest_are_in_the_prompt(tmp_path):
-    loop = make_loop(
-        tmp_path, context_window_tokens=6_000, max_tokens=100
-    )  # 1,219 tokens for the memory
-    loop.memory.facts.write_text(
-        "\n".join(f"fact {n}: {'x' * 90}" for n in range(30)), encoding="utf-8"
-    )
-    notes = [
-        {"cursor": n, "timestamp": "2026-04-03 00:02", "content": f"note {n}: {'y' * 70}"}
-        for n in range(1, 61)
-    ]
-    loop.memory.history.write_text(
-        "".join(f"{json.dumps(note)}\n" for note in notes), encoding="utf-8"
-    )
-    prompt = prompt_of(loop)
-    assert "fact 0:" in prompt and "fact 29:" in prompt and "note 60:" in prompt
-    recent = prompt.split("# Recent History\n\n")[1]
-    assert "note 10:" not in recent and len(recent) < 6_000
-    loop.memory.facts.write_text(
-        "\n".join(f"fact {n}: {'x' * 90}" for n in range(20_000)), encoding="utf-8"
-    )
-    prompt = prompt_of(loop)
-    assert "fact 19999:" in prompt and "fact 9999:" not in prompt and len(prompt) < 20_000
+    # 1,219 tokens for the memory
+    loop = make_loop(tmp_path, context_window_tokens=6_000, max_tokens=100)
+    for number in range(1, 61):
+        loop.memory.append_history(f"note {number}: {'y' * 70}")
+    for count, oldest in ((30, 0), (20_000, 19_999)):
+        facts = [f"fact {n}: {'x' * 90}" for n in range(count)]
+        loop.memory.facts.write_text("\n".join(facts), encoding="utf-8")
+        prompt = prompt_of(loop)
+        assert f"fact {oldest}:" in prompt and f"fact {count - 1}:" in prompt
+        assert len(prompt) < 20_000 and ("fact 9999:" in prompt) is False
+        assert "note 60:" in prompt and "note 10:" not in prompt
 
 
 def test_a_workspace_is_private_filled_once_and_never_overwritten(tmp_path):
@@ -1489,15 +1341,11 @@ def test_a_workspace_is_private_filled_once_and_never_overwritten(tmp_path):
     assert (home / "SOUL.md").read_text(encoding="utf-8") == "mine" and (home / "USER.md").exists()
     ask(loop, "hello")
     path = loop.sessions.path("cli:direct")
-    assert [each.stat().st_mode & 0o777 for each in (home, path.parent, path)] == [
-        0o700,
-        0o700,
-        0o600,
-    ]
-    with pytest.raises(ConfigError) as caught:
+    modes = [each.stat().st_mode & 0o777 for each in (home, path.parent, path)]
+    assert modes == [0o700, 0o700, 0o600]
+    said = f"Cannot write the workspace {path}/ws: Not a directory. Choose another folder"
+    with pytest.raises(ConfigError, match=re.escape(said)):
         make_loop(tmp_path, workspace=str(path / "ws"))
-    said = f"Cannot write the workspace {path}/ws: Not a directory. Choose another folder with --workspace."
-    assert str(caught.value) == said
 
 
 # ---- Settings ----
@@ -1685,8 +1533,6 @@ def test_servers_that_stand_at_the_top_join_those_in_their_place_and_this_is_sai
     servers = load_config(write_config(own_home, settings), {}).tools.mcp_servers
     assert {name: server.command for name, server in servers.items()} == {"a": "inside", "b": "top"}
     assert "mcpServers.b.autoApprove: unknown key" in caplog.text and "enabledTools" in caplog.text
-    alone = load_config(write_config(own_home, {"mcpServers": pasted}), {}).tools
-    assert sorted(alone.mcp_servers) == ["a", "b"] and alone.exec.timeout == 60
 
 
 # Each setting below has its effect where it is used, not only in what was read.
@@ -1725,17 +1571,16 @@ def test_the_settings_of_a_model_and_its_provider_reach_the_endpoint(own_home, t
         for number in range(100):
             (own_home / "project" / f"{number:0>40}").touch()
         result, _ = ask(loop, "look")
-    for request in server.requests:
-        assert (request.headers["authorization"], request.headers["x-title"]) == (
-            "Bearer sk-mine",
-            "kit",
-        )
-        assert {"model": "m", "temperature": 0.25, "min_p": 0.1}.items() <= request.body.items()
-        assert 777 in (request.body.get("max_tokens"), request.body.get("max_completion_tokens"))
+    headers, body = server.requests[0].headers, server.bodies[0]
+    assert (headers["authorization"], headers["x-title"]) == ("Bearer sk-mine", "kit")
+    assert {
+        "model": "m",
+        "temperature": 0.25,
+        "min_p": 0.1,
+        "max_tokens": 777,
+    }.items() <= body.items()
     assert result.final_content == ("done" if text_calls == "auto" else written)
-    assert ["the text is in" in text for text in results(result.messages)] == [True] * len(
-        result.tools_used
-    )
+    assert all("the text is in" in text for text in results(result.messages))
     assert loop.cost.line(result.usage).endswith(f" · {result.usage['prompt_tokens']:.4f}")
 
 
@@ -1747,20 +1592,18 @@ ALL_TOOLS += " web_fetch web_search spawn cron"
     ("off", "gone"), [("", ""), ("exec", "exec"), ("web", "web_fetch web_search")]
 )
 def test_the_tools_are_these_and_two_sorts_can_be_switched_off(own_home, off, gone):
-    loop = loop_of(own_home, {"tools": {off: {"enable": False}} if off else {}}, ["ok"])
-    ask(loop, "hello")
-    names = [each["function"]["name"] for each in loop.provider.requests[0].tools]
+    loop = loop_of(own_home, {"tools": {off: {"enable": False}} if off else {}})
+    names = names_of(loop.tools.get_definitions())
     assert sorted(names) == sorted(set(ALL_TOOLS.split()) - set(gone.split()))
 
 
 def test_the_settings_of_exec_and_of_the_web_have_their_effect(own_home, monkeypatch):
     monkeypatch.setenv("SEEN", "yes")
     monkeypatch.setenv("UNSEEN", "no")
-    program = own_home / "more" / "my-program"
-    program.parent.mkdir()
+    program = own_home / "my-program"
     program.write_text("#!/bin/sh\necho it runs\n")
     program.chmod(0o755)
-    shell = {"timeout": 1, "pathAppend": str(program.parent), "allowedEnvKeys": ["SEEN"]}
+    shell = {"timeout": 1, "pathAppend": str(own_home), "allowedEnvKeys": ["SEEN"]}
     search = {"provider": "tavily", "apiKey": "k", "baseUrl": "http://127.0.0.1:65000"}
     tools = {"exec": shell, "web": {"search": search}, "ssrfWhitelist": ["127.0.0.0/8"]}
     calls = [
@@ -1768,12 +1611,11 @@ def test_the_settings_of_exec_and_of_the_web_have_their_effect(own_home, monkeyp
         call("web_search", query="x"),
         call("web_fetch", url="http://127.0.0.1:65000/"),
     ]
-    ran, searched, fetched = ask(loop_of(own_home, {"tools": tools}, [calls, "done"]), "go")[
-        0
-    ].tool_events
-    assert ran["result"].startswith("it runs\n[yes]\n") and "Timed out after 1 s" in ran["result"]
+    loop = loop_of(own_home, {"tools": tools}, [calls, "done"])
+    ran, searched, fetched = [event["result"] for event in ask(loop, "go")[0].tool_events]
+    assert ran.startswith("it runs\n[yes]\n") and "Timed out after 1 s" in ran
     refused = "no address accepted the connection"  # but it may be asked
-    assert refused in searched["result"] and refused in fetched["result"]
+    assert refused in searched and refused in fetched
     wide = {"tools": {"exec": {"sandbox": "bwrap", "sandboxNetwork": True}}}
     confined = loop_of(own_home, wide).tools.get("exec")
     assert (confined.sandbox, confined.network) == ("bwrap", True)
@@ -1816,11 +1658,10 @@ def test_messages_of_a_chat_are_answered_in_order_chats_side_by_side_and_command
     async def work(chats):
         await asyncio.sleep(0)
         tasks = len(asyncio.all_tasks())  # a gateway runs for months: in the end there are as many
-        await chats.say("one", "1")
-        await chats.say("late", "1")
-        await chats.say("two", "2")
-        await gates["one"].reached.wait()
-        await gates["two"].reached.wait()  # both at once
+        for text, chat in (("one", "1"), ("late", "1"), ("two", "2")):
+            await chats.say(text, chat)
+        for gate in gates.values():
+            await gate.reached.wait()  # both at once
         await chats.say("/help", "1")
         await chats.answered(1, "1")
         await chats.say("/stop", "2")
@@ -1830,10 +1671,7 @@ def test_messages_of_a_chat_are_answered_in_order_chats_side_by_side_and_command
         assert chats.texts("1") == ["one"]
         gates["one"].open.set()
         await chats.answered(3, "1")
-        assert chats.finals("1")[0].startswith("/start: ") and chats.finals("1")[1:] == [
-            "to one",
-            "to late",
-        ]
+        assert chats.finals("1")[0].startswith("/start: ")
         assert chats.texts("1") == ["one", "to one", "late", "to late"], "as the model met them"
         await chats.until(lambda: len(asyncio.all_tasks()) == tasks and not chats.loop.turns.locks)
 
@@ -1862,19 +1700,12 @@ def test_messages_that_come_while_tools_run_join_the_turn_behind_them_three_at_a
         for gate in gates:
             gate.open.set()
         await chats.answered()
-        one, two, three = chats.model.asked
-        assert ["".join(re.findall(r"<(\d)>", str(users(each)))) for each in (one, two, three)] == [
-            "0",
-            "0123",
-            "012345",
-        ]
-        assert two.messages[: len(one.messages)] == one.messages
-        assert three.messages[: len(two.messages)] == two.messages
-        assert roles(two.messages)[-3:] == ["assistant", "tool", "user"]
-        blocks = [block["type"] for block in two.messages[-1]["content"]]
-        assert blocks.count("image_url") == 1 and set(blocks) == {"image_url", "text"}, (
-            "shown with its text"
-        )
+        seen = ["".join(re.findall(r"<(\d)>", str(users(each)))) for each in chats.model.asked]
+        assert seen == ["0", "0123", "012345"]
+        added = chats.model.asked[1].messages[-3:]
+        assert roles(added) == ["assistant", "tool", "user"]
+        blocks = [block["type"] for block in added[-1]["content"]]
+        assert blocks.count("image_url") == 1, "shown with its text"
         assert "base64" not in str(journal(chats.loop, "desk:1"))
         assert chats.desk.sent[-1].reply_to == "id5" and chats.finals() == ["all of it"]
 
@@ -1912,12 +1743,11 @@ def test_whenever_messages_come_each_is_answered_in_one_turn_and_the_journal_is_
             ids = [next(numbers) for _ in range(dice.randint(1, 3))]
             calls = [call(dice.choice(["act", "watch"]), f"c{n}", n=n) for n in ids]
             return LLMResponse(None, calls, "tool_calls")
-        answered = str(
-            [each["content"] for each in request.messages if each["role"] == "assistant"]
-        )
-        return " ".join(
-            text for text in re.findall(r"<\w\.\d>", str(users(request))) if text not in answered
-        )
+        said = [str(each["content"]) for each in request.messages if each["role"] == "assistant"]
+        new = [
+            text for text in re.findall(r"<\w\.\d>", str(users(request))) if text not in str(said)
+        ]
+        return " ".join(new)
 
     async def talk(chats, chat):
         for number in range(10):
@@ -1928,18 +1758,16 @@ def test_whenever_messages_come_each_is_answered_in_one_turn_and_the_journal_is_
         await asyncio.gather(*(talk(chats, chat) for chat in "abcd"))
         for chat in "abcd":
             await chats.until(lambda chat=chat: len(" ".join(chats.finals(chat)).split()) == 10)
-            assert sorted(" ".join(chats.finals(chat)).split()) == [
-                f"<{chat}.{n}>" for n in range(10)
+            answered = sorted(" ".join(chats.finals(chat)).split())
+            assert answered == [f"<{chat}.{n}>" for n in range(10)]
+            asked = [
+                each.messages for each in chats.model.asked if f"<{chat}." in str(each.messages)
             ]
-            requests = [each for each in chats.model.asked if f"<{chat}." in str(each.messages)]
-            for request in requests:
-                check_grammar(request.messages)
-            sent = [request.messages for request in requests]
-            assert all(
-                later[: len(earlier)] == earlier for earlier, later in itertools.pairwise(sent)
-            )
-            whole = legal([sent[-1][0], *chats.session(chat).history()], reply=False)
-            assert whole[:-1] == sent[-1] and not chats.session(chat).unfinished
+            for earlier, later in itertools.pairwise(asked):
+                check_grammar(later)
+                assert later[: len(earlier)] == earlier
+            whole = legal([asked[-1][0], *chats.session(chat).history()], reply=False)
+            assert whole[:-1] == asked[-1] and not chats.session(chat).unfinished
 
     serve(tmp_path, script, work, act, watch, max_tool_iterations=1_000)
 
@@ -1975,7 +1803,6 @@ LIMIT = "so far\n\n(the limit of steps (maxToolIterations) is reached; ask the a
 NO_REASON = "Sorry, that failed: the endpoint ended its answer with an error"
 TOLD_IN_A_CHAT = {
     "an answer": (lambda n: " done\n", "done"),
-    "an endpoint that fails": (lambda n: GONE, "Sorry, that failed: it is gone"),
     "half an answer": (lambda n: [cut("half"), GONE][n], "half\n\nSorry, that failed: it is gone"),
     "an end with an error and no text": (lambda n: LLMResponse(None, [], "error"), NO_REASON),
     "silence": (lambda n: "", NOTHING),
@@ -2043,19 +1870,10 @@ def test_a_journal_that_cannot_be_read_holds_up_no_other_and_loses_nothing(tmp_p
         if text == "dig":
             return await gate.wait("gold")
         asks = text == "go" and is_question(request)
-        return (
-            call("spawn", task="dig")
-            if asks
-            else "It found gold."
-            if "gold" in text
-            else f"to {text}"
-        )
+        return call("spawn", task="dig") if asks else f"to {text}"
 
     async def work(chats):
         await chats.answered(1, "3")
-        assert len(chats.loop.sessions.get("cli:direct").messages) == 1, (
-            "there is no such channel here"
-        )
         await chats.say("go")
         await chats.answered()
         path = chats.session().path
@@ -2066,11 +1884,10 @@ def test_a_journal_that_cannot_be_read_holds_up_no_other_and_loses_nothing(tmp_p
         path.rmdir()
         aside.rename(path)
         await chats.answered(2)
-        assert chats.finals() == ["to go", "It found gold."]
+        assert chats.finals()[0] == "to go" and "gold" in chats.finals()[1]
 
     sessions = make_loop(tmp_path).sessions
-    for key in ("cli:direct", "desk:3"):
-        sessions.get(key).append(question("hello"))
+    sessions.get("desk:3").append(question("hello"))
     sessions.path("desk:2").mkdir()
     serve(tmp_path, script, work)
     assert "desk%3A2.jsonl" in caplog.text, "it is told which"
@@ -2092,17 +1909,11 @@ def test_stop_between_the_journalled_answer_and_its_delivery_loses_nothing(tmp_p
 
 def test_in_a_group_the_text_begins_with_who_said_it_but_a_command_stays_one(tmp_path):
     async def work(chats):
-        for count, (text, speaker) in enumerate(
-            [("hello", "Ada"), ("/new", "Bob"), ("hi", "Bob")], 1
-        ):
-            await chats.say(text, speaker=speaker)
+        for count, text in enumerate(["hello", "/new"], 1):
+            await chats.say(text, speaker="Ada")
             await chats.answered(count)
-        said = chats.finals()
-        assert (
-            said[0] == "to Ada: hello"
-            and "A new conversation" in said[1]
-            and said[2] == "to Bob: hi"
-        )
+        hello, new = chats.finals()
+        assert hello == "to Ada: hello" and "A new conversation" in new
 
     serve(tmp_path, echo, work)
 
@@ -2110,81 +1921,56 @@ def test_in_a_group_the_text_begins_with_who_said_it_but_a_command_stays_one(tmp
 # ---- Helpers ----
 
 
-def test_a_helper_reports_in_its_chat_in_the_agents_words_and_status_counts_it(tmp_path):
+def test_a_helper_reports_in_its_chat_in_the_agents_words(tmp_path):
     """It knows the date and the skills, and has no tools that reach the user."""
     gate = Gate()
 
     async def script(request):
         text = users(request)[-1]
         if text == "dig":
-            assert not {"spawn", "message", "cron"} & {
-                each["function"]["name"] for each in request.tools
-            }
-            prompt = request.messages[0]["content"]
-            assert "# Skills" in prompt and "Time: 2" in request.messages[-1]["content"]
+            assert not {"spawn", "message", "cron"} & set(names_of(request.tools))
+            assert "# Skills" in request.messages[0]["content"]
+            assert "Time: 2" in request.messages[-1]["content"]
             return await gate.wait("gold")
         if text == "dive":
             return failed("no water")
-        if "[The helper" in text:
-            return "It found gold for you." if "gold" in text else "It cannot dive."
         calls = [call("spawn", "a", task="dig", label="digger"), call("spawn", "b", task="dive")]
-        return (
-            LLMResponse(None, calls, "tool_calls")
-            if text == "go" and is_question(request)
-            else "begun"
-        )
+        asks = text == "go" and is_question(request)
+        return LLMResponse(None, calls, "tool_calls") if asks else f"to {text}"
 
     async def work(chats):
-        await chats.say("go", "1")
+        await chats.say("go")
         await chats.answered(2)
-        await chats.say("hello", "2")
-        await chats.answered(1, "2")
-        await chats.say("/status", "1")
-        await chats.answered(3)
         gate.open.set()
-        await chats.answered(4)
-        begun, dived, status, found = chats.finals()
-        assert (begun, dived, found) == ("begun", "It cannot dive.", "It found gold for you.")
-        assert "\ncontext " in status and chats.finals("2") == ["begun"]
-        told = [text for text in chats.texts() if str(text).startswith("[The helper")]
-        assert (
-            '[The helper "dive" has ended.' in told[0]
-            and "did not finish (error): no water" in told[0]
-        )
-        assert '[The helper "digger" has ended.' in told[1] and "\n\ngold\n\n" in told[1]
-        assert results(chats.session().messages)[0] == (
-            "Helper 'digger' is at work. Its result arrives as a message. Go on, or stop here."
-        )
+        await chats.answered(3)
+        begun, dived, found = chats.finals()
+        assert begun == "to go"
+        assert dived.startswith('to [The helper "dive" has ended.')
+        assert "did not finish (error): no water" in dived
+        assert found.startswith('to [The helper "digger" has ended.') and "\n\ngold\n\n" in found
 
     serve(tmp_path, script, work)
 
 
 @pytest.mark.parametrize(
-    ("session", "wait", "does", "said"),
+    ("session", "does", "said"),
     [
-        ("cli:direct", True, lambda n: "gold", "gold"),
+        ("cli:direct", lambda n: "gold", "gold"),
         (
             "cron:j1",
-            False,
             lambda n: "gold",
             "gold",
         ),  # when a job has ended, nobody hears what comes later
+        ("cli:direct", lambda n: failed("no model"), "The helper did not finish (error): no model"),
         (
             "cli:direct",
-            True,
-            lambda n: failed("no such model"),
-            "The helper did not finish (error): no such model",
-        ),
-        (
-            "cli:direct",
-            True,
             lambda n: call("list_dir", path=f"/{n}") if n < 15 else "",
             "The helper did not finish (max_iterations): I stopped at the limit of 15 steps.",
         ),
     ],
 )
 def test_a_helper_that_is_waited_for_gives_its_answer_or_why_it_has_none(
-    tmp_path, session, wait, does, said
+    tmp_path, session, does, said
 ):
     count = itertools.count()
 
@@ -2192,6 +1978,7 @@ def test_a_helper_that_is_waited_for_gives_its_answer_or_why_it_has_none(
         if users(request) == ["dig"]:
             assert request.options == {"max_tokens": 99, "temperature": 0.5}
             return does(next(count))
+        wait = session == "cli:direct"
         return call("spawn", task="dig", wait=wait) if is_question(request) else "so it is"
 
     loop = agent(settings_for(tmp_path, max_tokens=99, temperature=0.5), Model(script))
@@ -2217,7 +2004,6 @@ def test_at_most_four_helpers_work_at_once_and_stop_ends_those_of_its_chat(tmp_p
         for text, chat, count in (("/stop", "2", 1), ("/stop", "1", 2)):
             await chats.say(text, chat)
             await chats.answered(count, chat)
-        gate.open.set()
         assert chats.finals("2") == ["Nothing is running."]
         assert not chats.loop.subagents.of("desk:1")
 
@@ -2232,21 +2018,19 @@ def test_what_needs_approval_needs_it_in_a_helper_too_and_is_refused_in_a_job(tm
         return "y" if "spawn" in question else "n"
 
     async def script(request):
-        if "dig" in users(request)[-1]:
-            is_first = is_question(request)
-            return (
-                call("exec", command="touch hole") if is_first else request.messages[-1]["content"]
-            )
-        return call("spawn", task="dig", wait=True) if is_question(request) else "so it is"
+        if not is_question(request):
+            return request.messages[-1]["content"]
+        if users(request)[-1].endswith("dig"):
+            return call("exec", command="touch hole")
+        return call("spawn", task="dig", wait=True)
 
     loop = agent(settings_for(tmp_path), Model(script))
     loop.hooks.append(ApprovalHook(loop.tools, ask_user))
-    assert "did not approve" in ask(loop, "go")[0].tool_events[0]["result"]
+    assert "did not approve" in ask(loop, "go")[0].final_content
     assert "nobody can be asked here" in ask(loop, "dig", "cron:j1")[0].final_content
-    assert questions == ["spawn", "exec"], "nobody sits there who could be asked for a job"
     loop.tools.get("spawn").read_only = True  # so that the helper of a job gets to its call
-    assert "nobody can be asked here" in ask(loop, "go", "cron:j2")[0].tool_events[0]["result"]
-    assert questions == ["spawn", "exec"]
+    assert "nobody can be asked here" in ask(loop, "go", "cron:j2")[0].final_content
+    assert questions == ["spawn", "exec"], "nobody sits there who could be asked for a job"
     assert not (loop.workspace / "hole").exists()
 
 
@@ -2255,37 +2039,17 @@ def test_what_needs_approval_needs_it_in_a_helper_too_and_is_refused_in_a_job(tm
 
 def test_the_message_tool_reaches_known_chats_and_its_text_is_not_said_twice(tmp_path):
     """After the tool wrote to the chat, the final answer never arrived."""
-    (tmp_path / "outside.txt").write_text("secret")
-    to_nobody = "There is no conversation in the chat desk:99. Known chats: desk:1, desk:2"
-    cases = {  # what the model writes, what is sent in this chat, what the tool says
-        "same": (
-            {"content": "from the tool"},
-            ["from the tool", "final of same"],
-            "Sent to desk:1.",
-        ),
-        "repeated": ({"content": "final of repeated"}, ["final of repeated"], "Sent to desk:1."),
-        "other": ({"content": "for you", "chat_id": "2"}, ["final of other"], "Sent to desk:2."),
-        "stranger": ({"content": "psst", "chat_id": "99"}, ["final of stranger"], to_nobody),
-        "nowhere": (
-            {"content": "x", "channel": "cron", "chat_id": "j"},
-            ["final of nowhere"],
-            "There is no conversation in",
-        ),
-        "file": (
-            {"content": "here", "media": ["a.txt"]},
-            ["here", "final of file"],
-            "Sent to desk:1.",
-        ),
-        "gone": (
-            {"content": "x", "media": ["a.txt", "b"]},
-            ["final of gone"],
-            f"There is no file {tmp_path}",
-        ),
-        "outside": (
-            {"content": "x", "media": [str(tmp_path / "outside.txt")]},
-            ["final of outside"],
-            "",
-        ),
+    outside = tmp_path / "outside.txt"
+    outside.write_text("secret")
+    nobody = "There is no conversation in the chat desk:99. Known chats: desk:1, desk:2"
+    cases = {  # what the model writes, what the tool says, what arrives here before the answer
+        "same": ({"content": "from the tool"}, "Sent to desk:1.", ["from the tool"]),
+        "repeated": ({"content": "final of repeated"}, "Sent to desk:1.", []),
+        "other": ({"content": "for you", "chat_id": "2"}, "Sent to desk:2.", []),
+        "stranger": ({"content": "psst", "chat_id": "99"}, nobody, []),
+        "file": ({"content": "here", "media": ["a.txt"]}, "Sent to desk:1.", ["here"]),
+        "gone": ({"content": "x", "media": ["a.txt", "b"]}, f"There is no file {tmp_path}", []),
+        "outside": ({"content": "x", "media": [str(outside)]}, f"{outside} is outside", []),
     }
 
     async def script(request):
@@ -2295,23 +2059,20 @@ def test_the_message_tool_reaches_known_chats_and_its_text_is_not_said_twice(tmp
 
     async def work(chats):
         chats.loop.config.tools.restrict_to_workspace = True
-        chats.loop.sessions.get("cron:j").append(question("x"))
         (chats.loop.workspace / "a.txt").write_text("mine")
         await chats.say("hello", "2")
         await chats.answered(1, "2")
-        for text, (_, finals, said) in cases.items():
+        for text, (_, said, sent) in cases.items():
             before = len(chats.finals())
             await chats.say(text)
-            await chats.answered(before + len(finals))
+            await chats.answered(before + len(sent) + 1)
             await chats.at_rest()
-            assert chats.finals()[before:] == finals
-            told = results(chats.session().messages)[-1]
-            assert said[:40] in told and told.startswith("Sent") == said.startswith("Sent")
+            assert chats.finals()[before:] == [*sent, f"final of {text}"]
+            assert said[:40] in results(chats.session().messages)[-1]
         await chats.answered(2, "2")
         assert chats.finals("2") == ["final of hello", "for you"]
-        assert [Path(path).name for message in chats.desk.sent for path in message.media] == [
-            "a.txt"
-        ]
+        files = [Path(path).name for message in chats.desk.sent for path in message.media]
+        assert files == ["a.txt"]
         await chats.say("yes", "2")
         await chats.answered(3, "2")
         assert "for you" in str(chats.model.asked[-1].messages), "its user may answer it"
@@ -2321,6 +2082,7 @@ def test_the_message_tool_reaches_known_chats_and_its_text_is_not_said_twice(tmp
 
 def test_what_the_message_tool_said_in_an_outage_arrives_after_a_restart_and_once(tmp_path):
     """It says "Sent": text and file wait on the disk, as an answer does."""
+    sent = []
 
     async def script(request):
         arguments = {"content": "look at this", "media": ["a.txt"]}
@@ -2332,25 +2094,22 @@ def test_what_the_message_tool_said_in_an_outage_arrives_after_a_restart_and_onc
         await chats.say("hello")
         await chats.until(lambda: "done" in chats.texts())
 
-    sent = []
-
     async def again(chats):
         for _ in range(100):
             await asyncio.sleep(0)
         if not sent:
             await chats.answered(2)
         await chats.at_rest()
-        sent.append([(event.content, len(event.media)) for event in chats.desk.sent])
+        sent.append(chats.finals() + [path for each in chats.desk.sent for path in each.media])
 
     serve(tmp_path, script, shut)
     for _ in range(2):
         serve(tmp_path, script, again)
-    assert sorted(sent[0]) == [("", 1), ("done", 0), ("look at this", 0)] and sent[1] == []
-    texts = [text for text, files in sent[0] if not files]
-    assert texts == ["look at this", "done"], "in the order in which it was said"
+    first, second = sent
+    assert first[:2] == ["look at this", "done"] and len(first) == 3 and second == []
 
 
-@pytest.mark.parametrize("media", [5, "a.txt", [7]])
+@pytest.mark.parametrize("media", ["a.txt", [7]])
 def test_a_waiting_message_with_odd_files_is_set_aside_and_its_chat_goes_on(tmp_path, media):
     async def work(chats):
         inbox = chats.loop.sessions.inbox("desk:1")
@@ -2362,43 +2121,35 @@ def test_a_waiting_message_with_odd_files_is_set_aside_and_its_chat_goes_on(tmp_
         await chats.at_rest()
         aside = inbox.path.with_name(f"{inbox.path.name}.corrupt").read_text()
         assert '"odd"' in aside and not inbox.path.exists()
-        assert users(chats.model.asked[-1]) == ["one\n\ntwo"]
+        assert chats.finals() == ["to one\n\ntwo"]
 
-    async def script(request):
-        return "fine"
-
-    serve(tmp_path, script, work)
+    serve(tmp_path, echo, work)
 
 
 def test_stop_while_a_long_answer_is_being_sent_sends_no_more_of_it_and_says_so(tmp_path):
     class Slow(Desk):
         async def send(self, message):
-            if message.content == "long":
-                while message.parts_sent < 10_000:  # as Telegram's
-                    message.parts_sent += 1
-                    await asyncio.sleep(0.01)
-                return
-            await super().send(message)
-
-    async def script(request):
-        return "long" if users(request)[-1] == "tell me" else "short"
+            if message.content != "to long":
+                return await super().send(message)
+            while message.parts_sent < 10_000:  # as Telegram's
+                message.parts_sent += 1
+                await asyncio.sleep(0.01)
 
     async def whole() -> None:
-        loop = agent(settings_for(tmp_path), Model(script))
+        loop = agent(settings_for(tmp_path), Model(echo))
         async with Chats(loop, Slow()) as chats:
-            await chats.say("tell me")
-            await chats.until(lambda: "long" in chats.texts() and not loop.turns.tasks)
+            await chats.say("long")
+            await chats.until(lambda: "to long" in chats.texts() and not loop.turns.tasks)
             await chats.say("/stop")
             await chats.answered(1)
             assert "the rest of the answer is not sent" in chats.finals()[0]
             await chats.until(lambda: not chats.session().undelivered)
             await chats.say("go on")
             await chats.answered(2)
-            assert chats.finals()[1] == "short"
             await chats.at_rest()
             await chats.say("/stop")
             await chats.answered(3)
-            assert chats.finals()[2] == "Nothing is running."
+            assert chats.finals()[1:] == ["to go on", "Nothing is running."]
 
     asyncio.run(whole())
 
@@ -2407,7 +2158,6 @@ def test_a_tool_hint_never_has_empty_quotes():
     for name, arguments, shown in [
         ("message", {"content": "", "media": ["a.pdf"]}, 'message(["a.pdf"])'),
         ("cron", {"action": "add", "message": "water"}, 'cron("water")'),
-        ("cron", {"action": "list"}, 'cron("list")'),
         ("read_file", {"limit": 5, "path": "a.txt"}, 'read_file("a.txt")'),
         ("web_search", {"query": ""}, "web_search()"),
     ]:
@@ -2428,49 +2178,35 @@ async def run_job(chats: Chats, name: str, chat: str = "desk:1") -> None:
 def test_the_answer_of_a_job_goes_to_its_chat_and_its_failure_too(tmp_path, fails):
     """What it tells stands before a message that waits, and each run begins afresh."""
     gate = Gate()
+    said = "The job j1 (stretch) failed. Sorry, that failed: no luck" if fails else "Stretch!"
 
     async def script(request):
         if users(request)[-1] == "first":
             return await gate.wait("yes")
-        is_job = "Channel: cron" in request.messages[-1]["content"]
-        return (
-            failed("no such luck")
-            if fails and is_job
-            else "Stretch!"
-            if is_job
-            else await echo(request)
-        )
+        if "Channel: cron\nChat: j1" not in request.messages[-1]["content"]:
+            return "noted"
+        return failed("no luck") if fails else "Stretch!"
 
     async def work(chats):
         await chats.say("first")
         await gate.reached.wait()
         for number in range(6):
-            with (
-                pytest.raises(RuntimeError, match="no such luck")
-                if fails
-                else contextlib.nullcontext()
-            ):
+            try:
                 await run_job(chats, f"j1@{number}")
+            except RuntimeError as error:
+                assert fails and "no luck" in str(error)
         await chats.say("second")
         gate.open.set()
         await chats.answered(8)
-        said = (
-            "The job j1 (stretch) failed. Sorry, that failed: no such luck" if fails else "Stretch!"
-        )
-        assert chats.finals()[:7] == ["yes", *[said] * 6] and "second" in chats.finals()[7]
-        texts = [line["content"] for line in journal(chats.loop, "desk:1")]
-        assert texts[:-1] == ["first", "yes", *[said] * 6, "second"]
+        assert chats.finals() == ["yes", *[said] * 6, "noted"]
+        assert chats.texts() == ["first", "yes", *[said] * 6, "second", "noted"]
         _, *jobs, last = chats.model.asked
         assert {len(request.messages) for request in jobs} == {2}
-        assert users(jobs[0])[0].endswith(
-            "do this now, or to tell the user if it is a reminder: stretch"
-        )
-        assert "Channel: cron\nChat: j1" in jobs[0].messages[-1]["content"]
-        assert said in str(last.messages)
+        task = "do this now, or to tell the user if it is a reminder: stretch"
+        assert users(jobs[0])[0].endswith(task) and said in str(last.messages)
         await chats.loop.background.settled()
-        assert not [
-            entry for entry in chats.loop.memory.entries() if entry["session"].startswith("cron:")
-        ]
+        sources = [entry["session"] for entry in chats.loop.memory.entries()]
+        assert not [key for key in sources if key.startswith("cron:")]
 
     serve(tmp_path, script, work, memory_window=8)
 
@@ -2488,20 +2224,15 @@ def test_a_run_that_was_killed_behind_its_report_does_not_report_twice(tmp_path)
         await run_job(chats, "j1@13:00", "cli:direct")
 
     async def second(chats):
-        for name, chat in (
-            ("j1@12:00", "desk:1"),
-            ("j1@13:00", "desk:1"),
-            ("j1@13:00", "cli:direct"),
-        ):
-            await run_job(chats, name, chat)
+        await run_job(chats, "j1@12:00")
+        for chat in ("desk:1", "cli:direct"):
+            await run_job(chats, "j1@13:00", chat)
         await run_job(chats, "j1@14:00")
         await chats.answered(2)
         await chats.at_rest()
         assert len(chats.finals()) == 2 and len(chats.texts()) == 3
         (line,) = chats.loop.sessions.inbox("cli:direct").read()
-        assert (line["kind"], "stretch" in line["content"]) == ("report", True), (
-            "it waits for the terminal"
-        )
+        assert line["kind"] == "report" and "stretch" in line["content"], "for the terminal"
 
     serve(tmp_path, echo, first)
     serve(tmp_path, echo, second)
@@ -2511,10 +2242,9 @@ def test_a_job_of_a_terminal_runs_in_its_folder_and_fails_if_the_folder_is_gone(
     async def work(chats):
         place = tmp_path / "my folder"
         place.mkdir()
-        turn = chats.loop.turn("cli:2026-11-23-0120-ab3f", place)
         job = {"action": "add", "message": "stretch", "every_seconds": 60}
-        await chats.loop.tools.execute("cron", job, turn)
-        await chats.loop.tools.execute("cron", job, chats.loop.turn("desk:1"))
+        for turn in (chats.loop.turn("cli:2026-11-23-0120-ab3f", place), chats.loop.turn("desk:1")):
+            await chats.loop.tools.execute("cron", job, turn)
         rows = json.loads((chats.loop.workspace / "cron" / "jobs.json").read_bytes())["jobs"]
         mine, other = [CronJob(**row) for row in rows]
         assert (mine.folder, other.folder) == (str(place), "")
@@ -2524,9 +2254,8 @@ def test_a_job_of_a_terminal_runs_in_its_folder_and_fails_if_the_folder_is_gone(
         place.rmdir()
         with pytest.raises(RuntimeError, match="does not exist any more"):
             await jobs.run_job(mine, "j@2")
-        reports = chats.loop.sessions.inbox("cli:another").read()
-        assert [str(place) in report["content"] for report in reports] == [False, True]
-        assert "failed" in reports[1]["content"] and reports[1]["sender"] == "job"
+        report = chats.loop.sessions.inbox("cli:another").read()[-1]["content"]
+        assert str(place) in report and "failed" in report
 
     serve(tmp_path, echo, work)
 
@@ -2536,45 +2265,40 @@ def test_what_people_said_at_terminals_gets_an_entry_without_a_model_when_it_is_
 ):
     loop = make_loop(tmp_path)
 
-    def talk(key, folder, typed, text, hours):
+    def talk(key, text, hours, typed=True):
         session = loop.sessions.get(key)
-        session.origin = {"folder": folder, "typed": typed}
-        stamp = datetime.fromtimestamp(time.time() - hours * 3_600, UTC).isoformat()
-        session.append(
-            question(text) | {"timestamp": stamp}, {"role": "assistant", "content": "Yes."}
-        )
-        os.utime(session.path, (time.time() - hours * 3_600,) * 2)
+        session.origin = {"folder": f"/{key}", "typed": typed}
+        moment = time.time() - hours * 3_600
+        stamp = datetime.fromtimestamp(moment, UTC).isoformat()
+        answer = {"role": "assistant", "content": "Yes."}
+        session.append(question(text) | {"timestamp": stamp}, answer)
+        os.utime(session.path, (moment, moment))
 
     def remember():
         known = len(loop.memory.entries())
         remember_terminals(loop.sessions)
         texts = [entry["content"] for entry in loop.memory.entries()[known:]]
         assert all("assistant: Yes." in text for text in texts)
-        return [re.findall(r"In (.+):|\] user: (.+)", text) for text in texts]
+        return [" ".join(re.findall(r"(?:In|\] user:) (\S+)", text)) for text in texts]
 
-    talk("cli:a", "/a", True, "one", 5)
-    talk("cli:b", "/b", True, "two", 4)
-    talk("cli:c", "/c", False, "a script", 4)
-    talk("cli:d", "/d", True, "just now", 0.5)
-    talk("telegram:7", "/e", True, "a chat", 0.5)
-    assert remember() == [[("/a", ""), ("", "one")], [("/b", ""), ("", "two")]]
+    talk("cli:a", "one", 5)
+    talk("cli:b", "two", 4)
+    talk("cli:c", "script", 4, typed=False)
+    talk("cli:d", "now", 0.5)
+    assert remember() == ["/cli:a: one", "/cli:b: two"]
     entry = loop.memory.entries()[1]
-    assert entry["timestamp"] == time.strftime("%Y-%m-%d %H:%M", time.localtime(entry["used"]))
     assert 0 < time.time() - entry["used"] - 4 * 3_600 < 60, "the time of the conversation"
-    assert remember() == []
-    talk("cli:a", "/a", True, "three", 2)  # somebody continued it
-    assert remember() == [[("/a", ""), ("", "three")]]
-    assert roles(loop.sessions.get("cli:a").history()) == ["user", "assistant"] * 2
-    talk("cli:d", "/d", True, "later", 1.5)  # also what was said before others were saved
-    assert remember() == [[("/d", ""), ("", "just now"), ("", "later")]]
+    talk("cli:a", "three", 2)  # somebody continued it
+    assert remember() == ["/cli:a: three"]
+    talk("cli:d", "later", 1.5)  # also what was said before others were saved
     with SessionManager(loop.workspace).lock("cli:b"):  # another program has it open
-        talk("cli:b", "/b", True, "four", 1.1)
-        assert remember() == [[("/b", ""), ("", "four")]]
+        talk("cli:b", "four", 1.1)
+        assert remember() == ["/cli:d: now later", "/cli:b: four"]
     assert remember() == []
     assert loop.sessions.list_keys()[-2:] == ["cli:a", "cli:c"], "a mark is no use"
     ask(loop, "/new", "cli:a")  # its turns have their entries: no model is asked
     session = SessionManager(loop.workspace, loop.memory).get("cli:a")
-    assert (session.saved, session.messages, session.history()) == (4, [], [])
+    assert (session.saved, session.history()) == (4, [])
     assert loop.provider.requests == [] and len(loop.memory.entries()) == 5
 
 
@@ -2593,22 +2317,12 @@ def test_stop_in_a_chat_stops_the_job_that_runs_for_it(tmp_path):
     serve(tmp_path, lambda request: gate.wait(), work)
 
 
-def test_the_cron_tool_says_when_nothing_will_happen_and_what_is_wrong(tmp_path):
+def test_the_cron_tool_says_when_nothing_will_happen(tmp_path):
     loop = make_loop(tmp_path)
-    note = "No gateway is running. Jobs run only while `nanobot gateway` runs"
-    cron = partial(loop.tools.execute, "cron", turn=loop.turn("desk:1"))
-    job = {"action": "add", "message": "stretch"}
-    added = asyncio.run(cron({**job, "every_seconds": 60}))
-    assert added.text.startswith("Added job ") and note in added.text
-    assert added.text.endswith(" Tell the user.)")
-    listed = asyncio.run(cron({"action": "list"}))
-    assert " · desk:1 · stretch" in listed.text and note not in listed.text
-    refused = asyncio.run(cron(job))
-    assert (
-        refused.is_error
-        and refused.text
-        == "Give exactly one of `every_seconds`, `cron_expr`, `at` and `in_seconds`."
-    )
+    job = {"action": "add", "message": "stretch", "every_seconds": 60}
+    added = asyncio.run(loop.tools.execute("cron", job, loop.turn("desk:1")))
+    assert added.text.startswith("Added job ")
+    assert "No gateway is running. Jobs run only while `nanobot gateway` runs" in added.text
 
 
 # ---- What programs and workspaces of users expect ----
@@ -2618,20 +2332,14 @@ def test_texts_of_the_kit_are_in_the_prompt_and_placeholders_are_not_until_they_
     tmp_path,
 ):
     loop = make_loop(tmp_path)
-    parts = loop.context.parts(loop.turn("cli:direct"))
     for name in ("SOUL.md", "AGENTS.md", "TOOLS.md"):
-        assert (
-            parts[name]
-            == f"## {name}\n\n{(loop.workspace / name).read_text(encoding='utf-8').strip()}"
-        )
-    assert "nanobot" not in parts["SOUL.md"]
-    for name in ("USER.md", "memory/MEMORY.md"):
-        path = loop.workspace / name
-        part = "Memory" if name.startswith("memory") else name
-        assert part not in loop.context.parts(loop.turn("cli:direct"))
-        with path.open("a", encoding="utf-8") as file:
+        text = (loop.workspace / name).read_text(encoding="utf-8").strip()
+        assert f"## {name}\n\n{text}\n" in prompt_of(loop)
+    for name, title in (("USER.md", "\n## USER.md\n"), ("memory/MEMORY.md", "\n---\n\n# Memory\n")):
+        assert title not in prompt_of(loop)
+        with (loop.workspace / name).open("a", encoding="utf-8") as file:
             file.write("\nAda bakes.\n")
-        assert loop.context.parts(loop.turn("cli:direct"))[part].endswith("\n\nAda bakes.")
+        assert "\n\nAda bakes.\n" in prompt_of(loop).split(title)[1]
 
 
 @pytest.mark.parametrize(
@@ -2639,7 +2347,6 @@ def test_texts_of_the_kit_are_in_the_prompt_and_placeholders_are_not_until_they_
     [
         ("local", {}, 0.1),
         ("custom", {}, None),  # models such as gpt-5 refuse a temperature
-        ("local", {"temperature": None}, 0.1),
         ("custom", {"temperature": 0}, 0),
         ("local", {"temperature": 0.7}, 0.7),
     ],
@@ -2649,9 +2356,8 @@ def test_a_temperature_is_sent_if_it_is_set_and_a_low_one_to_local_servers(
 ):
     with FakeLLM(["ok"]) as server:
         provider = OpenAIProvider(Endpoint(ROWS[row], api_base=server.base_url, model="m"))
-        loop = agent(settings_for(tmp_path, **settings), provider)
-        asyncio.run(loop.process_direct("hello"))
-    assert server.bodies[0].get("temperature") == sent and len(server.bodies) == 1
+        ask(agent(settings_for(tmp_path, **settings), provider), "hello")
+    assert server.bodies[0].get("temperature") == sent
 
 
 def test_a_window_without_room_for_a_request_is_an_error_that_names_both_numbers():
@@ -2698,11 +2404,8 @@ def test_a_reminder_that_cannot_be_journalled_is_told_in_its_chat_all_the_same(t
     async def tell(report):
         told.append(report.content)
 
-    async def work():
-        job = CronJob(id="j1", message="Water the plants", channel="telegram", chat_id="7")
-        loop.sessions.path("cron:j1").mkdir(parents=True)
-        with pytest.raises(OSError):
-            await JobRunner(loop, tell).run_job(job, "j1@2026-11-22T08:00:00Z")
-
-    asyncio.run(work())
+    loop.sessions.path("cron:j1").mkdir(parents=True)
+    job = CronJob(id="j1", message="Water the plants", channel="telegram", chat_id="7")
+    with pytest.raises(OSError):
+        asyncio.run(JobRunner(loop, tell).run_job(job, "j1@2026-11-22T08:00:00Z"))
     assert "Water the plants" in told[0] and "failed" in told[0]
