@@ -1,12 +1,12 @@
 """The story: the runner, the hooks, the loop, the settings; all in this process, with scripted models."""
 
 import asyncio
+import contextlib
 import itertools
 import json
 import os
 import random
 import re
-import sys
 import time
 from datetime import UTC, datetime
 from pathlib import Path
@@ -168,13 +168,11 @@ def ask_local(server: FakeLLM, ran: list, hook: AgentHook):
     return asyncio.run(AgentRunner(provider).run(AgentRunSpec([question()], tools, hook=hook)))
 
 
-def in_random_pieces(text: str, chance: random.Random) -> Raw:
-    """A stream that cuts the text anywhere."""
-    places = sorted(chance.randrange(len(text)) for _ in range(len(text) // 5))
-    pairs = itertools.pairwise([0, *places, len(text)])
-    chunks = [{"index": 0, "delta": {"content": text[start:end]}} for start, end in pairs]
-    chunks.append({"index": 0, "delta": {}, "finish_reason": "stop"})
-    return events_of(*(json.dumps({"choices": [chunk]}) for chunk in chunks))
+def in_pieces(text: str, size: int) -> Raw:
+    pieces = [text[start : start + size] for start in range(0, len(text), size)]
+    choices = [{"index": 0, "delta": {"content": piece}} for piece in pieces]
+    choices.append({"index": 0, "delta": {}, "finish_reason": "stop"})
+    return events_of(*(json.dumps({"choices": [choice]}) for choice in choices))
 
 
 class Watching(AgentHook):
@@ -190,11 +188,9 @@ class Watching(AgentHook):
 @pytest.mark.parametrize("group", sorted({row["group"] for row in TEXT_CALLS}))
 def test_of_the_calls_that_a_local_model_writes_only_those_run_that_it_means(group):
     chance = random.Random(group)
-    for row in TEXT_CALLS:
-        if row["group"] != group:
-            continue
+    for row in [row for row in TEXT_CALLS if row["group"] == group]:
         ran, hook, text = [], Watching(), row["text"]
-        with FakeLLM([in_random_pieces(text, chance), "done", "done"]) as server:
+        with FakeLLM([in_pieces(text, chance.choice([1, 3, 7, 40])), "done", "done"]) as server:
             result = ask_local(server, ran, hook)
         last = str(server.bodies[-1]["messages"][-1]["content"])
         was_asked = "write only the call, with nothing before it" in last
@@ -578,14 +574,12 @@ def test_usage_adds_up_and_a_size_is_what_the_endpoint_counted_or_an_estimate():
     last = LLMResponse("done", usage=counts | {"prompt_tokens": 20, "cached_tokens": 8})
     blank = LLMResponse("", usage={"prompt_tokens": 1})
     result, _ = run([first, blank, last], [look])
-    total = {"prompt_tokens": 31, "completion_tokens": 4, "cached_tokens": 8, "estimated": False}
-    assert total.items() <= result.usage.items() and result.usage["total_tokens"] == 35
+    total = {"prompt_tokens": 31, "completion_tokens": 4, "cached_tokens": 8, "total_tokens": 35}
+    assert total.items() <= result.usage.items()
     assert result.context_tokens == 20
-    text = [question("word " * 400)]
-    for usage in ({"prompt_tokens": 33, "estimated": True}, {"prompt_tokens": 0}, {}):
-        replies = [LLMResponse("ok", usage=usage)]
-        sizes = [run(replies, tools, messages=text)[0].context_tokens for tools in ([], [look])]
-        assert 300 < sizes[0] < sizes[1] - 10 < 600, "its tools count, too"
+    for tools in ([], [look]):
+        size = run(["ok"], tools, messages=[question("word " * 400)])[0].context_tokens
+        assert 300 < size < 500 or tools and 450 < size < 600, "its tools count, too"
 
 
 SYSTEM = {"role": "system", "content": "be"}
@@ -738,7 +732,6 @@ def approve(answers: list[str], *steps, name: str = "act"):
         (["n", "Y"], ["2"], 2),
         ([" yes \n", "n"], ["1"], 2),
         (["always"], ["1", "2"], 1),
-        (["A"], ["1", "2"], 1),
         (["", "ye"], [], 2),
         (["yes!", "al"], [], 2),
         ([], [], 0),
@@ -818,9 +811,8 @@ def test_a_tool_that_appears_during_the_question_does_not_run():
             (1_000_000, 500_000, 1_000_000),
             "1,000,000 in (500,000 cached) · 1,000,000 out · 2.2500",
         ),
-        (Price(2.0, 0.0), (1_000_000, 1, 0), "1,000,000 in (1 cached) · 0 out · 2.0000"),
+        (Price(2.0), (1_000_000, 1, 0, True), "~1,000,000 in (1 cached) · 0 out · 2.0000"),
         (None, (1, 1, 1), "1 in (1 cached) · 1 out"),
-        (Price(1.0), (1_000, 0, 10, True), "~1,000 in · 10 out · 0.0010"),
     ],
 )
 def test_a_line_of_tokens_and_money(price, usage, line):
@@ -914,23 +906,15 @@ def test_a_question_is_sent_with_the_moment_and_the_place(tmp_path):
 
 def test_undo_takes_back_the_last_turn_that_changed_files_then_the_one_before(tmp_path):
     make = call("write_file", path="new.txt", content="a")
-    edits = [
-        call("edit_file", f"c{n}", path=f"{n}.txt", old_text="one", new_text="two")
-        for n in range(2)
-    ]
-    loop = make_loop(tmp_path, [make, "made", *edits, "edited", "only words"])
-    files = [loop.workspace / f"{n}.txt" for n in range(2)]
-    for file in files:
-        file.write_text("one")
+    edit = call("edit_file", path="a.txt", old_text="one", new_text="two")
+    loop = make_loop(tmp_path, [make, "made", edit, "edited", "only words"])
+    file = loop.workspace / "a.txt"
+    file.write_text("one")
     for text in ("make", "edit", "talk"):
         ask(loop, text)
     assert "No turn of this conversation" in ask(loop, "/undo", "cli:other")[0].final_content
-    files[1].write_text("mine")
-    told = ask(loop, "/undo")[0].final_content
-    assert told.startswith(
-        "Took back the changes to 0.txt. Changed by something else since, and left alone: 1.txt."
-    )
-    assert [file.read_text() for file in files] == ["one", "mine"]
+    assert "Took back the changes to a.txt." in ask(loop, "/undo")[0].final_content
+    assert file.read_text() == "one" and (loop.workspace / "new.txt").exists()
     assert "Took back the changes to new.txt." in ask(loop, "/undo")[0].final_content
     assert not (loop.workspace / "new.txt").exists()
 
@@ -1042,20 +1026,18 @@ def test_files_come_before_the_text_images_as_data_and_the_journal_has_a_line_fo
     (tmp_path / "a.txt").write_text("text")
     loop = make_loop(tmp_path, ["a cat", "the same"])
     media = [tmp_path / "cat.png", str(tmp_path / "a.txt"), tmp_path / "gone.png"]
-    ask(loop, "what is it?", media=media)
-    image_, text = loop.provider.requests[0].messages[1]["content"]
-    assert (image_["type"], text["type"]) == ("image_url", "text")
+    for text, files in (("what is it?", media), ("and now?", ())):
+        ask(loop, text, media=files)
+    first, second = [request.messages[1]["content"] for request in loop.provider.requests]
+    assert [block["type"] for block in first] == ["image_url", "text"]
     lines = [
         f"[image: {tmp_path}/cat.png]",
         f"[file: {tmp_path}/a.txt]",
         f"[file: {tmp_path}/gone.png, not readable: No such file or directory]",
         "what is it?",
     ]
-    assert journal(loop)[0]["content"] == "\n".join(lines)
-    assert text["text"].endswith("\n\n" + "\n".join(lines))
-    ask(loop, "and now?")
-    assert lines[0] in loop.provider.requests[1].messages[1]["content"]
-    assert "base64" not in loop.sessions.path("cli:direct").read_text(encoding="utf-8")
+    assert first[1]["text"].endswith("\n\n" + "\n".join(lines))
+    assert journal(loop)[0]["content"] == "\n".join(lines) and lines[0] in second
 
 
 def test_what_the_memory_asks_keeps_to_the_limits_and_is_paid_for(tmp_path):
@@ -1112,17 +1094,6 @@ def test_run_answers_in_a_notebook_too_keeps_sessions_apart_and_waits_for_the_me
     assert "We spoke of cats." in history.read_text(encoding="utf-8")
 
 
-def test_run_works_in_the_current_folder_and_streams(own_home, tmp_path, monkeypatch):
-    (tmp_path / "here.txt").touch()
-    monkeypatch.chdir(tmp_path)
-    with FakeLLM([ask_for("list_dir"), "done"]) as server:
-        monkeypatch.setenv("OPENAI_BASE_URL", server.base_url)
-        monkeypatch.setenv("NANOBOT_MODEL", "m")
-        assert nanobot.run("what is here?") == "done"
-    assert [body["stream"] for body in server.bodies] == [True, True]
-    assert "here.txt" in server.bodies[1]["messages"][-1]["content"]
-
-
 @pytest.mark.parametrize(
     ("replies", "said"),
     [
@@ -1159,25 +1130,18 @@ HALF_A_CALL = (
 )
 WEATHER = [
     error(500, "The server had an error"),
-    error(429, "Rate limit reached. Please try again in 20s."),
     Hang(2.0),
     Raw(f"data: {SAID}\n\n".encode(), hang=2.0),
     events_of(SAID, cut=True),
     events_of(HALF_A_CALL, cut=True),
-    events_of(SAID, "{garb\x00age"),
     events_of('{"error": {"message": "Provider returned error", "code": 502}}'),
     Failure(200, "<html>Log in to the hotel WLAN</html>", content_type="text/html"),
-    Failure(200, '{"choices": [{"message": {"content": "torn'),
-    error(400, "Tool call id was call_1 but must be a-z, A-Z, 0-9, with a length of 9."),
     error(400, "I do not like it"),
-    error(401, "Incorrect API key provided: sk-test-key-123456."),
+    error(400, "This model's maximum context length is 100 tokens.", "context_length_exceeded"),
     Reply(None, finish_reason="content_filter"),
     Reply("the first part ", finish_reason="length"),
     Reply(" "),
 ]
-OVERFLOW = error(
-    400, "This model's maximum context length is 100 tokens.", "context_length_exceeded"
-)
 
 
 class Storm:
@@ -1186,9 +1150,6 @@ class Storm:
     def __init__(self, seed: int):
         self.dice, self.weather, self.calls = random.Random(seed), list(WEATHER), 0
         self.dice.shuffle(self.weather)
-        self.weather.append(
-            OVERFLOW
-        )  # comes first: behind a failure a replay would leave out turns
 
     def __call__(self, body: dict):
         luck = self.dice.random()
@@ -1201,47 +1162,36 @@ class Storm:
         return f"answered {body['messages'][-1]['content'][-12:]}"
 
 
-def test_after_a_storm_every_message_is_there_once_and_the_next_is_answered(tmp_path, capsys):
-    """Each weather once in one session; then the trace of it all is shown again."""
-    storm, turns, trace = Storm(1), [], tmp_path / "trace.jsonl"
+def test_after_a_storm_every_message_is_there_once_and_the_next_is_answered(tmp_path):
+    """Each weather once in one session; what each turn gave stands in its place, and once."""
+    storm, texts, results_ = Storm(1), [], []
     with FakeLLM(storm) as server:
         loop = endpoint_loop(tmp_path, server, request_timeout=0.4, idle_timeout=0.4)
-        nanobot.record_events(loop, [trace])
 
         async def many_turns():
             while storm.weather:
-                loop.program.streaming, text = len(turns) % 3 > 0, f"question {len(turns)}."
-                turns.append((text, await loop.process_direct(text, "cli:direct")))
+                loop.program.streaming = len(texts) % 3 > 0
+                texts.append(f"question {len(texts)}.")
+                results_.append(await loop.process_direct(texts[-1], "cli:direct"))
 
         asyncio.run(many_turns())
-        check_journal(journal(loop), turns)
-        result, _ = ask(endpoint_loop(tmp_path, server), "and now?")
-        assert result.stop_reason == "completed"
+        lines = journal(loop)
+        assert ask(endpoint_loop(tmp_path, server), "and now?")[0].stop_reason == "completed"
         for body in server.bodies:
             check_grammar(body["messages"])
-        asked = [each for each in server.bodies[-1]["messages"] if each["role"] == "user"]
-        sent = str(asked)
-        assert [sent.count(text) for text, _ in turns] == [1] * len(turns)
-    assert nanobot.main(["replay", "--fast", str(trace)]) == 1, "some turns failed then"
-    shown = capsys.readouterr().out
-    answers = [result.final_content for _, result in turns if result.stop_reason == "completed"]
-    assert [text for text in answers if text[-12:] not in shown] == []
-
-
-def check_journal(lines: list[dict], turns: list) -> None:
-    """What each turn gave is there, in its place and once; each call has its own result behind it."""
-    plain = [{"role": line["role"], "content": line["content"]} for line in lines]
-    expected = []
-    for text, result in turns:
-        start = max(n for n, each in enumerate(result.messages) if each["role"] == "user")
-        expected += [question(text), *result.messages[start + 1 :]]
-    assert plain == [{"role": each["role"], "content": each["content"]} for each in expected]
-    reasons = [result.stop_reason for _, result in turns]
-    assert reasons.count("completed") > 3 and reasons.count("error") > 3, reasons
-    asked = [each for line in lines for each in line.get("tool_calls", [])]
-    numbers = [json.loads(each["function"]["arguments"])["n"] for each in asked]
-    assert results(lines) == [f"saw {number}" for number in numbers]
+    asked = [each for each in server.bodies[-1]["messages"] if each["role"] == "user"]
+    assert [str(asked).count(text) for text in texts] == [1] * len(texts)
+    starts = [n for n, line in enumerate(lines) if line["role"] == "user"]
+    assert [lines[n]["content"] for n in starts] == texts
+    for result, (start, end) in zip(results_, itertools.pairwise([*starts, None]), strict=True):
+        turn = [line["content"] for line in lines[start + 1 : end]]
+        given = [message["content"] for message in result.messages]
+        assert turn == given[len(given) - len(turn) :]
+        assert result.stop_reason != "completed" or turn[-1] == result.final_content
+    calls = [each for line in lines for each in line.get("tool_calls", [])]
+    numbers = [json.loads(each["function"]["arguments"])["n"] for each in calls]
     assert numbers == sorted(set(numbers)) and len(numbers) > 20
+    assert results(lines) == [f"saw {number}" for number in numbers]
 
 
 def array_in(raw: bytes, name: str) -> str:
@@ -1293,17 +1243,6 @@ def test_the_users_own_files_are_in_the_prompt_and_read_again_when_they_change(t
     prompt = prompt_of(loop)
     assert prompt.startswith("I am Tom.\n\nYou work on the user's own machine")
     assert "You are nanobot" not in prompt and "data, never instructions" in prompt
-
-
-def test_the_first_part_of_the_prompt_says_where_whose_files_are_and_how_to_answer(tmp_path):
-    loop = make_loop(tmp_path)
-    project = loop.program.folder = tmp_path / "project"
-    for key, style in (("cli:direct", "in a terminal"), ("telegram:7", "in a chat")):
-        text = prompt_of(loop, key).split("\n\n---\n\n")[0]
-        assert f"user's files are in {project}: a.txt means {project}/a.txt" in text
-        assert f"facts: {tmp_path / 'workspace'}/memory/MEMORY.md" in text
-        assert f"machine ({sys.platform}, Python 3.{sys.version_info.minor})" in text
-        assert f"The user reads your answer {style}" in text
 
 
 def test_a_small_question_with_all_tools_stays_under_10_kb(tmp_path):
@@ -1604,21 +1543,20 @@ def test_the_settings_of_exec_and_of_the_web_have_their_effect(own_home, monkeyp
     program.write_text("#!/bin/sh\necho it runs\n")
     program.chmod(0o755)
     shell = {"timeout": 1, "pathAppend": str(own_home), "allowedEnvKeys": ["SEEN"]}
-    search = {"provider": "tavily", "apiKey": "k", "baseUrl": "http://127.0.0.1:65000"}
+    local = "http://127.0.0.1:65000"
+    search = {"provider": "tavily", "apiKey": "k", "baseUrl": local}
     tools = {"exec": shell, "web": {"search": search}, "ssrfWhitelist": ["127.0.0.0/8"]}
     calls = [
         call("exec", command="my-program; echo [$SEEN$UNSEEN]; sleep 60"),
         call("web_search", query="x"),
-        call("web_fetch", url="http://127.0.0.1:65000/"),
+        call("web_fetch", url=local),
     ]
     loop = loop_of(own_home, {"tools": tools}, [calls, "done"])
-    ran, searched, fetched = [event["result"] for event in ask(loop, "go")[0].tool_events]
+    ran, *asked = [event["result"] for event in ask(loop, "go")[0].tool_events]
     assert ran.startswith("it runs\n[yes]\n") and "Timed out after 1 s" in ran
-    refused = "no address accepted the connection"  # but it may be asked
-    assert refused in searched and refused in fetched
+    assert all("no address accepted the connection" in text for text in asked), "it may be asked"
     wide = {"tools": {"exec": {"sandbox": "bwrap", "sandboxNetwork": True}}}
-    confined = loop_of(own_home, wide).tools.get("exec")
-    assert (confined.sandbox, confined.network) == ("bwrap", True)
+    assert loop_of(own_home, wide).tools.get("exec").network
 
 
 # ---- Many chats ----
@@ -1665,10 +1603,8 @@ def test_messages_of_a_chat_are_answered_in_order_chats_side_by_side_and_command
         await chats.say("/help", "1")
         await chats.answered(1, "1")
         await chats.say("/stop", "2")
-        await chats.say("three", "2")
-        await chats.answered(2, "2")
-        assert chats.finals("2")[0].startswith("Stopped") and chats.finals("2")[1].endswith("three")
-        assert chats.texts("1") == ["one"]
+        await chats.answered(1, "2")
+        assert chats.finals("2")[0].startswith("Stopped") and chats.texts("1") == ["one"]
         gates["one"].open.set()
         await chats.answered(3, "1")
         assert chats.finals("1")[0].startswith("/start: ")
@@ -1702,11 +1638,9 @@ def test_messages_that_come_while_tools_run_join_the_turn_behind_them_three_at_a
         await chats.answered()
         seen = ["".join(re.findall(r"<(\d)>", str(users(each)))) for each in chats.model.asked]
         assert seen == ["0", "0123", "012345"]
-        added = chats.model.asked[1].messages[-3:]
-        assert roles(added) == ["assistant", "tool", "user"]
-        blocks = [block["type"] for block in added[-1]["content"]]
-        assert blocks.count("image_url") == 1, "shown with its text"
-        assert "base64" not in str(journal(chats.loop, "desk:1"))
+        _, result, added = chats.model.asked[1].messages[-3:]
+        assert result["role"] == "tool" and str(added).count("base64") == 1, "shown with its text"
+        assert "base64" not in str(chats.texts())
         assert chats.desk.sent[-1].reply_to == "id5" and chats.finals() == ["all of it"]
 
     serve(tmp_path, script, work, slow)
@@ -1725,17 +1659,10 @@ def test_whenever_messages_come_each_is_answered_in_one_turn_and_the_journal_is_
         for _ in range(dice.choice([0, 0, 1, 3, 10, 40])):
             await asyncio.sleep(0)
 
-    @tool
     async def act(n: int) -> str:
         """Work."""
         await pause()
         return f"worked {n}"
-
-    @tool(read_only=True)
-    async def watch(n: int) -> str:
-        """Watch."""
-        await pause()
-        return f"seen {n}"
 
     async def script(request):
         await pause()
@@ -1744,22 +1671,22 @@ def test_whenever_messages_come_each_is_answered_in_one_turn_and_the_journal_is_
             calls = [call(dice.choice(["act", "watch"]), f"c{n}", n=n) for n in ids]
             return LLMResponse(None, calls, "tool_calls")
         said = [str(each["content"]) for each in request.messages if each["role"] == "assistant"]
-        new = [
-            text for text in re.findall(r"<\w\.\d>", str(users(request))) if text not in str(said)
-        ]
-        return " ".join(new)
+        asked = re.findall(r"<\w\.\d>", str(users(request)))
+        return " ".join(text for text in asked if text not in str(said))
 
     async def talk(chats, chat):
         for number in range(10):
             await pause()
             await chats.say(f"<{chat}.{number}>", chat)
 
+    def answered(chats, chat):
+        return " ".join(chats.finals(chat)).split()
+
     async def work(chats):
         await asyncio.gather(*(talk(chats, chat) for chat in "abcd"))
         for chat in "abcd":
-            await chats.until(lambda chat=chat: len(" ".join(chats.finals(chat)).split()) == 10)
-            answered = sorted(" ".join(chats.finals(chat)).split())
-            assert answered == [f"<{chat}.{n}>" for n in range(10)]
+            await chats.until(lambda chat=chat: len(answered(chats, chat)) == 10)
+            assert sorted(answered(chats, chat)) == [f"<{chat}.{n}>" for n in range(10)]
             asked = [
                 each.messages for each in chats.model.asked if f"<{chat}." in str(each.messages)
             ]
@@ -1769,7 +1696,8 @@ def test_whenever_messages_come_each_is_answered_in_one_turn_and_the_journal_is_
             whole = legal([asked[-1][0], *chats.session(chat).history()], reply=False)
             assert whole[:-1] == asked[-1] and not chats.session(chat).unfinished
 
-    serve(tmp_path, script, work, act, watch, max_tool_iterations=1_000)
+    tools = [tool(act), tool(act, name="watch", read_only=True)]
+    serve(tmp_path, script, work, *tools, max_tool_iterations=1_000)
 
 
 @pytest.mark.parametrize(("limit", "expected"), [(3, 3), (0, 12)])
@@ -1932,22 +1860,17 @@ def test_a_helper_reports_in_its_chat_in_the_agents_words(tmp_path):
             assert "# Skills" in request.messages[0]["content"]
             assert "Time: 2" in request.messages[-1]["content"]
             return await gate.wait("gold")
-        if text == "dive":
-            return failed("no water")
-        calls = [call("spawn", "a", task="dig", label="digger"), call("spawn", "b", task="dive")]
         asks = text == "go" and is_question(request)
-        return LLMResponse(None, calls, "tool_calls") if asks else f"to {text}"
+        return call("spawn", task="dig", label="digger") if asks else f"to {text}"
 
     async def work(chats):
         await chats.say("go")
-        await chats.answered(2)
+        await chats.answered()
         gate.open.set()
-        await chats.answered(3)
-        begun, dived, found = chats.finals()
-        assert begun == "to go"
-        assert dived.startswith('to [The helper "dive" has ended.')
-        assert "did not finish (error): no water" in dived
-        assert found.startswith('to [The helper "digger" has ended.') and "\n\ngold\n\n" in found
+        await chats.answered(2)
+        begun, found = chats.finals()
+        assert begun == "to go" and found.startswith('to [The helper "digger" has ended.')
+        assert "\n\ngold\n\n" in found
 
     serve(tmp_path, script, work)
 
@@ -2048,7 +1971,7 @@ def test_the_message_tool_reaches_known_chats_and_its_text_is_not_said_twice(tmp
         "other": ({"content": "for you", "chat_id": "2"}, "Sent to desk:2.", []),
         "stranger": ({"content": "psst", "chat_id": "99"}, nobody, []),
         "file": ({"content": "here", "media": ["a.txt"]}, "Sent to desk:1.", ["here"]),
-        "gone": ({"content": "x", "media": ["a.txt", "b"]}, f"There is no file {tmp_path}", []),
+        "gone": ({"content": "x", "media": ["a.txt", "b"]}, "There is no file", []),
         "outside": ({"content": "x", "media": [str(outside)]}, f"{outside} is outside", []),
     }
 
@@ -2068,14 +1991,11 @@ def test_the_message_tool_reaches_known_chats_and_its_text_is_not_said_twice(tmp
             await chats.answered(before + len(sent) + 1)
             await chats.at_rest()
             assert chats.finals()[before:] == [*sent, f"final of {text}"]
-            assert said[:40] in results(chats.session().messages)[-1]
+            assert said in results(chats.session().messages)[-1]
         await chats.answered(2, "2")
-        assert chats.finals("2") == ["final of hello", "for you"]
+        assert chats.finals("2") == ["final of hello", "for you"] == chats.texts("2")[1:]
         files = [Path(path).name for message in chats.desk.sent for path in message.media]
         assert files == ["a.txt"]
-        await chats.say("yes", "2")
-        await chats.answered(3, "2")
-        assert "for you" in str(chats.model.asked[-1].messages), "its user may answer it"
 
     serve(tmp_path, script, work)
 
@@ -2143,13 +2063,10 @@ def test_stop_while_a_long_answer_is_being_sent_sends_no_more_of_it_and_says_so(
             await chats.say("/stop")
             await chats.answered(1)
             assert "the rest of the answer is not sent" in chats.finals()[0]
-            await chats.until(lambda: not chats.session().undelivered)
-            await chats.say("go on")
-            await chats.answered(2)
             await chats.at_rest()
             await chats.say("/stop")
-            await chats.answered(3)
-            assert chats.finals()[1:] == ["to go on", "Nothing is running."]
+            await chats.answered(2)
+            assert chats.finals()[1] == "Nothing is running."
 
     asyncio.run(whole())
 
@@ -2191,10 +2108,9 @@ def test_the_answer_of_a_job_goes_to_its_chat_and_its_failure_too(tmp_path, fail
         await chats.say("first")
         await gate.reached.wait()
         for number in range(6):
-            try:
+            with contextlib.suppress(RuntimeError):
                 await run_job(chats, f"j1@{number}")
-            except RuntimeError as error:
-                assert fails and "no luck" in str(error)
+                assert not fails
         await chats.say("second")
         gate.open.set()
         await chats.answered(8)
@@ -2202,11 +2118,10 @@ def test_the_answer_of_a_job_goes_to_its_chat_and_its_failure_too(tmp_path, fail
         assert chats.texts() == ["first", "yes", *[said] * 6, "second", "noted"]
         _, *jobs, last = chats.model.asked
         assert {len(request.messages) for request in jobs} == {2}
-        task = "do this now, or to tell the user if it is a reminder: stretch"
-        assert users(jobs[0])[0].endswith(task) and said in str(last.messages)
+        assert users(jobs[0])[0].endswith("tell the user if it is a reminder: stretch")
+        assert said in str(last.messages)
         await chats.loop.background.settled()
-        sources = [entry["session"] for entry in chats.loop.memory.entries()]
-        assert not [key for key in sources if key.startswith("cron:")]
+        assert "cron:" not in str([entry["session"] for entry in chats.loop.memory.entries()])
 
     serve(tmp_path, script, work, memory_window=8)
 
@@ -2242,18 +2157,16 @@ def test_a_job_of_a_terminal_runs_in_its_folder_and_fails_if_the_folder_is_gone(
     async def work(chats):
         place = tmp_path / "my folder"
         place.mkdir()
+        turn = chats.loop.turn("cli:2026-11-23-0120-ab3f", place)
         job = {"action": "add", "message": "stretch", "every_seconds": 60}
-        for turn in (chats.loop.turn("cli:2026-11-23-0120-ab3f", place), chats.loop.turn("desk:1")):
-            await chats.loop.tools.execute("cron", job, turn)
-        rows = json.loads((chats.loop.workspace / "cron" / "jobs.json").read_bytes())["jobs"]
-        mine, other = [CronJob(**row) for row in rows]
-        assert (mine.folder, other.folder) == (str(place), "")
+        await chats.loop.tools.execute("cron", job, turn)
+        [row] = json.loads((chats.loop.workspace / "cron" / "jobs.json").read_bytes())["jobs"]
         jobs = JobRunner(chats.loop, chats.bus.publish)
-        await jobs.run_job(mine, "j@1")
+        await jobs.run_job(CronJob(**row), "j@1")
         assert f"Working folder: {place}\n" in chats.model.asked[-1].messages[-1]["content"]
         place.rmdir()
         with pytest.raises(RuntimeError, match="does not exist any more"):
-            await jobs.run_job(mine, "j@2")
+            await jobs.run_job(CronJob(**row), "j@2")
         report = chats.loop.sessions.inbox("cli:another").read()[-1]["content"]
         assert str(place) in report and "failed" in report
 
@@ -2270,15 +2183,14 @@ def test_what_people_said_at_terminals_gets_an_entry_without_a_model_when_it_is_
         session.origin = {"folder": f"/{key}", "typed": typed}
         moment = time.time() - hours * 3_600
         stamp = datetime.fromtimestamp(moment, UTC).isoformat()
-        answer = {"role": "assistant", "content": "Yes."}
-        session.append(question(text) | {"timestamp": stamp}, answer)
+        session.append(question(text) | {"timestamp": stamp})
+        session.append({"role": "assistant", "content": "Yes."})
         os.utime(session.path, (moment, moment))
 
     def remember():
         known = len(loop.memory.entries())
         remember_terminals(loop.sessions)
         texts = [entry["content"] for entry in loop.memory.entries()[known:]]
-        assert all("assistant: Yes." in text for text in texts)
         return [" ".join(re.findall(r"(?:In|\] user:) (\S+)", text)) for text in texts]
 
     talk("cli:a", "one", 5)
@@ -2297,9 +2209,8 @@ def test_what_people_said_at_terminals_gets_an_entry_without_a_model_when_it_is_
     assert remember() == []
     assert loop.sessions.list_keys()[-2:] == ["cli:a", "cli:c"], "a mark is no use"
     ask(loop, "/new", "cli:a")  # its turns have their entries: no model is asked
-    session = SessionManager(loop.workspace, loop.memory).get("cli:a")
-    assert (session.saved, session.history()) == (4, [])
-    assert loop.provider.requests == [] and len(loop.memory.entries()) == 5
+    assert loop.sessions.get("cli:a").history() == loop.provider.requests == []
+    assert len(loop.memory.entries()) == 5
 
 
 def test_stop_in_a_chat_stops_the_job_that_runs_for_it(tmp_path):
