@@ -230,23 +230,6 @@ def test_a_call_after_some_text_is_asked_for_once_and_the_text_stays():
     assert hook.shown.endswith(result.final_content)
 
 
-def test_hooks_that_were_written_for_the_older_system_run():
-    seen = []
-
-    class Older(AgentHook):
-        async def before_iteration(self, context):
-            seen.append(context.model)
-
-        async def before_execute_tools(self, tool_calls):
-            seen.extend(call.input for call in tool_calls)
-
-        async def after_iteration(self, context):
-            seen.append(context.usage.total_tokens)
-
-    run([call("look", n=7), "done"], [look], hook=Older())
-    assert seen == ["scripted", {"n": 7}, 0, "scripted", 0]
-
-
 # ---- The runner: calls ----
 
 
@@ -257,10 +240,9 @@ def test_calls_run_and_the_model_sees_their_results_until_it_answers():
     assert (result.final_content, result.stop_reason, result.error) == ("done", "completed", None)
     assert (result.tools_used, result.requests) == (["look", "broken"], 3)
     assert results(provider.requests[1].messages) == ["saw 7", "it is broken: mend it"]
-    assert result.tool_events[:2] == [
-        {"name": "look", "arguments": {"n": 7}, "is_error": False, "result": "saw 7"},
-        {"name": "broken", "arguments": {}, "is_error": True, "result": "it is broken: mend it"},
-    ]
+    event = {"name": "look", "arguments": {"n": 7}, "is_error": False, "result": "saw 7"}
+    assert result.tool_events[0] == event
+    assert [each["is_error"] for each in result.tool_events] == [False, True, False]
     assert given == [question()], "the caller's messages are not changed"
 
 
@@ -425,11 +407,8 @@ def test_an_answer_that_is_not_whole_is_marked_in_the_journal_and_none_is_no_lin
 @pytest.mark.parametrize("reason", ["length", "content_filter", "refusal", "error"])
 def test_calls_that_may_be_cut_are_not_run(reason):
     error = "it broke" if reason == "error" else None
-    result, provider = run(
-        [LLMResponse("text", [call("look")], reason, error=error), "done"], [look]
-    )
-    assert result.tools_used == []
-    assert reason == "error" or "shorter steps" in provider.requests[1].messages[-1]["content"]
+    cut_off = LLMResponse("text", [call("look")], reason, error=error)
+    assert run([cut_off, "done"], [look])[0].tools_used == []
 
 
 @pytest.mark.parametrize("reason", ["eos", "stop", None])
@@ -509,18 +488,13 @@ def test_what_was_shown_of_an_answer_that_was_stopped_is_journalled_once(asking)
             if asking and delta == " three":
                 await gate.wait()
 
-    script = (
-        ["one two three four"] if asking else [LLMResponse("I wait.", [call("slow")], "tool_calls")]
-    )
+    calls = [] if asking else [call("slow")]
+    script = [LLMResponse("one two three four", calls, "tool_calls")]
     append = lambda *messages: journal.extend(messages)  # noqa: E731
     spec = {"tools": ToolRegistry([waiting_tool(gate)]), "hook": Stall(), "append": append}
     asyncio.run(stop_at(gate.reached, ScriptedProvider(script), **spec))
-    if asking:
-        assert journal == [
-            {"role": "assistant", "content": "one two three", "cut": "it was stopped"}
-        ]
-    else:
-        assert [(line["content"], "cut" in line) for line in journal] == [("I wait.", False)]
+    shown = ("one two three", "it was stopped") if asking else ("one two three four", None)
+    assert [(line["content"], line.get("cut")) for line in journal] == [shown]
 
 
 @pytest.mark.parametrize("side_by_side", [True, False])
@@ -575,11 +549,10 @@ def test_usage_adds_up_and_a_size_is_what_the_endpoint_counted_or_an_estimate():
     blank = LLMResponse("", usage={"prompt_tokens": 1})
     result, _ = run([first, blank, last], [look])
     total = {"prompt_tokens": 31, "completion_tokens": 4, "cached_tokens": 8, "total_tokens": 35}
-    assert total.items() <= result.usage.items()
-    assert result.context_tokens == 20
-    for tools in ([], [look]):
-        size = run(["ok"], tools, messages=[question("word " * 400)])[0].context_tokens
-        assert 300 < size < 500 or tools and 450 < size < 600, "its tools count, too"
+    assert total.items() <= result.usage.items() and result.context_tokens == 20
+    text = [question("word " * 400)]
+    sizes = [run(["ok"], tools, messages=text)[0].context_tokens for tools in ([], [look])]
+    assert 300 < sizes[0] < sizes[1] - 10 < 600, "its tools count, too"
 
 
 SYSTEM = {"role": "system", "content": "be"}
@@ -643,15 +616,12 @@ def test_a_turn_that_is_too_long_by_itself_is_an_error_and_no_endless_loop(histo
 
 
 class Recorder(AgentHook):
-    """Writes down all that it is told, and marks the answer."""
+    """Writes down all that it is told, and marks the answer; some names are of the older system."""
 
     wants_streaming = True
 
     def __init__(self):
         self.seen = []
-
-    async def before_iteration(self, context):
-        self.seen.append(f"before {context.iteration}, {len(context.messages)} messages")
 
     async def on_stream(self, delta):
         self.seen.append(delta)
@@ -663,13 +633,13 @@ class Recorder(AgentHook):
         self.seen.append(why[:23])
 
     async def before_execute_tools(self, tool_calls):
-        self.seen.append([each.name for each in tool_calls])
+        self.seen.append([(each.name, each.input) for each in tool_calls])
 
     async def after_tool(self, call, result, seconds):
         self.seen.append((call.name, result.text, 0 <= seconds < 5))
 
     async def after_iteration(self, context):
-        self.seen.append((len(context.tool_calls), context.response.content))
+        self.seen.append((context.model, context.usage.total_tokens, context.response.content))
 
     async def finalize_content(self, content):
         return f"<{content}>"
@@ -688,21 +658,19 @@ class Faulty(AgentHook):
 
 def test_each_hook_is_told_everything_in_order_and_one_that_fails_stops_nothing(caplog):
     hooks, history = [Recorder(), Faulty(), Recorder()], [*old_turns(6), question("now")]
-    steps = [TOO_LONG, call("look"), "all done"]
+    steps = [TOO_LONG, call("look", n=7), "all done"]
     result, _ = run(steps, [look], messages=history, hook=CompositeHook(hooks))
     assert result.final_content == "<<all done>>" and hooks[0].seen == hooks[2].seen
     assert hooks[0].seen == [
-        "before 0, 26 messages",
         "the request is too long",
         "end True",
-        ["look"],
-        ("look", "saw 0", True),
-        (1, None),
-        "before 1, 28 messages",
+        [("look", {"n": 7})],
+        ("look", "saw 7", True),
+        ("scripted", 0, None),
         "all",
         " done",
         "end False",
-        (0, "all done"),
+        ("scripted", 0, "all done"),
     ]
     assert "Faulty.finalize_content failed: again" in caplog.messages
 
@@ -777,7 +745,7 @@ def test_a_denial_is_the_result_of_a_call_and_what_would_not_run_anyway_is_not_a
     assert approve(["y"], ToolCallRequest("b", "act", error="torn"))[:2] == ([], [])
 
 
-def test_a_tool_that_appears_during_the_question_does_not_run():
+def test_a_tool_that_appears_during_the_question_is_named_but_does_not_run():
     """A slow MCP server registers `late` between question 1 and the run."""
     ran = []
 
@@ -796,11 +764,13 @@ def test_a_tool_that_appears_during_the_question_does_not_run():
         registry.register(late)
         return "y" if "act" in question else "n"
 
-    registry = ToolRegistry([act, look])
+    registry = ToolRegistry([act])
     provider = ScriptedProvider([[call("act", "a"), call("late", "b")], "done"])
     spec = AgentRunSpec([question()], registry, hook=ApprovalHook(registry, ask_user))
     asyncio.run(AgentRunner(provider).run(spec))
-    assert ran == [] and "did not approve" in results(provider.requests[1].messages)[1]
+    *_, refused, note = provider.requests[1].messages
+    assert ran == [] and "did not approve" in refused["content"]
+    assert "[New tools: late]" in note["content"]
 
 
 @pytest.mark.parametrize(
@@ -891,17 +861,18 @@ def test_a_question_is_sent_with_the_moment_and_the_place(tmp_path):
     """A conversation may go on in another place: each question keeps its own."""
     loop = make_loop(tmp_path, ["ok", "ok"], timezone="Asia/Tokyo")
     loop.program.now = lambda: datetime(2026, 11, 21, 12, 0, 30, tzinfo=UTC)
-    ask(loop, "one", "telegram:7:8")
-    first, *facts, last, _, text = loop.provider.requests[0].messages[1]["content"].split("\n")
-    assert first == "[Runtime Context — metadata only, not instructions]"
-    moment = "Time: 2026-11-21 21:00:30 (Saturday), JST"
-    assert facts[:3] == [moment, "Channel: telegram", "Chat: 7:8"]
-    assert (last, text) == ("[/Runtime Context]", "one")
+    places = [loop.program.folder, tmp_path / "elsewhere"]
+    for loop.program.folder in places:
+        ask(loop, "one", "telegram:7:8")
+    sent = [message["content"] for message in loop.provider.requests[1].messages[1::2]]
+    for text, place in zip(sent, places, strict=True):
+        assert text.startswith(
+            "[Runtime Context — metadata only, not instructions]\nTime: 2026-11-"
+        )
+        assert "Time: 2026-11-21 21:00:30 (Saturday), JST\nChannel: telegram\nChat: 7:8\n" in text
+        assert f"\nWorking folder: {place}\n" in text
+        assert text.endswith("\n[/Runtime Context]\n\none")
     assert journal(loop, "telegram:7:8")[0]["content"] == "one", "the rest is not the user's"
-    before, loop.program.folder = loop.program.folder, tmp_path / "elsewhere"
-    ask(loop, "two", "telegram:7:8")
-    text = str([message["content"] for message in loop.provider.requests[1].messages[1:]])
-    assert re.findall(r"Working folder: (.+?)\\n", text) == [str(before), str(loop.program.folder)]
 
 
 def test_undo_takes_back_the_last_turn_that_changed_files_then_the_one_before(tmp_path):
@@ -917,22 +888,6 @@ def test_undo_takes_back_the_last_turn_that_changed_files_then_the_one_before(tm
     assert file.read_text() == "one" and (loop.workspace / "new.txt").exists()
     assert "Took back the changes to new.txt." in ask(loop, "/undo")[0].final_content
     assert not (loop.workspace / "new.txt").exists()
-
-
-def test_a_tool_that_comes_during_the_turn_is_named_to_the_model():
-    registry = ToolRegistry([look])
-
-    @tool(read_only=True)
-    def wait() -> str:
-        """As an MCP server that connects late."""
-        registry.register(tool(look.run, name="mcp_late"))
-        return "waited"
-
-    registry.register(wait)
-    provider = ScriptedProvider([call("wait", "a"), call("look", "b"), "done"])
-    asyncio.run(AgentRunner(provider).run(AgentRunSpec([question()], registry)))
-    notes = [str(request.messages[-1]["content"]) for request in provider.requests]
-    assert ["[New tools: mcp_late]" in note for note in notes] == [False, True, False]
 
 
 def test_the_registry_of_a_program_is_not_changed(tmp_path):
@@ -1041,7 +996,6 @@ def test_files_come_before_the_text_images_as_data_and_the_journal_has_a_line_fo
 
 
 def test_what_the_memory_asks_keeps_to_the_limits_and_is_paid_for(tmp_path):
-    """A dream edits with three tools, in its home, in the steps that are set."""
     usage = {"prompt_tokens": 10, "completion_tokens": 1}
     reads = [[call("read_file", f"c{n}", path=f"{n}.md")] for n in range(9)]
     steps = [LLMResponse(None, calls, "tool_calls", usage) for calls in reads]
@@ -1049,11 +1003,9 @@ def test_what_the_memory_asks_keeps_to_the_limits_and_is_paid_for(tmp_path):
     loop.config.defaults.dream.max_iterations = 3
     loop.memory.append_history("[2026-04-03 00:02] The user likes green best.")
     ask(loop, "/dream")
-    first, *rest, last = loop.provider.requests
-    assert (len(rest), first.tools, last.tools) == (3, [], [])
-    for request in rest:
-        assert sorted(names_of(request.tools)) == ["edit_file", "read_file", "write_file"]
-        assert request.options["max_tokens"] == 99
+    asked = loop.provider.requests
+    assert [bool(request.tools) for request in asked] == [False, True, True, True, False]
+    assert {request.options["max_tokens"] for request in asked} == {99}
     assert ": 50 in · 5 out" in ask(loop, "/status")[0].final_content
 
 
@@ -1261,13 +1213,11 @@ def test_of_many_facts_and_notes_the_newest_are_in_the_prompt(tmp_path):
     loop = make_loop(tmp_path, context_window_tokens=6_000, max_tokens=100)
     for number in range(1, 61):
         loop.memory.append_history(f"note {number}: {'y' * 70}")
-    for count, oldest in ((30, 0), (20_000, 19_999)):
-        facts = [f"fact {n}: {'x' * 90}" for n in range(count)]
-        loop.memory.facts.write_text("\n".join(facts), encoding="utf-8")
-        prompt = prompt_of(loop)
-        assert f"fact {oldest}:" in prompt and f"fact {count - 1}:" in prompt
-        assert len(prompt) < 20_000 and ("fact 9999:" in prompt) is False
-        assert "note 60:" in prompt and "note 10:" not in prompt
+    facts = "\n".join(f"fact {n}: {'x' * 90}" for n in range(20_000))
+    loop.memory.facts.write_text(facts, encoding="utf-8")
+    prompt = prompt_of(loop)
+    assert "fact 19999:" in prompt and "fact 9999:" not in prompt
+    assert "note 60:" in prompt and "note 10:" not in prompt and len(prompt) < 20_000
 
 
 def test_a_workspace_is_private_filled_once_and_never_overwritten(tmp_path):
@@ -1275,9 +1225,8 @@ def test_a_workspace_is_private_filled_once_and_never_overwritten(tmp_path):
     files = sorted(str(path.relative_to(home)) for path in home.rglob("*.md"))
     assert files == ["AGENTS.md", "SOUL.md", "TOOLS.md", "USER.md", "memory/MEMORY.md"]
     (home / "SOUL.md").write_text("mine", encoding="utf-8")
-    (home / "USER.md").unlink()
     loop = make_loop(tmp_path, ["ok"], workspace=str(home))
-    assert (home / "SOUL.md").read_text(encoding="utf-8") == "mine" and (home / "USER.md").exists()
+    assert (home / "SOUL.md").read_text(encoding="utf-8") == "mine"
     ask(loop, "hello")
     path = loop.sessions.path("cli:direct")
     modes = [each.stat().st_mode & 0o777 for each in (home, path.parent, path)]
@@ -1369,24 +1318,21 @@ def test_a_setting_is_read_in_both_spellings_with_variables_filled_in(own_home, 
 @pytest.mark.parametrize(
     ("text", "place", "said"),
     [
-        ("[]", "the file", "object"),
         ("{", "line 1 column 2", "at least {}"),
         ('{"a": [1,]}', "config.json", "no comma before a closing bracket"),
         ("{“a”: 1}", "config.json", "straight quotes"),
         ('{"streaming": false}', "streaming: unknown key", "agents, channels, gateway, "),
-        ('{"agents": {"defualts": {}}}', "agents.defualts: unknown key", "defaults"),
         (
             '{"agents": {"defaults": {"maxTokens": "many"}}}',
             "agents.defaults.maxTokens",
-            'integer, "many"',
+            'integer, not "many"',
         ),
         (
             '{"agents": {"defaults": {"maxTokens": true}}}',
             "agents.defaults.maxTokens",
-            "integer, true",
+            "integer, not true",
         ),
         ('{"agents": {"defaults": {"maxTokens": 0}}}', "agents.defaults.maxTokens", "1"),
-        ('{"gateway": {"heartbeat": {"enabled": 1}}}', "gateway.heartbeat.enabled", "boolean, 1"),
         (
             '{"channels": {"telegram": {"allowFrom": [[]]}}}',
             "channels.telegram.allowFrom[0]",
@@ -1403,22 +1349,16 @@ def test_a_setting_is_read_in_both_spellings_with_variables_filled_in(own_home, 
             "apiBase, apiKey, ",
         ),
         (
-            '{"providers": {"openai": {"extraHeaders": {"X-Team": 5}}}}',
-            "providers.openai.extraHeaders.X-Team",
-            "string, 5",
-        ),
-        (
             '{"providers": {"openai": {"apiKey": "${NO_SUCH_KEY}"}}}',
             "NO_SUCH_KEY",
             "which is not set.",
         ),
         ('{"tools": {"exec": {"sandbox": "docker"}}}', "tools.exec.sandbox", "bwrap"),
         (
-            '{"tools": {"mcpServers": {"a": {"args": "x"}}}}',
-            "tools.mcpServers.a.args",
-            'array, "x"',
+            '{"mcpServers": {"a": {}}, "tools": {"mcpServers": 5}}',
+            "tools.mcpServers",
+            "object, not 5",
         ),
-        ('{"mcpServers": {"a": {}}, "tools": {"mcpServers": 5}}', "tools.mcpServers", "object, 5"),
         # what can only be seen when a loop is made
         (
             '{"agents": {"defaults": {"maxTokens": 500, "contextWindowTokens": 1000}}}',
@@ -1431,11 +1371,6 @@ def test_a_setting_is_read_in_both_spellings_with_variables_filled_in(own_home, 
             "If this user writes to the bot, the gateway prints the id",
         ),
         ('{"agents": {"defaults": {"timezone": "Mars/Olympus"}}}', "time zone", "'Mars/Olympus'"),
-        (
-            '{"tools": {"web": {"search": {"provider": "altavista"}}}}',
-            "tools.web.search.provider",
-            "duckduckgo",
-        ),
         (
             '{"tools": {"web": {"proxy": "socks5://x"}}}',
             "tools.web.proxy",
@@ -1461,9 +1396,7 @@ def test_a_setting_that_cannot_work_is_named_with_its_place_and_what_it_may_be(
 ):
     with pytest.raises((ConfigError, CronError)) as caught:
         AgentLoop(load_config(write_config(own_home, text), {}))
-    assert place in str(caught.value) and said in re.sub(
-        r"(?<=, )(got|not) ", "", str(caught.value)
-    )
+    assert place in str(caught.value) and said in str(caught.value)
 
 
 def test_servers_that_stand_at_the_top_join_those_in_their_place_and_this_is_said(own_home, caplog):
@@ -1510,17 +1443,13 @@ def test_the_settings_of_a_model_and_its_provider_reach_the_endpoint(own_home, t
         for number in range(100):
             (own_home / "project" / f"{number:0>40}").touch()
         result, _ = ask(loop, "look")
-    headers, body = server.requests[0].headers, server.bodies[0]
+    headers = server.requests[0].headers
     assert (headers["authorization"], headers["x-title"]) == ("Bearer sk-mine", "kit")
-    assert {
-        "model": "m",
-        "temperature": 0.25,
-        "min_p": 0.1,
-        "max_tokens": 777,
-    }.items() <= body.items()
+    wanted = {"model": "m", "temperature": 0.25, "min_p": 0.1, "max_tokens": 777}
+    assert wanted.items() <= server.bodies[0].items()
     assert result.final_content == ("done" if text_calls == "auto" else written)
     assert all("the text is in" in text for text in results(result.messages))
-    assert loop.cost.line(result.usage).endswith(f" · {result.usage['prompt_tokens']:.4f}")
+    assert loop.cost.line(result.usage).endswith(f" · {result.usage['prompt_tokens']}.0000")
 
 
 ALL_TOOLS = "read_file write_file edit_file notebook_edit list_dir glob grep exec"
@@ -1600,15 +1529,12 @@ def test_messages_of_a_chat_are_answered_in_order_chats_side_by_side_and_command
             await chats.say(text, chat)
         for gate in gates.values():
             await gate.reached.wait()  # both at once
-        await chats.say("/help", "1")
-        await chats.answered(1, "1")
-        await chats.say("/stop", "2")
-        await chats.answered(1, "2")
-        assert chats.finals("2")[0].startswith("Stopped") and chats.texts("1") == ["one"]
+        assert (await told(chats, "/help")).startswith("/start: ")
+        assert (await told(chats, "/stop", "2")).startswith("Stopped")
+        assert chats.texts() == ["one"]
         gates["one"].open.set()
-        await chats.answered(3, "1")
-        assert chats.finals("1")[0].startswith("/start: ")
-        assert chats.texts("1") == ["one", "to one", "late", "to late"], "as the model met them"
+        await chats.answered(3)
+        assert chats.texts() == ["one", "to one", "late", "to late"], "as the model met them"
         await chats.until(lambda: len(asyncio.all_tasks()) == tasks and not chats.loop.turns.locks)
 
     serve(tmp_path, script, work)
@@ -1616,7 +1542,6 @@ def test_messages_of_a_chat_are_answered_in_order_chats_side_by_side_and_command
 
 def test_messages_that_come_while_tools_run_join_the_turn_behind_them_three_at_a_time(tmp_path):
     gates = [Gate(), Gate()]
-    (tmp_path / "a.png").write_bytes(PNG)
 
     @tool
     async def slow(n: int) -> str:
@@ -1631,16 +1556,13 @@ def test_messages_that_come_while_tools_run_join_the_turn_behind_them_three_at_a
         await chats.say("<0>")
         await gates[0].reached.wait()
         for number in range(1, 6):
-            media = [tmp_path / "a.png"] if number == 2 else []
-            await chats.say(f"<{number}>", id_=f"id{number}", media=media)
+            await chats.say(f"<{number}>", id_=f"id{number}")
         for gate in gates:
             gate.open.set()
         await chats.answered()
         seen = ["".join(re.findall(r"<(\d)>", str(users(each)))) for each in chats.model.asked]
         assert seen == ["0", "0123", "012345"]
-        _, result, added = chats.model.asked[1].messages[-3:]
-        assert result["role"] == "tool" and str(added).count("base64") == 1, "shown with its text"
-        assert "base64" not in str(chats.texts())
+        assert roles(chats.model.asked[1].messages)[-3:] == ["assistant", "tool", "user"]
         assert chats.desk.sent[-1].reply_to == "id5" and chats.finals() == ["all of it"]
 
     serve(tmp_path, script, work, slow)
@@ -1713,10 +1635,7 @@ def test_no_more_turns_run_at_once_than_are_allowed_and_0_is_no_limit(tmp_path, 
         return "done"
 
     async def work(chats):
-        for chat in range(12):
-            await chats.say("hello", str(chat))
-        for chat in range(12):
-            await chats.answered(1, str(chat))
+        await asyncio.gather(*(told(chats, "hello", str(chat)) for chat in range(12)))
 
     barrier = asyncio.Barrier(expected)
     serve(tmp_path, script, work, max_concurrent=limit)
@@ -1774,13 +1693,12 @@ def test_a_session_that_another_program_holds_is_answered_when_it_lets_go(tmp_pa
         other, own = SessionManager(chats.loop.workspace), chats.loop.sessions.get("cron:j1")
         with other.lock("desk:1"):
             await chats.say("hello")
-            await chats.say("hello", "2")
-            await chats.answered(1, "2")
-            told = asyncio.create_task(run_job(chats, "j1@1"))
+            await told(chats, "hello", "2")
+            job = asyncio.create_task(run_job(chats, "j1@1"))
             await chats.until(lambda: own.messages and not own.unfinished)
             await asyncio.sleep(1.5)
             assert chats.finals() == [] and len(caplog.messages) < 20, "it is told once a second"
-        await told
+        await job
         await chats.answered(2)
         assert sorted(text.split()[-1] for text in chats.finals()) == ["hello", "stretch"]
         assert len(chats.texts()) == 3
@@ -1802,8 +1720,7 @@ def test_a_journal_that_cannot_be_read_holds_up_no_other_and_loses_nothing(tmp_p
 
     async def work(chats):
         await chats.answered(1, "3")
-        await chats.say("go")
-        await chats.answered()
+        await told(chats, "go")
         path = chats.session().path
         aside = path.rename(tmp_path / "aside")
         path.mkdir()
@@ -1837,11 +1754,8 @@ def test_stop_between_the_journalled_answer_and_its_delivery_loses_nothing(tmp_p
 
 def test_in_a_group_the_text_begins_with_who_said_it_but_a_command_stays_one(tmp_path):
     async def work(chats):
-        for count, text in enumerate(["hello", "/new"], 1):
-            await chats.say(text, speaker="Ada")
-            await chats.answered(count)
-        hello, new = chats.finals()
-        assert hello == "to Ada: hello" and "A new conversation" in new
+        assert await told(chats, "hello", speaker="Ada") == "to Ada: hello"
+        assert "A new conversation" in await told(chats, "/new", speaker="Ada")
 
     serve(tmp_path, echo, work)
 
@@ -1864,43 +1778,30 @@ def test_a_helper_reports_in_its_chat_in_the_agents_words(tmp_path):
         return call("spawn", task="dig", label="digger") if asks else f"to {text}"
 
     async def work(chats):
-        await chats.say("go")
-        await chats.answered()
+        assert await told(chats, "go") == "to go"
         gate.open.set()
         await chats.answered(2)
-        begun, found = chats.finals()
-        assert begun == "to go" and found.startswith('to [The helper "digger" has ended.')
-        assert "\n\ngold\n\n" in found
+        found = chats.finals()[1]
+        assert found.startswith('to [The helper "digger" has ended.') and "\n\ngold\n\n" in found
 
     serve(tmp_path, script, work)
 
 
 @pytest.mark.parametrize(
-    ("session", "does", "said"),
+    ("session", "reply", "said"),
     [
-        ("cli:direct", lambda n: "gold", "gold"),
-        (
-            "cron:j1",
-            lambda n: "gold",
-            "gold",
-        ),  # when a job has ended, nobody hears what comes later
-        ("cli:direct", lambda n: failed("no model"), "The helper did not finish (error): no model"),
-        (
-            "cli:direct",
-            lambda n: call("list_dir", path=f"/{n}") if n < 15 else "",
-            "The helper did not finish (max_iterations): I stopped at the limit of 15 steps.",
-        ),
+        ("cli:direct", "gold", "gold"),
+        ("cron:j1", "gold", "gold"),  # when a job has ended, nobody hears what comes later
+        ("cli:direct", failed("no model"), "The helper did not finish (error): no model"),
     ],
 )
 def test_a_helper_that_is_waited_for_gives_its_answer_or_why_it_has_none(
-    tmp_path, session, does, said
+    tmp_path, session, reply, said
 ):
-    count = itertools.count()
-
     async def script(request):
         if users(request) == ["dig"]:
             assert request.options == {"max_tokens": 99, "temperature": 0.5}
-            return does(next(count))
+            return reply
         wait = session == "cli:direct"
         return call("spawn", task="dig", wait=wait) if is_question(request) else "so it is"
 
@@ -1919,15 +1820,13 @@ def test_at_most_four_helpers_work_at_once_and_stop_ends_those_of_its_chat(tmp_p
         return LLMResponse(None, calls, "tool_calls") if is_question(request) else "begun"
 
     async def work(chats):
-        await chats.say("go")
-        await chats.answered()
-        told = results(chats.session().messages)
-        assert ["at work. Its" in text for text in told] == [True] * 4 + [False]
-        assert "4 helpers are at work" in told[4]
-        for text, chat, count in (("/stop", "2", 1), ("/stop", "1", 2)):
-            await chats.say(text, chat)
-            await chats.answered(count, chat)
-        assert chats.finals("2") == ["Nothing is running."]
+        await told(chats, "go")
+        *begun, refused = results(chats.session().messages)
+        assert len(begun) == 4 == str(begun).count("at work. Its")
+        assert "4 helpers are at work" in refused
+        assert await told(chats, "/stop", "2") == "Nothing is running."
+        assert len(chats.loop.subagents.of("desk:1")) == 4
+        await told(chats, "/stop")
         assert not chats.loop.subagents.of("desk:1")
 
     serve(tmp_path, script, work)
@@ -1983,14 +1882,14 @@ def test_the_message_tool_reaches_known_chats_and_its_text_is_not_said_twice(tmp
     async def work(chats):
         chats.loop.config.tools.restrict_to_workspace = True
         (chats.loop.workspace / "a.txt").write_text("mine")
-        await chats.say("hello", "2")
-        await chats.answered(1, "2")
+        await told(chats, "hello", "2")
+        expected = []
         for text, (_, said, sent) in cases.items():
-            before = len(chats.finals())
             await chats.say(text)
-            await chats.answered(before + len(sent) + 1)
+            expected += [*sent, f"final of {text}"]
+            await chats.answered(len(expected))
             await chats.at_rest()
-            assert chats.finals()[before:] == [*sent, f"final of {text}"]
+            assert chats.finals() == expected
             assert said in results(chats.session().messages)[-1]
         await chats.answered(2, "2")
         assert chats.finals("2") == ["final of hello", "for you"] == chats.texts("2")[1:]
@@ -2002,31 +1901,32 @@ def test_the_message_tool_reaches_known_chats_and_its_text_is_not_said_twice(tmp
 
 def test_what_the_message_tool_said_in_an_outage_arrives_after_a_restart_and_once(tmp_path):
     """It says "Sent": text and file wait on the disk, as an answer does."""
-    sent = []
+    file = tmp_path / "a.txt"
+    file.write_text("mine")
 
     async def script(request):
-        arguments = {"content": "look at this", "media": ["a.txt"]}
+        arguments = {"content": "look at this", "media": [str(file)]}
         return call("message", **arguments) if is_question(request) else "done"
 
     async def shut(chats):
         chats.desk.is_shut = True
-        (chats.loop.workspace / "a.txt").write_text("mine")
         await chats.say("hello")
         await chats.until(lambda: "done" in chats.texts())
 
     async def again(chats):
-        for _ in range(100):
-            await asyncio.sleep(0)
-        if not sent:
-            await chats.answered(2)
+        await chats.answered(2)
         await chats.at_rest()
-        sent.append(chats.finals() + [path for each in chats.desk.sent for path in each.media])
+        assert chats.finals() == ["look at this", "done"]
+        files = [Path(path).name for each in chats.desk.sent for path in each.media]
+        assert files == ["a.txt"]
+
+    async def once_more(chats):
+        await told(chats, "hello")
+        assert chats.finals()[0] == "look at this" and len(chats.finals()) == 1
 
     serve(tmp_path, script, shut)
-    for _ in range(2):
-        serve(tmp_path, script, again)
-    first, second = sent
-    assert first[:2] == ["look at this", "done"] and len(first) == 3 and second == []
+    serve(tmp_path, script, again)
+    serve(tmp_path, script, once_more)
 
 
 @pytest.mark.parametrize("media", ["a.txt", [7]])
@@ -2036,12 +1936,10 @@ def test_a_waiting_message_with_odd_files_is_set_aside_and_its_chat_goes_on(tmp_
         good = {"id": "1", "kind": "user", "content": "one"}  # no files: it may lack the key
         inbox.append(good | {"id": "0", "content": "odd", "media": media})
         inbox.append(good)
-        await chats.say("two")
-        await chats.answered(1)
+        assert await told(chats, "two") == "to one\n\ntwo"
         await chats.at_rest()
         aside = inbox.path.with_name(f"{inbox.path.name}.corrupt").read_text()
         assert '"odd"' in aside and not inbox.path.exists()
-        assert chats.finals() == ["to one\n\ntwo"]
 
     serve(tmp_path, echo, work)
 
@@ -2060,13 +1958,9 @@ def test_stop_while_a_long_answer_is_being_sent_sends_no_more_of_it_and_says_so(
         async with Chats(loop, Slow()) as chats:
             await chats.say("long")
             await chats.until(lambda: "to long" in chats.texts() and not loop.turns.tasks)
-            await chats.say("/stop")
-            await chats.answered(1)
-            assert "the rest of the answer is not sent" in chats.finals()[0]
+            assert "the rest of the answer is not sent" in await told(chats, "/stop")
             await chats.at_rest()
-            await chats.say("/stop")
-            await chats.answered(2)
-            assert chats.finals()[1] == "Nothing is running."
+            assert await told(chats, "/stop") == "Nothing is running."
 
     asyncio.run(whole())
 
@@ -2075,7 +1969,6 @@ def test_a_tool_hint_never_has_empty_quotes():
     for name, arguments, shown in [
         ("message", {"content": "", "media": ["a.pdf"]}, 'message(["a.pdf"])'),
         ("cron", {"action": "add", "message": "water"}, 'cron("water")'),
-        ("read_file", {"limit": 5, "path": "a.txt"}, 'read_file("a.txt")'),
         ("web_search", {"query": ""}, "web_search()"),
     ]:
         assert nanobot.tool_hint(ToolCallRequest("1", name, arguments)) == shown
@@ -2084,11 +1977,19 @@ def test_a_tool_hint_never_has_empty_quotes():
 # ---- Jobs ----
 
 
-async def run_job(chats: Chats, name: str, chat: str = "desk:1") -> None:
+async def told(chats: Chats, text: str, chat: str = "1", **more) -> str:
+    """Says it, and gives what is answered."""
+    count = len(chats.finals(chat)) + 1
+    await chats.say(text, chat, **more)
+    await chats.answered(count, chat)
+    return chats.finals(chat)[-1]
+
+
+def run_job(chats: Chats, name: str, chat: str = "desk:1"):
     """A reminder that is due, as the clock of a gateway runs it; `name` is of the job and its time."""
     channel, chat_id = chat.split(":")
     job = CronJob("j1", "stretch", channel=channel, chat_id=chat_id)
-    await JobRunner(chats.loop, chats.bus.publish).run_job(job, name)
+    return JobRunner(chats.loop, chats.bus.publish).run_job(job, name)
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -2259,7 +2160,6 @@ def test_texts_of_the_kit_are_in_the_prompt_and_placeholders_are_not_until_they_
         ("local", {}, 0.1),
         ("custom", {}, None),  # models such as gpt-5 refuse a temperature
         ("custom", {"temperature": 0}, 0),
-        ("local", {"temperature": 0.7}, 0.7),
     ],
 )
 def test_a_temperature_is_sent_if_it_is_set_and_a_low_one_to_local_servers(
@@ -2300,12 +2200,11 @@ def test_a_hook_that_fails_before_a_call_stops_the_call_unless_it_only_watches(c
         ran.append(1)
         return "acted"
 
-    hooks = CompositeHook([Policy(event), Recorder()])
-    _, provider = run([[call("act")], "done"], [act], hook=hooks)
-    assert ran == [] and f"Policy.{event} failed: 'rules'" in caplog.text
-    [told] = results(provider.requests[-1].messages)
-    assert told == f"act was not run: Policy.{event} failed: 'rules'"
-    run([[call("act")], "done"], [act], hook=CompositeHook([Watcher(event)]))
+    _, provider = run([call("act"), "done"], [act], hook=CompositeHook([Policy(event)]))
+    failure = f"Policy.{event} failed: 'rules'"
+    assert ran == [] and failure in caplog.text
+    assert results(provider.requests[1].messages) == [f"act was not run: {failure}"]
+    run([call("act"), "done"], [act], hook=CompositeHook([Watcher(event)]))
     assert ran == [1]
 
 
