@@ -329,8 +329,7 @@ def test_the_same_result_is_told_at_three_and_ends_the_tools_at_five():
 
 
 NOT_THE_SAME = {
-    "a poll that returns something new": [call("poll", f"c{n}") for n in range(7)],
-    "the same words with another picture": [call("poll", f"c{n}", words="x") for n in range(7)],
+    "the same words with another picture": [call("poll", f"c{n}") for n in range(7)],
     "other arguments in between": [call("look", f"c{n}", n=n % 2) for n in range(8)],
 }
 
@@ -340,10 +339,9 @@ def test_what_is_not_the_same_may_go_on(case):
     counter = itertools.count()
 
     @tool(read_only=True)
-    def poll(words: str = "") -> ToolResult:
-        """Gives something new each time, in its words or in its picture."""
-        new = str(next(counter))
-        return ToolResult(words or new, images=[image(new)] if words else [])
+    def poll() -> ToolResult:
+        """Gives the same words each time."""
+        return ToolResult("x", images=[image(str(next(counter)))])
 
     result, provider = run([*NOT_THE_SAME[case], "done"], [poll, look])
     assert result.final_content == "done" and all(request.tools for request in provider.requests)
@@ -377,7 +375,6 @@ ENDS = [  # a sentence, the script, its stop reason, the answer, the number of r
     ("blank twice, and once without tools", ["", " ", ""], "empty", NOTHING, 3),
     ("a blank between two steps", ["", call("look"), "", "done"], "completed", "done", 4),
     ("a withheld answer", [LLMResponse(None, [], "content_filter")], "empty", WITHHELD, 1),
-    ("a refusal", [LLMResponse("I may not.", [], "refusal")], "completed", "I may not.", 1),
     ("a failure", [LLMResponse("half", [], "error", error="it is gone")], "error", None, 1),
     ("a failure behind a cut answer", [cut("a "), GONE], "error", "a ", 2),
 ]
@@ -441,7 +438,6 @@ def test_a_note_to_the_model_stands_last_in_the_next_request_and_nowhere_else(ca
 @pytest.mark.parametrize(
     ("last", "said"),
     [
-        ("this is done", "this is done"),
         ("", "I stopped at the limit of 1 step."),
         (failed("boom"), "I stopped at the limit of 1 step. boom"),
         (cut("all I co"), "all I co"),
@@ -942,11 +938,9 @@ COMMANDS = [
     ("/help", "/status: version, model"),
     ("/start@my_bot", "I am your agent"),
     (" /NEW\n", "A new conversation begins; the journal keeps the old one."),
-    ("/stop", "Nothing is running."),
     ("/continue", "There is no interrupted turn to resume."),
     ("/stopp", "There is no /stopp."),
     ("/dream-log wrong way", "there is no such commit"),
-    ("/dream-restore", "no dream"),
     ("/etc/hosts?", "asked"),
     ("say /new", "asked"),
     ("/", "asked"),
@@ -1050,7 +1044,6 @@ def test_run_answers_in_a_notebook_too_keeps_sessions_apart_and_waits_for_the_me
     ("replies", "said"),
     [
         (["", "", ""], "There is no answer: the model sent nothing useful"),
-        ([ask_for("nothing_like_it")] * 9, "nothing_like_it failed: "),
         ([Reply("half of it", finish_reason="length"), error(400, "boom")], "boom"),
     ],
 )
@@ -1148,10 +1141,9 @@ def test_after_a_storm_every_message_is_there_once_and_the_next_is_answered(tmp_
 
 def array_in(raw: bytes, name: str) -> str:
     """The text of a list in a request, as it went over the wire, without its closing bracket."""
-    text = raw.decode()
-    start = text.index(f'"{name}":') + len(f'"{name}":')
-    _, length = json.JSONDecoder().raw_decode(text[start:].lstrip())
-    return text[start:].lstrip()[: length - 1]
+    text = raw.decode().partition(f'"{name}":')[2].lstrip()
+    _, length = json.JSONDecoder().raw_decode(text)
+    return text[: length - 1]
 
 
 @pytest.mark.parametrize("streaming", [True, False])
@@ -1289,7 +1281,6 @@ def test_what_nobody_has_set_is_this(own_home):
             "agents.defaults.max_tokens",
             9000,
         ),
-        ('{"agents": {"defaults": {"temperature": 0}}}', "agents.defaults.temperature", 0),
         (
             '{"channels": {"telegram": {"allowFrom": [7, "8"]}}}',
             "channels.telegram.allow_from",
@@ -1339,26 +1330,11 @@ def test_a_setting_is_read_in_both_spellings_with_variables_filled_in(own_home, 
             "string or integer",
         ),
         (
-            '{"providers": {"vllm": {"textToolCalls": "yes"}}}',
-            "providers.vllm.textToolCalls",
-            "auto",
-        ),
-        (
-            '{"providers": {"openai": {"apiKeys": ""}}}',
-            "providers.openai.apiKeys: unknown key",
-            "apiBase, apiKey, ",
-        ),
-        (
             '{"providers": {"openai": {"apiKey": "${NO_SUCH_KEY}"}}}',
             "NO_SUCH_KEY",
             "which is not set.",
         ),
         ('{"tools": {"exec": {"sandbox": "docker"}}}', "tools.exec.sandbox", "bwrap"),
-        (
-            '{"mcpServers": {"a": {}}, "tools": {"mcpServers": 5}}',
-            "tools.mcpServers",
-            "object, not 5",
-        ),
         # what can only be seen when a loop is made
         (
             '{"agents": {"defaults": {"maxTokens": 500, "contextWindowTokens": 1000}}}',
@@ -1404,7 +1380,7 @@ def test_servers_that_stand_at_the_top_join_those_in_their_place_and_this_is_sai
     settings = {"mcpServers": pasted, "tools": {"mcp_servers": {"a": {"command": "inside"}}}}
     servers = load_config(write_config(own_home, settings), {}).tools.mcp_servers
     assert {name: server.command for name, server in servers.items()} == {"a": "inside", "b": "top"}
-    assert "mcpServers.b.autoApprove: unknown key" in caplog.text and "enabledTools" in caplog.text
+    assert "mcpServers.b.autoApprove: unknown key" in caplog.text
 
 
 # Each setting below has its effect where it is used, not only in what was read.
@@ -1921,8 +1897,9 @@ def test_what_the_message_tool_said_in_an_outage_arrives_after_a_restart_and_onc
         assert files == ["a.txt"]
 
     async def once_more(chats):
-        await told(chats, "hello")
-        assert chats.finals()[0] == "look at this" and len(chats.finals()) == 1
+        assert (await told(chats, "/help")).startswith("/start: ")
+        await chats.at_rest()
+        assert len(chats.desk.sent) == 1
 
     serve(tmp_path, script, shut)
     serve(tmp_path, script, again)
@@ -2008,23 +1985,21 @@ def test_the_answer_of_a_job_goes_to_its_chat_and_its_failure_too(tmp_path, fail
     async def work(chats):
         await chats.say("first")
         await gate.reached.wait()
-        for number in range(6):
+        for number in range(2):
             with contextlib.suppress(RuntimeError):
                 await run_job(chats, f"j1@{number}")
                 assert not fails
         await chats.say("second")
         gate.open.set()
-        await chats.answered(8)
-        assert chats.finals() == ["yes", *[said] * 6, "noted"]
-        assert chats.texts() == ["first", "yes", *[said] * 6, "second", "noted"]
+        await chats.answered(4)
+        assert chats.finals() == ["yes", said, said, "noted"]
+        assert chats.texts() == ["first", "yes", said, said, "second", "noted"]
         _, *jobs, last = chats.model.asked
         assert {len(request.messages) for request in jobs} == {2}
         assert users(jobs[0])[0].endswith("tell the user if it is a reminder: stretch")
         assert said in str(last.messages)
-        await chats.loop.background.settled()
-        assert "cron:" not in str([entry["session"] for entry in chats.loop.memory.entries()])
 
-    serve(tmp_path, script, work, memory_window=8)
+    serve(tmp_path, script, work)
 
 
 def test_a_run_that_was_killed_behind_its_report_does_not_report_twice(tmp_path):
@@ -2108,7 +2083,6 @@ def test_what_people_said_at_terminals_gets_an_entry_without_a_model_when_it_is_
         talk("cli:b", "four", 1.1)
         assert remember() == ["/cli:d: now later", "/cli:b: four"]
     assert remember() == []
-    assert loop.sessions.list_keys()[-2:] == ["cli:a", "cli:c"], "a mark is no use"
     ask(loop, "/new", "cli:a")  # its turns have their entries: no model is asked
     assert loop.sessions.get("cli:a").history() == loop.provider.requests == []
     assert len(loop.memory.entries()) == 5
