@@ -1986,10 +1986,8 @@ def test_the_answer_of_a_job_goes_to_its_chat_and_its_failure_too(tmp_path, fail
         assert {len(request.messages) for request in jobs} == {2}
         assert users(jobs[0])[0].endswith("tell the user if it is a reminder: stretch")
         assert said in str(last.messages)
-        await chats.loop.background.settled()
-        assert "cron:" not in str([entry["session"] for entry in chats.loop.memory.entries()])
 
-    serve(tmp_path, script, work, memory_window=8)
+    serve(tmp_path, script, work)
 
 
 def test_a_run_that_was_killed_behind_its_report_does_not_report_twice(tmp_path):
