@@ -289,33 +289,22 @@ def test_a_prompt_goes_to_nobody_but_whom_the_user_named_or_gave_a_key(model):
 
 
 OTHER, GROQ = "http://10.0.0.7/v1", ROWS["groq"].default_api_base
-ORDER = {  # flags, OPENAI_BASE_URL, then the address and the key; the file names groq, with a key
-    "the file": ([], "", (GROQ, "gsk_1")),
-    "the environment wins over the file": ([], LOCAL, (LOCAL, "sk-1")),
-    "a flag wins over the environment": (["--provider", "groq"], LOCAL, (GROQ, "gsk_1")),
-    "an address wins over the environment's": (["--base-url", OTHER], LOCAL, (OTHER, "sk-1")),
-    "an address wins over a provider": (
-        ["--provider", "groq", "--base-url", OTHER],
-        LOCAL,
-        (OTHER, "sk-1"),
-    ),
+ORDER = {  # flags, then the address and the key; the file names groq, with a key
+    "the environment wins over the file": ([], (LOCAL, "sk-1")),
+    "a flag wins over the environment": (["--provider", "groq"], (GROQ, "gsk_1")),
+    "an address wins over all": (["--provider", "groq", "--base-url", OTHER], (OTHER, "sk-1")),
 }
 
 
 @pytest.mark.parametrize("name", ORDER)
 def test_flags_win_over_the_environment_and_that_over_the_file(name, tmp_path, monkeypatch):
-    flags, base_url, expected = ORDER[name]
+    flags, expected = ORDER[name]
     file = tmp_path / "config.json"
-    file.write_text(
-        json.dumps(
-            {
-                "agents": {"defaults": {"provider": "groq", "model": "m"}},
-                "providers": {"groq": {"apiKey": "gsk_1"}},
-            }
-        )
-    )
+    defaults = {"provider": "groq", "model": "m"}
+    rows = {"groq": {"apiKey": "gsk_1"}}
+    file.write_text(json.dumps({"agents": {"defaults": defaults}, "providers": rows}))
     monkeypatch.setenv("OPENAI_API_KEY", "sk-1")
-    monkeypatch.setenv("OPENAI_BASE_URL", base_url)
+    monkeypatch.setenv("OPENAI_BASE_URL", LOCAL)
     arguments = nanobot.parser().parse_args(["agent", "--config", str(file), *flags])
     end = nanobot.make_provider(nanobot.settings_of(arguments)).endpoint
     assert (end.api_base, end.api_key) == expected
@@ -335,8 +324,6 @@ def test_headers_never_go_to_another_rows_host():
         ("sk-or-v1-0", "openrouter"),
         ("sk-ant-0", "anthropic"),
         ("AIzaSy0", "gemini"),
-        ("gsk_0", "groq"),
-        ("xai-0", "xai"),
         ("sk-proj-0", "openai"),
         ("0", "openai"),
     ],
@@ -346,43 +333,21 @@ def test_the_general_key_goes_to_the_maker_whose_prefix_it_has(key, name):
     assert (end.spec.name, end.api_key, end.api_base) == (name, key, ROWS[name].default_api_base)
 
 
-def test_each_row_has_an_address_and_the_variable_that_its_provider_documents():
-    """A row whose variable is misspelt is never found, and its user meets the offline model."""
-    unlike_their_name = {"zhipu": "ZAI", "volcengine": "ARK", "azure": "AZURE_OPENAI"}
-    for row in ROWS.values():
-        maker = unlike_their_name.get(row.name, row.name.upper())
-        assert row.env_key == ("" if row.is_local or row.name == "custom" else f"{maker}_API_KEY")
-        assert bool(row.default_api_base) is not (row.name in ("azure", "custom"))
-
-
 HOSTS = {
     "https://api.openai.com/v1": "openai",
     "https://eu.api.openai.com/v1": "openai",
-    "https://api.moonshot.ai/v1": "moonshot",
     "https://api.moonshot.cn/v1": "moonshot",
     "https://open.bigmodel.cn/api/paas/v4": "zhipu",
-    "https://api.z.ai/api/paas/v4": "zhipu",
-    "https://api.minimax.io/v1": "minimax",
-    "https://api.minimaxi.com/v1": "minimax",
-    "https://dashscope.aliyuncs.com/compatible-mode/v1": "dashscope",
     "https://dashscope-intl.aliyuncs.com/compatible-mode/v1": "dashscope",
-    "https://api.siliconflow.cn/v1": "siliconflow",
-    "https://api.siliconflow.com/v1": "siliconflow",
     "https://kit.openai.azure.com/openai/v1": "azure",
-    "https://kit.services.ai.azure.com/openai/v1": "azure",
-    "http://localhost:11434/v1": "ollama",
     "http://192.168.0.7:11434/v1": "ollama",
-    "http://localhost:1234/v1": "lmstudio",
     "http://box:1234/v1": "lmstudio",
     "http://localhost:8000/v1": "vllm",
     "http://localhost:8080/v1": "llamacpp",
     "http://localhost/v1": "local",
-    "http://localhost:9000/v1": "local",
     "http://0.0.0.0:9000/v1": "local",
     "http://[::1]:9000/v1": "local",
-    "http://127.0.0.1:9000/v1": "local",
     "http://10.0.0.7/v1": "local",
-    "http://192.168.0.7/v1": "local",
     "http://me:secret@127.0.0.1:9000/v1": "local",
     "http://me:secret@api.openai.com/v1": "openai",
     "http://192.0.2.7/v1": "custom",
@@ -439,29 +404,13 @@ def test_a_request_has_the_fewest_parameters(name):
 
 
 def test_options_tools_headers_and_extra_body_arrive_as_given():
+    options = {"temperature": 0.5, "tool_choice": "auto", "model": "other"}
+    extra = {"thinking": {"type": "off"}}
     with FakeLLM(["Hi."]) as server:
-        provider = made(
-            server, extra_headers={"X-Title": "kit"}, extra_body={"thinking": {"type": "off"}}
-        )
-        ask(provider, tools=[TOOL], temperature=0.5, tool_choice="auto", model="other")
-        expected = {
-            "model": "other",
-            "messages": HELLO,
-            "tools": [TOOL],
-            "temperature": 0.5,
-            "tool_choice": "auto",
-            "thinking": {"type": "off"},
-        }
-        assert server.bodies[0] == expected
+        provider = made(server, extra_headers={"X-Title": "kit"}, extra_body=extra)
+        ask(provider, tools=[TOOL], **options)
+        assert server.bodies[0] == {"messages": HELLO, "tools": [TOOL], **options, **extra}
         assert server.requests[0].headers["x-title"] == "kit"
-
-
-def test_keys_and_addresses_of_the_environment_are_not_used_by_a_row_without_a_key(monkeypatch):
-    monkeypatch.setenv("OPENAI_API_KEY", "sk-of-the-environment")
-    monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:1/v1")
-    with FakeLLM(["Hi."]) as server:
-        assert ask(made(server, "local", key=""))[0].content == "Hi."
-        assert b"sk-of-the-environment" not in str(server.requests[0].headers).encode()
 
 
 def test_a_key_that_was_pasted_with_its_line_end_works():
@@ -510,10 +459,11 @@ def test_no_key_goes_to_a_server_whose_certificate_nobody_vouches_for(tmp_path):
 def test_the_system_message_is_marked_for_the_cache(row):
     """The tools stand before it in the prompt, so that the mark holds for them, too."""
     with FakeLLM(["Hi."]) as server:
-        ask(made(server, row), tools=[LOOK_TOOL, STRICT])
+        ask(made(server, row), tools=[TOOL])
         body, mark = server.bodies[0], {"cache_control": {"type": "ephemeral"}}
-    assert body["messages"][0]["content"] == [{"type": "text", "text": SYSTEM["content"], **mark}]
-    assert body["tools"] == [LOOK_TOOL, STRICT] and body["messages"][1:] == HELLO[1:]
+    marked = [{"type": "text", "text": SYSTEM["content"], **mark}]
+    assert body["messages"] == [{"role": "system", "content": marked}, HELLO[1]]
+    assert body["tools"] == [TOOL]
 
 
 # ---- Whole answers and streams, good and odd ----
@@ -524,17 +474,8 @@ ODD_BODIES = {
         {"choices": None, "error": {"message": "No credits"}},
         "No credits",
     ),
-    "an error within a 200": ({"error": {"message": "Overloaded", "code": 529}}, "Overloaded"),
     "an error within a choice": (
-        {
-            "choices": [
-                {
-                    "message": {"content": ""},
-                    "finish_reason": "error",
-                    "error": {"message": "Gone."},
-                }
-            ]
-        },
+        {"choices": [{"message": {"content": ""}, "error": {"message": "Gone."}}]},
         "Gone",
     ),
     "no JSON object": ([1, 2], "does not answer like a model.*/v1"),
@@ -543,7 +484,6 @@ ODD_BODIES = {
         {"choices": [{"message": {"content": "Hi."}}], "usage": {"prompt_tokens": "many"}},
         "strange form",
     ),
-    "a content that is a number": ({"choices": [{"message": {"content": 5}}]}, "strange form"),
     "broken JSON": ('{"choices": [', "not a JSON object but: .*choices"),
     "an empty body": ("", "not a JSON object but: nothing"),
     "a tower of lists": ('{"choices": ' + "[" * 100_000, "recursion"),
@@ -576,32 +516,21 @@ FINE = {  # an odd answer: its text and its calls
     "text in one choice, calls in another": (
         Failure(
             200,
-            {
-                "choices": [
-                    {"message": {"content": "Look."}, "finish_reason": "stop"},
-                    {"message": {"tool_calls": [NOW]}, "finish_reason": "tool_calls"},
-                ]
-            },
+            {"choices": [{"message": {"content": "Look."}}, {"message": {"tool_calls": [NOW]}}]},
         ),
         "Look.",
         [{}],
     ),
     "blocks": (whole({"content": BLOCKS}), "Hi.", []),
-    "arguments that are an object": (
-        whole({"tool_calls": [OBJECT]}, "tool_calls"),
-        None,
-        [{"zone": "UTC"}],
-    ),
+    "arguments that are an object": (whole({"tool_calls": [OBJECT]}), None, [{"zone": "UTC"}]),
     "comments, events, no choices, a null delta, blank data": (
         sse(
             ": PROCESSING\n\n",
-            {"id": "x"},
             {"choices": [], "prompt_filter_results": [{}]},
             "event: message\n",
             {"choices": [{"index": 0, "delta": None}]},
             "data: \n\n",
             delta(content="Hi."),
-            delta("stop"),
         ),
         "Hi.",
         [],
@@ -611,8 +540,6 @@ FINE = {  # an odd answer: its text and its calls
         "Hi.",
         [],
     ),
-    "one byte a packet": (Raw(chunks=[HI[n : n + 1] for n in range(len(HI))]), "Grüße ☃", []),
-    "no reason but [DONE]": (sse(delta(content="Hi.")), "Hi.", []),
     "whole calls and no end": (
         sse(piece(id="a", name="f", arguments='{"a": 1}'), done=False),
         None,
@@ -641,7 +568,9 @@ def test_a_server_that_keeps_the_line_open_behind_the_end_of_its_answer_is_not_w
 
 def random_stream(dice):
     """Chunks as OpenAI sends them: text, two calls in pieces side by side, a reason, the usage."""
-    text = "".join(dice.choice('aé☃\u2028 \n🙂"\\') for _ in range(dice.randrange(30)))
+    text = "".join(
+        dice.choice('aé☃\u2028\u2029\x85\x0b\x1c \n🙂"\\') for _ in range(dice.randrange(30))
+    )
     chunks = [
         delta(role="assistant", content=""),
         *(delta(content=part) for part in re.findall("(?s).{1,4}", text)),
@@ -675,9 +604,8 @@ def test_a_stream_means_what_the_sdks_own_reading_makes_of_it(seed):
     import openai
 
     dice = random.Random(seed)
-    streams = [
-        random_stream(dice) for _ in range(1_000 if os.environ.get("NANOBOT_TEST_FULL") else 20)
-    ]
+    count = 1_000 if os.environ.get("NANOBOT_TEST_FULL") else 20
+    streams = [random_stream(dice) for _ in range(count)]
     with FakeLLM(itertools.chain.from_iterable((each, each) for each in streams)) as server:
         provider = made(server)
         with openai.OpenAI(base_url=server.base_url, api_key="k", max_retries=0) as client:
@@ -689,30 +617,17 @@ def test_a_stream_means_what_the_sdks_own_reading_makes_of_it(seed):
                         theirs += choice.delta.content or ""
                         reason = choice.finish_reason or reason
                         for each in choice.delta.tool_calls or []:
-                            calls[each.index] = calls.get(each.index, "") + (
-                                each.function.arguments or ""
-                            )
+                            calls.setdefault(each.index, []).append(each.function.arguments)
                 ours, shown = ask(provider, stream=True)
                 edges = "" if reason == "length" else "\n"
-                assert ours.content == (
-                    theirs.lstrip("\n").rstrip(edges) if theirs.strip() else None
-                )
-                assert [each.arguments for each in ours.tool_calls] == list(
-                    map(json.loads, calls.values())
-                )
+                text = theirs.lstrip("\n").rstrip(edges) if theirs.strip() else None
+                assert ours.content == text
+                given = [json.loads("".join(parts)) for parts in calls.values()]
+                assert [each.arguments for each in ours.tool_calls] == given
                 assert (ours.finish_reason, ours.usage["prompt_tokens"]) == (
                     reason,
                     usage.prompt_tokens,
                 )
-
-
-@pytest.mark.parametrize("odd", ["\u2028", "\u2029", "\x85", "\x0b", "\x1c"])
-def test_a_line_separator_within_a_text_does_not_tear_the_stream(odd):
-    body = f'data: {{"choices":[{{"delta":{{"content":"a{odd}b"}},"finish_reason":"stop"}}]}}\n\n'
-    if odd < " ":
-        body = body.replace(odd, f"\\u{ord(odd):04x}")
-    answer, _ = reply_to(Raw(body.encode()), stream=True)
-    assert answer.content == f"a{odd}b"
 
 
 ODD_STREAMS = {
@@ -720,9 +635,7 @@ ODD_STREAMS = {
         sse(delta(content="Well"), {"error": {"message": "Overloaded"}}),
         "Overloaded",
     ),
-    "an error event": (sse('event: error\ndata: {"error": {"message": "Boom"}}\n\n'), "Boom"),
     "garbage": (sse(delta(content="a"), "data: {oops\n\n"), "not a JSON object but: {oops"),
-    "no end": (sse(delta(content="Well"), done=False), "broke off"),
     "a call without an end": (
         sse(piece(id="a", name="f", arguments='{"a": '), done=False),
         "broke off",
@@ -740,16 +653,16 @@ def test_a_stream_that_fails_is_a_clear_error(name):
 
 ERROR_BODIES = {
     "OpenAI": (error(400, "Unsupported parameter"), "HTTP 400: Unsupported parameter"),
+    "a text beside the message": (
+        Failure(400, {"error": {"message": "Bad thing.", "metadata": "x"}}),
+        "HTTP 400: Bad thing.",
+    ),
     "Gemini": (
         Failure(400, [{"error": {"code": 400, "message": "Unknown name"}}]),
         "HTTP 400: Unknown name",
     ),
-    "LM Studio": (
-        Failure(400, {"error": "Invalid tool_choice type"}),
-        "HTTP 400: Invalid tool_choice type",
-    ),
+    "LM Studio": (Failure(400, {"error": "Invalid tool_choice"}), "HTTP 400: Invalid tool_choice"),
     "FastAPI": (Failure(422, {"detail": "Bad body"}), "Bad body"),
-    "a page": (Failure(502, "<h1>Bad Gateway</h1>", content_type="text/html"), "HTTP 502"),
     "nothing": (Failure(500, ""), "HTTP 500"),
     "a redirect": (Failure(307, "", {"Location": "http://127.0.0.1:1/"}), "HTTP 307"),
 }
@@ -770,20 +683,16 @@ def test_an_errors_own_words_are_found_wherever_they_stand(name):
     ("reason", "meaning"),
     [
         ("eos", "stop"),
-        ("end_turn", "stop"),
         ("tool_use", "stop"),
         ("STOP", "stop"),
         ("max_tokens", "length"),
-        ("length", "length"),
         ("content_filter", "content_filter"),
         ("tool_calls", "tool_calls"),
-        ("model_length", "length"),
         ("refusal", "refusal"),
     ],
 )
 def test_a_finish_reason_is_told_in_openais_words(reason, meaning):
-    whole_call = {"id": "a", **call("now")}
-    answer, _ = reply_to(whole({"tool_calls": [whole_call]}, reason))
+    answer, _ = reply_to(whole({"tool_calls": [NOW]}, reason))
     assert (answer.finish_reason, answer.tool_calls[0].error) == (meaning, "")
 
 
@@ -813,22 +722,9 @@ CALL_STREAMS = {
         piece(index=0, id="1", name="a", arguments=X),
         piece(index=0, id="2", name="b", arguments=Y),
     ],
-    "in pieces, every index 0": [
-        piece(index=0, id="1", name="a"),
-        piece(index=0, arguments=X),
-        piece(index=0, id="2", name="b"),
-        piece(index=0, arguments=Y),
-    ],
-    "whole, without index and id": [piece(name="a", arguments=X), piece(name="b", arguments=Y)],
     "whole, index 0 and empty ids": [
         piece(index=0, id="", name="a", arguments=X),
         piece(index=0, id="", name="b", arguments=Y),
-    ],
-    "id and name repeated in every chunk": [
-        piece(index=0, id="1", name="a", arguments='{"x"'),
-        piece(index=0, id="1", name="a", arguments=": 1}"),
-        piece(index=1, id="2", name="b", arguments='{"y"'),
-        piece(index=1, id="2", name="b", arguments=": 2}"),
     ],
     "a new id in every chunk": [
         piece(index=0, id="1", name="a", arguments='{"x"'),
@@ -863,12 +759,7 @@ def test_an_empty_object_is_an_argument_and_the_next_name_begins_a_call(argument
 ARGUMENTS = {
     "a raw line end in a text": ('{"a": "1\n2"}', "stop", {"a": "1\n2"}, ""),
     "broken, but the answer is whole": ("{path: 'a',}", "tool_calls", {"path": "a"}, ""),
-    "a Python dict": (
-        "{'a': True, 'b': None, 'c': 'it\\'s'}",
-        "stop",
-        {"a": True, "b": None, "c": "it's"},
-        "",
-    ),
+    "a Python dict": ("{'a': True, 'c': 'it\\'s'}", "stop", {"a": True, "c": "it's"}, ""),
     "an open string that looks closed": (
         '{"a": "b", "c": "rm -rf \\"',
         "stop",
@@ -884,10 +775,8 @@ ARGUMENTS = {
     ),
     "cut with a brace in the text": ('{"a": "b {c}', "stop", {}, "not valid JSON"),
     "cut in a text of single quotes": ("{'a': 'echo }", "stop", {}, "not valid JSON"),
-    "broken, with a quote in a quote": ('{"a": \'it", b\',}', "stop", {"a": 'it", b'}, ""),
     "two objects": ('{"a": 1}{"b": 2}', "stop", {}, "must be one JSON object"),
     "not a number": ('{"a": NaN}', "stop", {}, "not valid JSON"),
-    "a number beyond all numbers": ('{"a": 1e400}', "stop", {}, "not valid JSON"),
     "a tower of lists": ("[" * 50_000, "stop", {}, "not valid JSON"),
     "a half of a surrogate pair": (r'{"a": "\ud83d"}', "stop", {"a": "?"}, ""),
 }
@@ -905,28 +794,15 @@ def test_arguments_are_one_json_object_or_the_call_says_why_not(name):
 
 def test_what_an_answer_says_beside_its_parts_is_sent_back_under_its_own_name():
     extra = {"google": {"thought_signature": "abc"}}
-    first = delta(
-        reasoning="I ",
-        reasoning_details=[{"id": 1}],
-        tool_calls=[
-            {
-                "index": 0,
-                "id": "1",
-                "extra_content": extra,
-                "function": {"name": "now", "arguments": "{}"},
-            }
-        ],
-    )
-    rest = [delta(reasoning="think"), delta("tool_calls", reasoning_details=[{"id": 2}])]
-    with FakeLLM([sse(first, *rest), "Noon."]) as server:
+    asked = {"index": 0, "id": "1", "extra_content": extra, **call("now")}
+    stream = [
+        delta(reasoning="I ", reasoning_details=[{"id": 1}], tool_calls=[asked]),
+        delta("tool_calls", reasoning="think", reasoning_details=[{"id": 2}]),
+    ]
+    with FakeLLM([sse(*stream), "Noon."]) as server:
         answer, shown = ask(made(server), stream=True)
         assert (answer.reasoning_content, answer.content, shown) == ("I think", None, [])
-        history = [
-            *HELLO,
-            answer.to_message(),
-            {"role": "tool", "tool_call_id": "1", "content": "12:00"},
-        ]
-        ask(made(server), history)
+        ask(made(server), [*HELLO, answer.to_message(), result("1")])
         sent = server.bodies[1]["messages"][2]
     assert (sent["reasoning"], sent["reasoning_details"]) == ("I think", [{"id": 1}, {"id": 2}])
     assert sent["tool_calls"][0]["extra_content"] == extra
@@ -1031,17 +907,16 @@ def test_a_cancellation_is_raised_and_immediate(line):
     async def cancelled(provider):
         task = asyncio.ensure_future(provider.chat(HELLO, on_delta=lambda text: asyncio.sleep(0)))
         await asyncio.sleep(0.15)
-        assert not task.done()
-        task.cancel()
+        assert not task.done() and task.cancel()
         start = time.monotonic()
         with pytest.raises(asyncio.CancelledError):
             await task
-        return time.monotonic() - start
+        assert time.monotonic() - start < 0.5
 
     with FakeLLM([line]) as server:
         provider = made(server)
         provider.pace = 1.0
-        assert asyncio.run(cancelled(provider)) < 0.5
+        asyncio.run(cancelled(provider))
 
 
 def test_the_idle_clock_stands_still_while_the_consumer_works():
@@ -1056,40 +931,33 @@ def test_the_idle_clock_stands_still_while_the_consumer_works():
 OURS = [KeyError("x"), TypeError("ours"), OSError("disk full"), ValueError("no")]
 
 
-@pytest.mark.parametrize("problem", OURS)
+@pytest.mark.parametrize("problem", [KeyError("x"), TypeError("ours"), OSError("disk full")])
 def test_what_a_consumer_raises_is_raised_as_it_is(problem):
     async def failing(piece):
         raise problem
 
-    with FakeLLM(["Hi.", "Hi again."]) as server:
-        provider = made(server)
+    with FakeLLM(["Hi."]) as server:
         with pytest.raises(type(problem)) as caught:
-            asyncio.run(provider.chat(HELLO, on_delta=failing))
+            asyncio.run(made(server).chat(HELLO, on_delta=failing))
         assert caught.value is problem and len(server.bodies) == 1
-        assert ask(provider)[0].content == "Hi again."
+
+
+WELL = sse(delta(content="Well"), done=False)
 
 
 @pytest.mark.parametrize(
     ("line", "cause"),
     [
-        (
-            Raw(chunks=[sse(delta(content="Well"), done=False).body], cut=True),
-            "it closed the connection in the middle",
-        ),
-        (sse(delta(content="Well"), done=False), "the answer broke off"),
-        (
-            Raw(chunks=[sse(delta(content="Well"), done=False).body], hang=5),
-            "gave no answer in time",
-        ),
+        (Raw(chunks=[WELL.body], cut=True), "it closed the connection in the middle"),
+        (WELL, "the answer broke off"),
+        (Raw(chunks=[WELL.body], hang=5), "gave no answer in time"),
     ],
 )
 def test_what_was_shown_of_an_answer_that_broke_off_is_told_with_the_cause(line, cause):
     with FakeLLM([line]) as server:
         answer, shown = ask(made(server, idle_timeout=0.2), stream=True)
     assert answer.content == "".join(shown) == "Well"
-    assert (
-        answer.finish_reason == "error" and cause in answer.error and "chunked" not in answer.error
-    )
+    assert cause in answer.error and "chunked" not in answer.error
 
 
 LITELLM = {
@@ -1106,18 +974,6 @@ def test_a_refusal_is_told_with_its_cause_and_what_to_do(name):
     refused = next(each for each in RECORDED if each["id"] == name)
     answer, _ = reply_to(Failure(refused["status"], refused["body"]))
     assert re.search(LITELLM[name], answer.error)
-
-
-def test_a_refusal_with_a_text_beside_its_message_is_a_refusal():
-    answer, _ = reply_to(Failure(400, {"error": {"message": "Bad thing.", "metadata": "x"}}))
-    assert "HTTP 400: Bad thing." in answer.error
-
-
-def test_an_endpoint_without_an_address_is_at_the_address_of_its_row():
-    assert (
-        OpenAIProvider(Endpoint(ROWS["openai"], "sk-1")).endpoint.api_base
-        == "https://api.openai.com/v1"
-    )
 
 
 KEY = "sk-proj-very-secret-0123456789"
@@ -1238,18 +1094,14 @@ def after_refusal(refusal, stream=False, row="custom", messages=EVERYTHING, more
 
 @pytest.mark.parametrize("refusal", recorded("heal"))
 def test_what_an_endpoint_refuses_is_changed_and_asked_again(refusal):
-    name = refusal["id"]
-    row = (
-        "openai"
-        if "max_completion_tokens" in str(refusal["body"]) and "renamed" not in name
-        else "custom"
-    )
-    row = "openrouter" if "cache-control" in name else row
-    answer, bodies, _, provider = after_refusal(
-        refusal, stream=not name.startswith("dashscope-"), row=row
-    )
-    assert answer.content == "Fine." and len(bodies) == 2
-    assert bodies[0] != bodies[1]
+    name, row = refusal["id"], "custom"
+    if "max_completion_tokens" in str(refusal["body"]) and "renamed" not in name:
+        row = "openai"
+    if "cache-control" in name:
+        row = "openrouter"
+    stream = not name.startswith("dashscope-")
+    answer, bodies, _, provider = after_refusal(refusal, stream, row)
+    assert answer.content == "Fine." and len(bodies) == 2 and bodies[0] != bodies[1]
     assert len(provider.learnt["test-model"]) == refusal.get("remembered", True)
 
 
@@ -1280,10 +1132,6 @@ MENDED = {  # a recorded refusal: a part of what the user is told, and what chan
         "max_tokens is left out: the server sets it",
         {"max_tokens": GONE},
     ),
-    "openai-max-tokens-too-large": (
-        "max_tokens is left out: the server sets it",
-        {"max_tokens": GONE},
-    ),
     "openai-max-tokens-renamed": (
         "max_tokens is renamed",
         {"max_tokens": GONE, "max_completion_tokens": 100},
@@ -1294,7 +1142,6 @@ MENDED = {  # a recorded refusal: a part of what the user is told, and what chan
         "reasoning is switched off: this model refuses it with tools",
         {"reasoning_effort": "none"},
     ),
-    "vllm-auto-tool-choice": ("tool calls are sent as text", AS_TEXT),
     "ollama-no-tools": ("tool calls are sent as text", AS_TEXT),
     "deepseek-reasoning-must-be-passed-back": (
         "empty reasoning",
@@ -1345,15 +1192,10 @@ MENDED = {  # a recorded refusal: a part of what the user is told, and what chan
         "messages are sent as plain text",
         {"messages.1.content": NO_IMAGE},
     ),
-    "groq-content-string-system": (
-        "messages are sent as plain text",
-        {"messages.1.content": NO_IMAGE},
-    ),
     "openai-temperature-only-default": (
         "temperature is left out: this model",
         {"temperature": GONE},
     ),
-    "groq-store-unsupported": ("store is left out: this model", {"store": GONE}),
 }
 
 
@@ -1375,12 +1217,10 @@ def with_changes(body, changes):
 @pytest.mark.parametrize("name", MENDED)
 def test_a_complaint_has_its_remedy_and_the_user_is_told_of_it(name):
     notice, changes = MENDED[name]
-    before = copy.deepcopy(EVERYTHING)
     stream = name != "dashscope-stream-only"
     _, bodies, told, _ = after_refusal(by_id(name), stream, more={"store": True})
     assert bodies[1] == with_changes(bodies[0], changes)
     assert len(told) == 1 and told[0].startswith("custom, test-model: ") and notice in told[0]
-    assert before == EVERYTHING
 
 
 NAMED = {  # an error: which of the parameters of the request it is about
@@ -1398,25 +1238,11 @@ NAMED = {  # an error: which of the parameters of the request it is about
 
 @pytest.mark.parametrize("text", NAMED)
 def test_only_a_parameter_that_an_error_is_about_is_left_out(text):
-    body = dict.fromkeys(
-        [
-            "default",
-            "provider",
-            "stop",
-            "store",
-            "user",
-            "thinking",
-            "tool_choice",
-            "reasoning_effort",
-            "top_p",
-        ],
-        1,
-    )
+    names = ["default", "provider", "user", "tool_choice", *OPTIONS]
     with FakeLLM([error(400, text), "Fine."]) as server:
-        ask(made(server, extra_body=body), temperature=0.2)
-        first = server.bodies[0].keys()
-        assert first - server.bodies[-1].keys() == NAMED[text]
-        assert len(server.bodies) == 1 + bool(NAMED[text])
+        ask(made(server, extra_body=dict.fromkeys(names, 1)), temperature=0.2)
+        first, *rest = [body.keys() for body in server.bodies]
+    assert [first - each for each in rest] == ([NAMED[text]] if NAMED[text] else [])
 
 
 WITHOUT_PACKAGES = [
@@ -1433,28 +1259,19 @@ WITHOUT_PACKAGES = [
         (["--offline", "-m", "hi"], 0, "Hello!"),
         (["status", "--offline"], 0, "offline: fixed rules"),
         (["--provider", "human", "-m", "hi"], 1, "`--provider human` needs a terminal."),
-        (
-            ["--base-url", "http://127.0.0.1:1/v1", "-m", "hi"],
-            1,
-            "nanobot: The openai package cannot be loaded (No module named 'openai'). Install it: ",
-        ),
-        (
-            ["status", "--base-url", "http://127.0.0.1:1/v1"],
-            1,
-            "The openai package cannot be loaded (No module named 'openai'). Install it: ",
-        ),
+        (["--base-url", "http://127.0.0.1:1/v1", "-m", "hi"], 1, "No module named 'openai'"),
+        (["status", "--base-url", "http://127.0.0.1:1/v1"], 1, "No module named 'openai'"),
     ],
 )
 def test_without_any_package_the_offline_model_works_and_a_missing_one_is_named(
     flags, status, text, tmp_path
 ):
-    environment = {"HOME": str(tmp_path), "PATH": os.environ["PATH"]}
     done = subprocess.run(
         [*WITHOUT_PACKAGES, *flags],
         capture_output=True,
         encoding="utf-8",
         cwd=tmp_path,
-        env=environment,
+        env={"HOME": str(tmp_path), "PATH": os.environ["PATH"]},
         stdin=subprocess.DEVNULL,
     )
     assert done.returncode == status and text in done.stdout + done.stderr, done.stderr
@@ -1462,22 +1279,16 @@ def test_without_any_package_the_offline_model_works_and_a_missing_one_is_named(
 
 
 def test_a_library_that_does_not_load_is_not_called_missing(tmp_path):
-    """As a wheel for another processor: the cause, then what to do, also from `status`."""
-    (tmp_path / "openai.py").write_text(
-        "raise ImportError('DLL load failed while importing jiter')"
+    """As a wheel for another processor: the cause, then what to do."""
+    (tmp_path / "openai.py").write_text("raise ImportError('DLL load failed')")
+    done = subprocess.run(
+        [sys.executable, WITHOUT_PACKAGES[-1], "-m", "hi", "--base-url", "http://127.0.0.1:1/v1"],
+        capture_output=True,
+        encoding="utf-8",
+        env={"HOME": str(tmp_path), "PATH": os.environ["PATH"], "PYTHONPATH": str(tmp_path)},
     )
-    environment = {"HOME": str(tmp_path), "PATH": os.environ["PATH"], "PYTHONPATH": str(tmp_path)}
-    command = [sys.executable, WITHOUT_PACKAGES[-1], "--base-url", "http://127.0.0.1:1/v1"]
-    for more in (["-m", "hi"], ["status"]):
-        flags = [*command[:2], *more, *command[2:]]
-        done = subprocess.run(
-            flags, capture_output=True, encoding="utf-8", cwd=tmp_path, env=environment
-        )
-        said_of_it = done.stdout + done.stderr
-        assert done.returncode == 1 and "missing" not in said_of_it, said_of_it
-        assert (
-            "cannot be loaded (DLL load failed while importing jiter). Install it: " in said_of_it
-        )
+    assert "cannot be loaded (DLL load failed). Install it: " in done.stderr
+    assert done.returncode == 1 and "missing" not in done.stderr
 
 
 def by_id(name):
@@ -1506,30 +1317,23 @@ def test_what_passes_is_asked_again_and_the_user_sees_the_wait(refusal):
 
 
 def test_what_one_image_taught_is_not_held_against_the_next():
-    too_large = by_id("anthropic-image-5mb")
+    told, too_large = [], by_id("anthropic-image-5mb")
     with FakeLLM([Failure(400, too_large["body"]), "Fine.", "Fine again."]) as server:
         provider = made(server)
-        told = []
         for _ in range(2):
             ask(provider, EVERYTHING, told=told)
         contents = [body["messages"][1]["content"] for body in server.bodies]
-    assert contents[0] == contents[2] and "[an image: this model cannot see it]" in contents[1]
-    assert told == [
-        "custom, test-model: images are left out of this request, because one image is refused"
-    ]
+    assert contents[0] == contents[2] != contents[1] and len(told) == 1
 
 
 def test_what_was_learnt_is_remembered_for_the_model_and_told_once():
-    told = []
-
-    refusal = by_id("openai-tools-with-effort")
+    told, refusal = [], by_id("openai-tools-with-effort")
     with FakeLLM([Failure(400, refusal["body"]), *["Fine."] * 3]) as server:
         provider = made(server)
         for model in ("a", "a", "b"):
-            ask(provider, HELLO, [STRICT], model=model, told=told)[0]
+            ask(provider, HELLO, [STRICT], model=model, told=told)
         efforts = [body.get("reasoning_effort") for body in server.bodies]
-    assert efforts == [None, "none", "none", None]
-    assert told == ["custom, a: reasoning is switched off: this model refuses it with tools"]
+    assert efforts == [None, "none", "none", None] and len(told) == 1
 
 
 def test_a_change_that_does_not_help_is_tried_once_and_not_remembered():
@@ -1539,12 +1343,13 @@ def test_a_change_that_does_not_help_is_tried_once_and_not_remembered():
     assert len(bodies) < 5 and provider.learnt == {}
 
 
-@pytest.mark.parametrize("row", ["openai", "custom", "groq"])
-def test_the_names_of_an_openai_account_go_to_openai_only(monkeypatch, row):
-    monkeypatch.setenv("OPENAI_ORG_ID", "org-of-mine")
-    monkeypatch.setenv("OPENAI_PROJECT_ID", "project-of-mine")
+@pytest.mark.parametrize("row", ["openai", "custom", "groq", "local"])
+def test_what_the_environment_says_of_openai_goes_to_nobody_else(monkeypatch, row):
+    monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:1/v1")
+    for name in ("OPENAI_API_KEY", "OPENAI_ORG_ID", "OPENAI_PROJECT_ID"):
+        monkeypatch.setenv(name, "of-mine")
     with FakeLLM(["Hi."]) as server:
-        ask(made(server, row))
+        assert ask(made(server, row, key="" if row == "local" else "k"))[0].content == "Hi."
         assert "of-mine" not in str(server.requests[0].headers)
 
 
@@ -1618,21 +1423,15 @@ def test_what_fails_before_anything_was_shown_is_asked_again(line, stream):
 
 
 def test_a_server_that_sees_less_than_it_was_sent_is_told_of_once():
-    told = []
-    long = [SYSTEM, {"role": "user", "content": "word " * 20_000}]
-    with FakeLLM(
-        [Reply("Hi.", usage={"prompt_tokens": 4_096, "completion_tokens": 2})] * 3
-    ) as server:
+    told, long = [], [SYSTEM, user("word " * 20_000)]
+    short = Reply("Hi.", usage={"prompt_tokens": 4_096, "completion_tokens": 2})
+    with FakeLLM(lambda body: short) as server:
         ask(made(server, "custom"), long, told=told)
-        assert told == []
         provider = made(server, "ollama")
         for _ in range(2):
-            ask(provider, long, told=told)[0]
-    assert (
-        len(told) == 1
-        and "read 4,096 of about 25,0" in told[0]
-        and "OLLAMA_CONTEXT_LENGTH" in told[0]
-    )
+            ask(provider, long, told=told)
+    (line,) = told
+    assert "read 4,096 of about 25,0" in line and "OLLAMA_CONTEXT_LENGTH" in line
 
 
 # ---- Calls that are written as text ----
@@ -1686,14 +1485,13 @@ def test_nothing_that_a_model_writes_takes_more_than_a_second(stream):
     texts = [
         around.replace("%s", (bomb * 100_000)[:100_000]) for around in AROUND for bomb in BOMBS
     ]
-    twin = [
-        {"index": 0, "id": "1", "function": {"name": "look", "arguments": text}} for text in texts
-    ]
-    replies = [
-        sse(delta(content=text), delta("stop")) if stream else whole({"content": text})
-        for text in texts
-    ]
-    replies += [] if stream else [whole({"tool_calls": [each]}, "tool_calls") for each in twin]
+    if stream:
+        replies = [sse(delta(content=text), delta("stop")) for text in texts]
+    else:
+        replies = [whole({"content": text}) for text in texts]
+        for text in texts:
+            odd = {"id": "1", "function": {"name": "look", "arguments": text}}
+            replies.append(whole({"tool_calls": [odd]}, "tool_calls"))
     slow = {}
     with FakeLLM(replies) as server:
         provider = made(server, "local")
@@ -1738,12 +1536,8 @@ LEGAL = {
         [user(), said(), user()],
     ),
     "a result that came late moves to its call": (
-        [user(), called("a"), user("Well?"), result("a")],
-        [user(), called("a"), result("a"), user("Well?")],
-    ),
-    "results stand in the order of the calls": (
-        [user(), called("a", "b"), result("b", "2"), result("a", "1")],
-        [user(), called("a", "b"), result("a", "1"), result("b", "2")],
+        [user(), called("a", "b"), user("Well?"), result("b", "2"), result("a", "1")],
+        [user(), called("a", "b"), result("a", "1"), result("b", "2"), user("Well?")],
     ),
     "a call without a name is dropped with its result": (
         [user(), called("a", name=""), result("a"), user("?")],
@@ -1753,13 +1547,9 @@ LEGAL = {
         [user(), called("a", "a"), result("a", "1"), result("a", "2")],
         [user(), called("a", "000000001"), result("a", "1"), result("000000001", "2")],
     ),
-    "calls without ids get some": (
-        [user(), called(None), result(None, "1")],
-        [user(), called("000000000"), result("000000000", "1")],
-    ),
     "no image is lost in a merger": (
-        [user("a"), user([IMAGE]), user([{"type": "text", "text": "b"}])],
-        [user([{"type": "text", "text": "a"}, IMAGE, {"type": "text", "text": "b"}])],
+        [user("a"), user([IMAGE])],
+        [user([{"type": "text", "text": "a"}, IMAGE])],
     ),
     "a text and calls of the assistant are one": (
         [user(), said("Look"), called("a"), result("a")],
@@ -1789,23 +1579,8 @@ LEGAL = {
         ],
     ),
     "nothing is put into the assistant's mouth": (
-        [
-            user("a"),
-            said([{"type": "text", "text": " "}]),
-            said(""),
-            user("b"),
-            said([{"type": "text", "text": ""}, {"type": "text", "text": "ok"}]),
-            user("c"),
-        ],
-        [user("a\n\nb"), said([{"type": "text", "text": "ok"}]), user("c")],
-    ),
-    "a content of another kind becomes a text": (
-        [user({"a": "ä"}), called("a"), result("a", 7)],
-        [user("{'a': 'ä'}"), called("a"), result("a", "7")],
-    ),
-    "a call of a strange type is one of a function, and keeps what came with it": (
-        [user(), called("a", type="x", extra_content=7)],
-        [user(), called("a", extra_content=7), result("a", MISSING)],
+        [user("a"), said([{"type": "text", "text": " "}]), said(""), user("b")],
+        [user("a\n\nb")],
     ),
 }
 
@@ -1878,11 +1653,9 @@ def a_history(dice):
     """Messages as bad luck, bugs and other programs make them."""
     texts = [
         "Hi",
-        "",
         " \n",
         None,
         "a\ud800b",
-        "\u2028☃",
         [],
         [{"type": "text", "text": ""}, IMAGE],
         {"a": 1},
@@ -1890,41 +1663,24 @@ def a_history(dice):
     ]
     arguments = [
         "{}",
-        "",
         None,
         '{"a": 1',
         "[1]",
         '{"a": NaN}',
         '{"a": 1e999}',
         {"b": 2},
-        [3],
         "prose",
-        '{"a":1}{"b":2}',
         '{"t": "\ud800"}',
         r'{"t": "\udfff"}',
-        "null",
         5,
     ]
-    ids, extras = (
-        ["a", "b", "a_2", "call", None, "", "é\udc00", 7],
-        [
-            {"reasoning_content": "h\udc00m"},
-            {"reasoning": "hm"},
-            {"reasoning_details": [{"i": 1}]},
-            {"name": "now"},
-            {"timestamp": 1},
-            {"refusal": None},
-        ],
-    )
+    ids = ["a", "b", "a_2", None, "", "é\udc00", 7]
+    extras = [{"reasoning_content": "h\udc00m"}, {"reasoning_details": [{"i": 1}]}, {"name": "now"}]
 
     def a_call():
-        function = {
-            "name": dice.choice(["now", "read_file", "", None]),
-            "arguments": dice.choice(arguments),
-        }
-        odd = dice.choice(
-            [{}, {}, {"function": None}, {"extra_content": {"s": "\ud800"}}, {"index": 0}]
-        )
+        name = dice.choice(["now", "read_file", "", None])
+        function = {"name": name, "arguments": dice.choice(arguments)}
+        odd = dice.choice([{}, {}, {"function": None}, {"extra_content": {"s": "\ud800"}}])
         return {"id": dice.choice(ids), "function": function, **odd}
 
     def a_message():
@@ -1933,9 +1689,7 @@ def a_history(dice):
         )
         message = {"role": role, "content": dice.choice(texts)}
         if role == "assistant" or dice.random() < 0.05:
-            message["tool_calls"] = dice.choice(
-                [None, [], [a_call()], [a_call(), a_call(), a_call()]]
-            )
+            message["tool_calls"] = [a_call() for _ in range(dice.randrange(4))] or None
         if role == "tool":
             message["tool_call_id"] = dice.choice(ids)
         return message | (dice.choice(extras) if dice.random() < 0.2 else {})
@@ -1961,17 +1715,13 @@ def test_whatever_the_history_what_is_sent_is_lawful(seed):
 
 def test_a_script_is_played_back_and_keeps_what_it_was_asked():
     one, two = ToolCallRequest("1", "now"), ToolCallRequest("2", "now")
-    model = ScriptedProvider(
-        [one, [one, two], "Two  words\n", LLMResponse(None, finish_reason="length")]
-    )
+    model = ScriptedProvider([one, [one, two], "Two  words\n"])
     assert ask(model)[0] == LLMResponse(None, [one], "tool_calls")
-    assert ask(model)[0] == LLMResponse(None, [one, two], "tool_calls")
+    assert ask(model)[0].tool_calls == [one, two]
     answer, shown = ask(model, stream=True, max_tokens=5)
     assert answer.content == "".join(shown) == "Two  words\n" and len(shown) == 3
-    assert ask(model)[0].finish_reason == "length"
     assert "no further reply" in ask(model)[0].error
-    assert len(model.requests) == 5 and model.requests[2].messages == HELLO
-    assert model.requests[2].options == {"max_tokens": 5}
+    assert model.requests[2].messages == HELLO and model.requests[2].options == {"max_tokens": 5}
 
 
 def in_person(*lines):
@@ -2036,7 +1786,7 @@ def test_a_person_sees_the_headings_of_the_prompt_the_tools_and_what_is_new():
 
 def test_the_events_tell_each_attempt_and_what_was_remembered(tmp_path):
     unsupported = Failure(400, by_id("openai-max-tokens-renamed")["body"])
-    events = []
+    events = {"request": [], "retry": [], "answer": []}
     with FakeLLM([unsupported, error(503, "busy"), "Here.", error(401, "no"), Hang(9)]) as server:
         provider = made(server)
 
@@ -2045,23 +1795,20 @@ def test_the_events_tell_each_attempt_and_what_was_remembered(tmp_path):
                 chat = provider.chat(
                     HELLO,
                     max_tokens=7,
-                    on_event=lambda kind, **fields: events.append((kind, fields)),
+                    on_event=lambda kind, **fields: events[kind].append(fields),
                 )
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(chat, seconds)
 
         asyncio.run(chats())
-    kinds = [kind for kind, _ in events]
-    assert " ".join(kinds) == "request retry retry answer request answer request answer"
-    healed, again = [fields for kind, fields in events if kind == "retry"]
+    healed, again = events["retry"]
     assert healed["changed"] == {"max_tokens": None, "max_completion_tokens": 7}
     assert "Use 'max_completion_tokens'" in healed["error"] and "busy" in again["text"]
-    first, second, _ = [fields for kind, fields in events if kind == "request"]
+    first, second, _ = events["request"]
     assert first["healed"] == [] and "max_tokens is renamed" in second["healed"][0]
     assert first["messages"] == HELLO and first["options"] == {"max_tokens": 7}
-    answers = [fields["answer"] for kind, fields in events if kind == "answer"]
-    assert [answer.content for answer in answers] == ["Here.", None, None]
-    assert "HTTP 401" in answers[1].error and "stopped" in answers[2].error
+    here, refused, stopped = [fields["answer"] for fields in events["answer"]]
+    assert here.content == "Here." and "HTTP 401" in refused.error and "stopped" in stopped.error
 
 
 def test_a_scripted_model_repeats_recorded_answers():
@@ -2088,25 +1835,18 @@ KEY_TEXTS = {  # a text: what must not be left of it
     f"sk-proj-{A1}": A1,
     f"sk-ant-api03-{A1}": A1,
     f"gsk_{A1}": A1,
-    f"xai-{A1}": A1,
     f"AIza{A1}": A1,
     f"hf_{A1}": A1,
-    f"ghp_{A1}": A1,
     f"github_pat_{A1[:22]}_{A1}": A1,
-    f"glpat-{A1[:20]}": A1[:20],
-    f"npm_{A1}": A1,
     "AKIAIOSFODNN7EXAMPLE": "IOSFODNN7EXAMPLE",
     f"xoxb-123456789012-{A1}": A1,
     f"sk_live_{A1}": A1,
-    f"123456789:AA{A1[:33]}": A1[:33],
     f"https://api.telegram.org/bot123456789:AA{A1[:33]}/getMe": A1[:33],
     f"SG.{A1[:22]}.{A1}": A1,
     f"eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.{A1}": A1,
     "Authorization: Basic YWRhOnNlY3JldHBhc3N3b3Jk": "YWRhOnNlY3Jl",
-    f"Authorization: Bearer {A1}": A1,
     "password=correct-horse-battery": "correct-horse",
     f'{{"api_key": "{A1}", "token": 12345678}}': A1,
-    f"aws_secret_access_key = {A1}": A1,
     "https://ada:hunter2@example.org/x": "hunter2",
     PEM: A1,
 }

@@ -156,7 +156,6 @@ def test_what_cannot_be_cast_is_left_for_the_check_to_name(value, kind):
     "schema, good, bad, error",
     [
         (IntegerSchema(maximum=600), 600, 601, "size must be <= 600"),
-        (StringSchema(min_length=2), "ab", "a", "size: its length must be >= 2"),
         (StringSchema(enum=("a", "b")), "a", "c", 'size must be one of ["a", "b"]'),
         (ArraySchema(StringSchema(), max_items=1), [], ["", ""], "size: its length must be <= 1"),
         (BooleanSchema(nullable=True), None, 3, "size must be boolean or null, not 3"),
@@ -610,21 +609,11 @@ def test_enabled_tools_filters_tools_only_and_the_others_say_what_they_are(runne
     runner.run(kit.servers.close())
 
 
-@pytest.mark.parametrize(
-    "place, kind, method",
-    [
-        ("/mcp", "", "POST"),
-        ("/sse", "", "GET"),
-        ("/sse", "streamableHttp", "POST"),
-        ("/mcp", "SSE", "GET"),
-    ],
-)
-def test_a_url_is_asked_as_its_type_or_its_end_says(runner, site, caplog, place, kind, method):
-    kit = MCPKit(runner, s=mcp_settings(url=site.url + place, headers={"X-Key": "1"}, type=kind))
+@pytest.mark.parametrize("place, method", [("/mcp", "POST"), ("/sse", "GET")])
+def test_a_url_is_asked_with_its_headers_as_its_end_says(runner, site, place, method):
+    kit = MCPKit(runner, s=mcp_settings(url=site.url + place, headers={"X-Key": "1"}))
     kit.connect(patience=30)
     assert (site.asked[0][0], site.asked[0][2]["X-Key"]) == (method, "1")
-    assert re.search("MCP server s: .*Not Found'?. Check tools.mcpServers.s", caplog.text)
-    assert site.url not in caplog.text  # some hold a key
     runner.run(kit.servers.close())
 
 
@@ -648,11 +637,10 @@ def test_servers_that_fail_are_told_of_once_and_the_others_work(runner, mcp, cap
 
 def test_a_server_that_never_answers_holds_a_turn_for_a_moment_and_is_ended(runner, tmp_path):
     kit = MCPKit(runner, deaf=mcp_settings("mute", env={"PID_FILE": f"{tmp_path}/pid"}))
-    start, patient = time.monotonic(), 0.5
+    start = time.monotonic()
     while not content(tmp_path / "pid"):
         assert kit.connect(patience=0.1) == ["read_file"]
         runner.run(asyncio.sleep(0.05))  # its start goes on
-    assert kit.connect(patience=patient) == kit.connect(patience=patient) == ["read_file"]
     assert time.monotonic() - start < 20  # not the 25 of a start
     pid = int((tmp_path / "pid").read_text())
     assert is_running(pid)
@@ -806,17 +794,14 @@ def test_no_sequence_of_paths_reads_or_writes_outside_of_the_fence(fenced, monke
     """The law behind the tables: whatever is put together, gold stays unread and the outside unchanged."""
     monkeypatch.setenv("PATH", "")  # a git for each search would take most of the time
     tmp, chance = fenced.workspace.parent, random.Random(20_260_401)
-    (tmp / "out" / "unnamed.txt").write_text(
-        "gold"
-    )  # no path below names it: who sees it has looked
-    (tmp / "out" / "gold.txt").write_text("gold")
+    for name in ("gold.txt", "unnamed.txt"):  # no path below names it: who sees it has looked
+        (tmp / "out" / name).write_text("gold")
     before, outcomes = outside_of(fenced), set()
     names = [
         "..",
         ".",
         "",
         "~",
-        "~root",
         "a.txt",
         "sub",
         "b.txt",
@@ -829,7 +814,6 @@ def test_no_sequence_of_paths_reads_or_writes_outside_of_the_fence(fenced, monke
         "ws-evil",
         "out",
         "gold.txt",
-        "kit",
         "home",
         "config.json",
         "\0",
@@ -839,7 +823,7 @@ def test_no_sequence_of_paths_reads_or_writes_outside_of_the_fence(fenced, monke
 
     async def run():
         registry = ToolRegistry(FILE_TOOLS)
-        for _ in range(1_200 if os.environ.get("NANOBOT_TEST_FULL") else 1_000):
+        for _ in range(1_000):
             (fenced.cwd / "book").write_text('{"nbformat": 4, "cells": []}')
             start = chance.choice(["", "", "/", "~/", f"{tmp}/"])
             path = start + "/".join(chance.choices(names, k=chance.randint(1, 5)))
@@ -847,11 +831,8 @@ def test_no_sequence_of_paths_reads_or_writes_outside_of_the_fence(fenced, monke
             await registry.execute("read_file", {"path": path}, fenced)
             result = await registry.execute(name, {"path": path, **arguments}, fenced)
             outcomes.add((name, result.is_error))
-            shown = "" if result.is_error else result.text
-            assert "1| gold" not in shown and ": gold" not in shown and "unnamed" not in shown, (
-                name,
-                path,
-            )
+            if not result.is_error:
+                assert not re.search(r"1\| gold|: gold|unnamed", result.text), (name, path)
 
     asyncio.run(run())
     assert outside_of(fenced) == before
@@ -1131,13 +1112,11 @@ def test_what_is_no_notebook_or_no_cell_is_said_and_left_alone(turn, data, cell,
 
 def test_list_dir_shows_folders_and_sizes(turn):
     (turn.cwd / "sub" / "big").write_bytes(b"x" * 1_234)
-    os.mkfifo(turn.cwd / "pipe")
-    names = ["a.txt  17 bytes", "away", "dangling", "leaf", "loop", "pipe", "sub/"]
-    assert call(turn, "list_dir").text.split("\n") == [f"{turn.cwd}: 7 entries", *names]
+    names = ["a.txt  17 bytes", "away", "dangling", "leaf", "loop", "sub/"]
+    assert call(turn, "list_dir").text.split("\n") == [f"{turn.cwd}: 6 entries", *names]
     assert "\nbig  1,234 bytes" in call(turn, "list_dir", path="sub").text
     near = call(turn, "list_dir", path="a.tx")
     assert near.is_error and near.text.endswith(f"No such file or directory. In {turn.cwd}: a.txt")
-    assert "Not a directory" in call(turn, "list_dir", path="a.txt").text
 
 
 # ---- Search ----
@@ -1164,30 +1143,18 @@ def tree(turn):
 
 
 @pytest.mark.parametrize(
-    "pattern, name, is_meant",
+    "pattern, names",
     [
-        ("{x,y},z", "x,z", True),
-        ("{x,y},z", "z", False),
-        ("{a,b}{c,d}", "ad", True),
-        ("a?c", "a/c", False),
-        ("src/**", "src/a/b", True),
-        ("src/**", "srca", False),
-        ("src/**/b", "src/b", True),
-        ("*b", "deep/a/b", True),
-        ("a/*b", "a/x/b", False),
-        ("./a", "x/a", False),
-        (r"\*", "a", False),
-        ("[!a-c]", "b", False),
-        ("[]a]", "]", True),
-        ("a.b", "axb", False),
-        ("a", "a\n", False),
-        ("*", "a\nb", True),
-        ("a/**/**/**/**/b", "a/b", True),
+        ("src/*.py", ["src/app.py"]),
+        ("./src/**/*.py", ["src/app.py", "src/deep/util.py"]),
+        ("util.{js,md}", ["src/deep/util.js"]),
+        ("[!R]*.md", ["[x].md", "d/a.md"]),
+        ("[[]?].md", ["[x].md"]),
+        (r"\[x].md", ["[x].md"]),
     ],
 )
-def test_a_glob_means_names(pattern, name, is_meant):
-    plain = tools.plain_globs(pattern)
-    assert any(tools.is_match(name, each) for each in plain) == is_meant
+def test_a_glob_means_names(tree, pattern, names):
+    assert sorted(call(tree, "glob", pattern=pattern).text.split("\n")) == names
 
 
 @pytest.mark.parametrize(
@@ -1337,9 +1304,8 @@ def test_search_never_shows_a_file_with_keys_or_what_was_put_aside(turn):
     (config.parent / "config.json.bak").write_text("text of old keys")
     (turn.workspace / ".nanobot").mkdir()
     (turn.workspace / ".nanobot" / "result.txt").write_text("text of a result")
-    home = replace(turn, cwd=config.parent)
     for name, pattern in {"glob": "*", "grep": "text of"}.items():
-        assert call(home, name, pattern=pattern).text.startswith("No ")
+        assert call(replace(turn, cwd=config.parent), name, pattern=pattern).text.startswith("No ")
         shown = call(turn, name, pattern=pattern).text
         assert "a.txt" in shown and "hard" not in shown and "result" not in shown
 
@@ -1357,12 +1323,12 @@ def test_search_never_shows_a_file_with_keys_or_what_was_put_aside(turn):
         ("glob", {"pattern": "*", "path": "sr"}, ": src"),
         (
             "grep",
-            {"pattern": "TODO", "type": "py", "glob": "", "head_limit": 2},
+            {"pattern": "TODO", "type": "py", "head_limit": 2},
             "main.py\nsrc/app.py\n(there are more",
         ),
         ("grep", {"pattern": "TODO", "type": "js", "glob": "src/*"}, "No match for 'TODO'"),
         ("grep", {"pattern": "("}, "missing )"),
-        ("grep", {"pattern": "TODO", "type": "all"}, "READ.md"),  # as small models fill it in
+        ("grep", {"pattern": "TODO", "type": "all", "glob": ""}, "READ.md"),  # as small models do
         ("grep", {"pattern": "e = main.p", "fixed_strings": True}, "main.py"),
     ],
 )
@@ -1494,12 +1460,9 @@ def test_a_repository_cannot_lead_a_search_outside(repository):
     shutil.rmtree(index)
     index.symlink_to(out)  # git still lists away/gold.txt
     git(repository.cwd, "config", "core.worktree", str(out))
-    for path in ("repo", "."):
-        assert "gold" not in call(fenced, "glob", pattern="*", path=path).text
-        assert (
-            "gold"
-            not in call(fenced, "grep", pattern="text", path=path, output_mode="content").text
-        )
+    for name, pattern in {"glob": "*", "grep": "text"}.items():
+        for path in ("repo", "."):
+            assert "gold" not in call(fenced, name, pattern=pattern, path=path).text
 
 
 # ---- The web ----
@@ -1664,7 +1627,7 @@ def test_what_is_no_web_address_is_refused_before_anything_is_looked_up(url):
 
 
 def test_the_connection_goes_to_the_address_that_was_checked(site):
-    site.pages["/a b"] = site.pages["/a%20b"] = (200, {"Content-Type": "text/plain"}, b"pinned")
+    site.pages["/a%20b"] = (200, {"Content-Type": "text/plain"}, b"pinned")
     lookup = resolver(example=["127.0.0.1"])
     result = fetch(f"http://example.com:{site.port}/a b?q=ü#part", web=Web(LOOPBACK, lookup))
     assert "pinned" in result.text and lookup.asked == ["example.com"]
@@ -1725,17 +1688,14 @@ def https_site(tmp_path):
     listener = socket.create_server(("127.0.0.1", 0))
 
     def serve():
-        with contextlib.suppress(OSError):
-            while True:
-                line, _ = listener.accept()
-                with (
-                    contextlib.suppress(OSError),
-                    context.wrap_socket(line, server_side=True) as secure,
-                ):
-                    secure.recv(65_536)
-                    secure.sendall(
-                        b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\n\r\nsecret garden"
-                    )
+        for _ in range(3):
+            line, _ = listener.accept()
+            with (
+                contextlib.suppress(OSError),
+                context.wrap_socket(line, server_side=True) as secure,
+            ):
+                secure.recv(65_536)
+                secure.sendall(b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\n\r\nsecret garden")
 
     threading.Thread(target=serve, daemon=True).start()
     yield SimpleNamespace(certificate=tmp_path / "own.pem", port=listener.getsockname()[1])
@@ -1953,31 +1913,35 @@ if os.environ.get("NANOBOT_TEST_FULL"):
     LETTERS += [chr(number) for number in range(1, 300)]
 OF_COMMANDS = [
     "a(){",
+    "a(){a|",
     "<<a\n",
     "<<a ",
     "$(",
     "x=",
     "rm -r ",
     "'a' ",
+    "'\\'",
+    "'\\\"",
     "\\\n",
     "> ",
     "/ ",
     "~/",
     "bash -c 'a b' ",
     "a/",
+    "a,",
+    "find ",
 ]
 
 
 def readers(turn: Turn) -> dict:
     """Everything that reads a text of somebody else, by name."""
-    fenced = replace(turn, restrict=True)
     return {
         "page": lambda text: page_text(text, "https://site.org/"),
         "url": tools.web_url,
         "glob": tools.plain_globs,
         "match": lambda text: tools.is_match(text, "**/a*b*c/**/*.py"),
         "duck": tools.duckduckgo_results,
-        "command": lambda text: check_command(text, fenced),
+        "command": lambda text: check_command(text, turn),
         "cast": lambda text: cast(text, {"type": "array"}),
         "edit": lambda text: replace_passage(text, f"no{text[:50_000]}", "x"),
         "edit all": lambda text: replace_passage(text, text[:1], "y\nz", replace_all=True),
@@ -1986,18 +1950,21 @@ def readers(turn: Turn) -> dict:
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", readers(Turn()))
-def test_nothing_that_reads_foreign_text_takes_long(turn, name):
+def test_nothing_that_reads_foreign_text_takes_long(fenced, name):
     """100,000 characters of each letter and mark, and of the pieces that pages and commands are made of."""
     pieces = LETTERS + {"page": OF_PAGES, "duck": OF_PAGES, "command": OF_COMMANDS}.get(name, [])
     if name.startswith("edit"):
         pieces = [" ", "a", "\n", "a\n", " a\n"]
-    size = 20_000 if name == "command" else 100_000  # longer commands are refused
-    for piece in pieces:
+    size, most, texts = 100_000, 1, []
+    if name == "command":
+        size, most, texts = 20_000, 6, WORST_COMMANDS  # longer ones are refused; 0.5 ms a delete
+        for number in range(4_000):
+            (fenced.cwd / f"f{number}").touch()
+    for text in [*texts, *(piece * (size // len(piece)) for piece in pieces)]:
         start = time.thread_time()  # other programs do not count
         with contextlib.suppress(ToolError):
-            readers(turn)[name](piece * (size // len(piece)))
-        most = 6 if name == "command" else 1  # 0.5 ms for each of 4,000 deletes
-        assert time.thread_time() - start < most, (name, piece)
+            readers(fenced)[name](text)
+        assert time.thread_time() - start < most, (name, text[:30])
 
 
 DUCK = """<div class="result results_links result--ad"><h2><a rel="nofollow" class="result__a"
@@ -2109,20 +2076,17 @@ def test_what_a_search_service_refuses_is_an_error_that_says_why(
 
 def test_a_key_with_line_breaks_is_sent_without_them(site):
     site.pages["/search"] = (200, {}, b'{"results": []}')
-    odd = answer(WebSearch(Web(), "tavily", "sk-ä…", site.url), query="x")
-    assert odd.is_error and "sk-" not in odd.text
-    assert search(site, "tavily", key="sk\n-key\n").text.startswith(
-        "[External"
-    )  # as a file may have it
+    assert not search(site, "tavily", key="sk\n-key\n").is_error  # as a file may have it
     assert site.asked[-1][2]["Authorization"] == "Bearer sk-key"
+    odd = search(site, "tavily", key="sk-ä…")
+    assert odd.is_error and "sk-" not in odd.text
 
 
 def test_a_search_for_anomaly_works_and_nothing_found_is_said(site):
     site.pages["/html/"] = (200, {}, DUCK.replace("official", "anomaly").encode())
     assert "The anomaly home" in search(site, "duckduckgo", "anomaly").text
-    for provider, body in {"duckduckgo": "<p>No results.</p>", "jina": '{"data": 5}'}.items():
-        site.pages[PATHS[provider]] = (200, {}, body.encode())
-        assert "no results" in search(site, provider).text
+    site.pages["/"] = (200, {}, b'{"data": 5}')
+    assert "no results" in search(site, "jina").text
 
 
 @pytest.mark.parametrize(
@@ -2468,43 +2432,18 @@ def nested(command: str) -> str:
     return command
 
 
-WORST_COMMANDS = {
-    "one delete": many("rm -r a;"),
-    "a delete of many": many("{} ", "rm -r "),
-    "deletes of deep folders": many(f"rm -r {'d/' * 100}{{}};"),
-    "shells": many("bash -c 'rm -r {}';"),
-    "a shell in a shell": nested("rm a; " * 50),
-    "writes": many(">{} "),
-    "existing files": many("f{} ", "cat "),
-    "words": many("{} ", "cat "),
-    "here-documents": many("<<A{}\n"),
-    "here-documents with an end": many("<<A\nA\n"),
-    "backslashed quotes": many("\\'\\\"", '"'),
-} | {
-    piece: piece * (20_000 // len(piece))
-    for piece in [
-        *"a'\"\\(`=,/~\n >#-é{",
-        "$(",
-        "<<A ",
-        "a(){ ",
-        "a(){a|",
-        "'\\'",
-        "'\\\"",
-        "x=",
-        "a,",
-        "find ",
-    ]
-}
-
-
-@pytest.mark.parametrize("name", WORST_COMMANDS)
-def test_no_command_takes_long_to_check(fenced, name):
-    """`exit` ends the command, so this is the time of the check, which runs in a thread."""
-    for number in range(4_000 if name == "existing files" else 0):
-        (fenced.cwd / f"f{number}").touch()
-    start = time.process_time()  # not slowed down by other programs
-    call(fenced, "exec", command=f"exit\n{WORST_COMMANDS[name]}"[:20_000])
-    assert time.process_time() - start < 6
+WORST_COMMANDS = [
+    many("rm -r a;"),
+    many("{} ", "rm -r "),
+    many(f"rm -r {'d/' * 100}{{}};"),
+    many("bash -c 'rm -r {}';"),
+    nested("rm a; " * 50),
+    many(">{} "),
+    many("f{} ", "cat "),  # files that exist
+    many("<<A{}\n"),
+    many("<<A\nA\n"),
+    many("\\'\\\"", '"'),
+]
 
 
 @pytest.mark.parametrize(
@@ -2783,13 +2722,12 @@ def run_confined(turn, command, network=False, **arguments) -> ToolResult:
 
 @needs_bwrap
 def test_a_confined_command_works_in_project_and_workspace(confined):
-    command = f"echo one > made && cat made && touch {confined.workspace}/too && mktemp"
-    text = run_confined(confined, command).text
-    assert re.fullmatch(r"one\n/tmp/tmp\.\w+\nExit code: 0", text)
-    assert (confined.cwd / "made").exists() and (confined.workspace / "too").exists()
-    assert run_confined(confined, "pwd; exit 7", working_dir=str(confined.workspace)).text == (
-        f"{confined.workspace}\nExit code: 7"
-    )
+    command = f"echo one > made && touch {confined.workspace}/too && pwd; exit 7"
+    text = run_confined(confined, command, working_dir=str(confined.workspace)).text
+    assert text == f"{confined.workspace}\nExit code: 7"
+    assert (confined.workspace / "made").exists() and (confined.workspace / "too").exists()
+    assert run_confined(confined, "touch made").text == "Exit code: 0"
+    assert (confined.cwd / "made").exists()
 
 
 @needs_bwrap
@@ -2957,13 +2895,11 @@ asyncio.run(ToolRegistry([Exec(sandbox="bwrap")]).execute("exec", {{"command": "
 def test_where_bwrap_does_not_run_no_command_runs_and_the_fix_is_told(
     confined, tmp_path, monkeypatch, bwrap
 ):
-    programs = tmp_path / "bin"
-    programs.mkdir()
-    (programs / "bash").symlink_to(shutil.which("bash"))
+    (tmp_path / "bash").symlink_to(shutil.which("bash"))
     if bwrap:
-        (programs / "bwrap").write_text(bwrap)
-        (programs / "bwrap").chmod(0o755)
-    monkeypatch.setenv("PATH", str(programs))
+        (tmp_path / "bwrap").write_text(bwrap)
+        (tmp_path / "bwrap").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
     result = run_confined(confined, "echo ran > ran")
     assert result.is_error and "was not run" in result.text and "Install bubblewrap" in result.text
     assert ("no permissions" in result.text) == bool(bwrap) and not (confined.cwd / "ran").exists()
