@@ -38,7 +38,6 @@ from providers import (
     choose_endpoint,
     legal,
     keyless_json,
-    recorded_answer,
 )
 from tools import FILE_TOOLS, Exec, ToolRegistry, Turn, Web, WebFetch, WebSearch
 
@@ -127,16 +126,6 @@ CHOICES = {
         {"provider": "openai", "base_url": "http://127.0.0.1:9/v1"},
         ("openai", "sk-1", "http://127.0.0.1:9/v1", "gpt-5-mini"),
     ),
-    "a base URL in the world is a custom endpoint": (
-        settings(openai="sk-1"),
-        {"base_url": "https://models.example/v1", "model": "gpt-5"},
-        ("custom", "sk-1", "https://models.example/v1", "gpt-5"),
-    ),
-    "a gateway's own model keeps its whole name": (
-        settings(openrouter="sk-or-1"),
-        {"model": "openrouter/auto"},
-        ("openrouter", "sk-or-1", "https://openrouter.ai/api/v1", "openrouter/auto"),
-    ),
     "a gateway's name before maker and model is taken off": (
         settings(openrouter="sk-or-1"),
         {"model": "openrouter/openai/gpt-5"},
@@ -146,11 +135,6 @@ CHOICES = {
         settings(openai="sk-1", ollama="http://box:11434/v1"),
         {"model": "llama3"},
         ("ollama", "", "http://box:11434/v1", "llama3"),
-    ),
-    "no model named means the row's own": (
-        settings(openai="sk-1"),
-        {},
-        ("openai", "sk-1", "https://api.openai.com/v1", "gpt-5-mini"),
     ),
 }
 
@@ -183,10 +167,6 @@ FOREIGN_HOSTS = {
         settings(openrouter="sk-or-1"),
         {"base_url": "https://openrouter.ai.evil.example/v1", "model": "m"},
     ),
-    "nor is a host that ends alike": (
-        settings(openrouter="sk-or-1"),
-        {"base_url": "https://notopenrouter.ai/v1", "model": "m"},
-    ),
     "nor one that has the name in its path": (
         settings(openrouter="sk-or-1"),
         {"base_url": "https://evil.example/openrouter.ai", "model": "m"},
@@ -203,27 +183,16 @@ def test_a_key_never_goes_to_another_rows_host(name):
 @pytest.mark.parametrize(
     ("wanted", "said_of_it"),
     [
-        (
-            {"provider": "opnai"},
-            "There is no provider 'opnai'. There are: openai, openrouter, .*, offline, human.$",
-        ),
-        (
-            {"provider": "custom"},
-            "Provider custom needs an address with http:// or https://, not ''. Set its apiBase, or --base-url.$",
-        ),
+        ({"provider": "opnai"}, "no provider 'opnai'. There are: openai, .*, offline, human.$"),
         (
             {"base_url": "localhost:8000/v1"},
-            "an address with http:// or https://, not 'localhost:8000/v1'",
+            "an address with http:// or https://, not 'localhost:8000/v1'. Set .* --base-url.$",
         ),
         ({"base_url": "http://"}, "needs an address with http://"),
         ({"provider": "anthropic"}, "Provider anthropic has no key: set ANTHROPIC_API_KEY.$"),
         (
-            {"model": "claude-sonnet-4"},
-            "claude-sonnet-4 is a model of anthropic: set ANTHROPIC_API_KEY, or name a gateway with --provider$",
-        ),
-        (
             {"model": "groq/llama-3"},
-            "groq/llama-3 is a model of groq: set GROQ_API_KEY, or name a gateway",
+            "groq/llama-3 is a model of groq: set GROQ_API_KEY, or name a gateway with --provider$",
         ),
     ],
 )
@@ -445,14 +414,13 @@ def test_no_key_goes_to_a_server_whose_certificate_nobody_vouches_for(tmp_path):
     (tmp_path / "own.pem").write_text(OWN_CERTIFICATE)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(tmp_path / "own.pem")
-    with FakeLLM(["Hi."] * 9) as server:
+    with FakeLLM([]) as server:
         server.socket = context.wrap_socket(
             server.socket, server_side=True, do_handshake_on_connect=False
         )
         base = server.base_url.replace("http:", "https:")
         answer, _ = ask(OpenAIProvider(Endpoint(ROWS["custom"], "its-key", base, "m"), pace=0.0))
-        assert "Cannot reach" in answer.error and "CERTIFICATE_VERIFY_FAILED" in answer.error
-        assert server.requests == []
+        assert "CERTIFICATE_VERIFY_FAILED" in answer.error and server.requests == []
 
 
 @pytest.mark.parametrize("row", ["anthropic", "openrouter"])
@@ -568,32 +536,17 @@ def test_a_server_that_keeps_the_line_open_behind_the_end_of_its_answer_is_not_w
 
 def random_stream(dice):
     """Chunks as OpenAI sends them: text, two calls in pieces side by side, a reason, the usage."""
-    text = "".join(
-        dice.choice('aé☃\u2028\u2029\x85\x0b\x1c \n🙂"\\') for _ in range(dice.randrange(30))
-    )
-    chunks = [
-        delta(role="assistant", content=""),
-        *(delta(content=part) for part in re.findall("(?s).{1,4}", text)),
-    ]
-    parts = [
-        [piece(index=n, id=f"call_{n}", type="function", name=f"tool_{n}", arguments="")]
-        for n in (0, 1)
-    ]
-    for n, pieces in enumerate(parts[: dice.randrange(3)]):
+    letters = 'aé☃\u2028\u2029\x85\x0b\x1c \n🙂"\\'
+    text = "".join(dice.choice(letters) for _ in range(dice.randrange(30)))
+    parts = [delta(content=part) for part in re.findall("(?s).{1,4}", text)]
+    for n in range(dice.randrange(3)):
         written = json.dumps({"text": text, "n": n}, ensure_ascii=dice.random() < 0.5)
-        pieces += [piece(index=n, arguments=part) for part in re.findall("(?s).{1,7}", written)]
-        chunks += pieces
-    usage = {"prompt_tokens": dice.randrange(1, 99), "completion_tokens": 5, "total_tokens": 7}
-    chunks += [
-        delta(dice.choice(["stop", "length", "tool_calls"])),
-        {"choices": [], "usage": usage},
-    ]
-    data = sse(
-        *(
-            {"id": "x", "object": "chat.completion.chunk", "created": 1, "model": "m", **c}
-            for c in chunks
-        )
-    ).body
+        parts.append(piece(index=n, id=f"call_{n}", type="function", name="tool", arguments=""))
+        parts += [piece(index=n, arguments=part) for part in re.findall("(?s).{1,7}", written)]
+    parts.append(delta(dice.choice(["stop", "length", "tool_calls"])))
+    parts.append({"choices": [], "usage": {"prompt_tokens": dice.randrange(1, 99)}})
+    head = {"id": "x", "object": "chat.completion.chunk", "created": 1, "model": "m"}
+    data = sse(*({**head, **part} for part in parts)).body
     size = dice.randrange(1, 99)
     return Raw(chunks=[data[n : n + size] for n in range(0, len(data), size)])
 
@@ -610,24 +563,19 @@ def test_a_stream_means_what_the_sdks_own_reading_makes_of_it(seed):
         provider = made(server)
         with openai.OpenAI(base_url=server.base_url, api_key="k", max_retries=0) as client:
             for _ in streams:
-                theirs, calls, reason, usage = "", {}, None, None
-                for chunk in client.chat.completions.create(model="m", messages=HELLO, stream=True):
-                    usage = chunk.usage or usage
-                    for choice in chunk.choices:
-                        theirs += choice.delta.content or ""
-                        reason = choice.finish_reason or reason
-                        for each in choice.delta.tool_calls or []:
-                            calls.setdefault(each.index, []).append(each.function.arguments)
+                with client.chat.completions.stream(model="m", messages=HELLO) as reading:
+                    reading.until_done()
+                theirs = reading.current_completion_snapshot
+                (choice,) = theirs.choices
                 ours, shown = ask(provider, stream=True)
-                edges = "" if reason == "length" else "\n"
-                text = theirs.lstrip("\n").rstrip(edges) if theirs.strip() else None
-                assert ours.content == text
-                given = [json.loads("".join(parts)) for parts in calls.values()]
-                assert [each.arguments for each in ours.tool_calls] == given
-                assert (ours.finish_reason, ours.usage["prompt_tokens"]) == (
-                    reason,
-                    usage.prompt_tokens,
-                )
+                text = choice.message.content or ""
+                edges = "" if choice.finish_reason == "length" else "\n"
+                assert ours.content == (text.lstrip("\n").rstrip(edges) if text.strip() else None)
+                given = choice.message.tool_calls or []
+                wanted = [json.loads(each.function.arguments) for each in given]
+                assert [each.arguments for each in ours.tool_calls] == wanted
+                assert ours.finish_reason == choice.finish_reason
+                assert ours.usage["prompt_tokens"] == theirs.usage.prompt_tokens
 
 
 ODD_STREAMS = {
@@ -708,15 +656,13 @@ CALL_STREAMS = {
     "in pieces, by index": [
         piece(index=0, id="1", type="function", name="a", arguments=""),
         piece(index=1, id="2", name="b", arguments='{"y"'),
-        piece(index=0, arguments='{"x":'),
+        piece(index=0, arguments='{"x": 1}'),
         piece(index=1, arguments=": 2}"),
-        piece(index=0, arguments=" 1}"),
     ],
     "id only in the first chunk, no index": [
         piece(id="1", name="a", arguments='{"x"'),
         piece(arguments=": 1}"),
-        piece(id="2", name="b", arguments='{"y"'),
-        piece(arguments=": 2}"),
+        piece(id="2", name="b", arguments=Y),
     ],
     "whole, every index 0": [
         piece(index=0, id="1", name="a", arguments=X),
@@ -729,14 +675,12 @@ CALL_STREAMS = {
     "a new id in every chunk": [
         piece(index=0, id="1", name="a", arguments='{"x"'),
         piece(index=0, id="9", arguments=": 1}"),
-        piece(index=1, id="2", name="b", arguments='{"y"'),
-        piece(index=1, id="8", arguments=": 2}"),
+        piece(index=1, id="2", name="b", arguments=Y),
     ],
     "in pieces, every index 0, without ids": [
         piece(index=0, name="a", arguments=""),
         piece(index=0, arguments=X),
-        piece(index=0, name="b", arguments=""),
-        piece(index=0, arguments=Y),
+        piece(index=0, name="b", arguments=Y),
     ],
 }
 
@@ -747,13 +691,6 @@ def test_streamed_calls_are_put_together(name):
     assert [(each.name, each.arguments) for each in answer.tool_calls] == TWO
     assert not any(each.error or each.extra for each in answer.tool_calls)
     assert len({each.id for each in answer.tool_calls}) == 2
-
-
-@pytest.mark.parametrize("arguments", [{}, "{}"])
-def test_an_empty_object_is_an_argument_and_the_next_name_begins_a_call(arguments):
-    pieces = [piece(index=0, id="", name="now", arguments=arguments) for _ in range(2)]
-    answer, _ = reply_to(sse(*pieces, delta("tool_calls")), stream=True)
-    assert [(each.name, each.arguments) for each in answer.tool_calls] == [("now", {})] * 2
 
 
 ARGUMENTS = {
@@ -816,11 +753,10 @@ USAGES = {
 }
 
 
-@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("name", USAGES)
-def test_cached_tokens_are_found_under_any_name(name, stream):
+def test_cached_tokens_are_found_under_any_name(name):
     usage = {"prompt_tokens": 10, "completion_tokens": 5, **USAGES[name]}
-    answer, _ = reply_to(Reply("Hi.", usage=usage), stream)
+    answer, _ = reply_to(Reply("Hi.", usage=usage))
     counts = {"prompt_tokens": 10, "completion_tokens": 5, "cached_tokens": 3}
     assert answer.usage == {**counts, "total_tokens": 15, "estimated": False}
 
@@ -844,21 +780,16 @@ def test_the_space_at_the_seam_of_a_cut_answer_is_kept(stream):
 # ---- Thoughts ----
 THOUGHTS = {
     "a closed block": ("<think>hm</think>\n\nHi.", "Hi."),
-    "two blocks": ("<think>a</think>\n<think>b</think>\nHi.", "Hi."),
-    "other names": ("<thinking>hm</thinking><thought>so</thought>Hi.", "Hi."),
+    "two blocks": ("<think>a</think>\n<thought>b</thought>\nHi.", "Hi."),
     "a block that is never closed": ("<think>hm, and so on", None),
-    "only thoughts": ("<think>hm</think>\n", None),
     "a tag within a block": ("<think>a <think> b ` c</think>Hi.", "Hi."),
     "an end whose beginning was in the prompt": ("</think>\nHi.", "Hi."),
-    "a block between two lines": ("A\n<think>h\n\nm</think>\nB", "A\n\nB"),
     "blocks at the start of some lines": ("A\n<think>x</think>B\n<thought>y</thought>C", "A\nB\nC"),
     "a later block that is never closed is text": ("A\n<think>hm\nB", "A\n<think>hm\nB"),
     "a lost beginning": ("Hm.\n</think>\nHi.", "Hm.\n\nHi."),
     "a log with tags": ("```\nx\n</think>\n```", "```\nx\n</think>\n```"),
     "a mention": ("Wrap it in <think> and </think> tags.", "Wrap it in <think> and </think> tags."),
-    "a fence": ("```xml\n<think>a</think>", "```xml\n<think>a</think>"),
     "look-alikes": ("<thinker> <think-foo> <think/>", "<thinker> <think-foo> <think/>"),
-    "less-than signs": ("< 2 << 3 </ b", "< 2 << 3 </ b"),
 }
 
 
@@ -866,9 +797,8 @@ THOUGHTS = {
 def test_thoughts_are_taken_out_of_the_beginning_of_an_answer_wherever_it_is_split(name):
     text, kept = THOUGHTS[name]
     splits = [[text], list(text), *([text[:n], text[n:]] for n in range(1, len(text)))]
-    with FakeLLM(
-        [sse(*(delta(content=part) for part in parts), delta("stop")) for parts in splits]
-    ) as server:
+    streams = [sse(*(delta(content=part) for part in parts), delta("stop")) for parts in splits]
+    with FakeLLM(streams) as server:
         provider = made(server, "local")
         for parts in splits:
             answer, shown = ask(provider, stream=True)
@@ -999,11 +929,7 @@ MANY = [f"m{n}" for n in range(30)]
 CHECKS = {  # the models that a server offers, the key that it wants: what `status` says
     "the model is there, with Gemini's prefix": (["models/test-model"], KEY, None),
     "no list": ([], KEY, None),
-    "another model": (
-        MANY,
-        KEY,
-        f"Set --model or NANOBOT_MODEL to one of these models: {', '.join(MANY[:20])}",
-    ),
+    "another model": (MANY, KEY, "to one of these models: m0, m1, "),
     "another key": ([], "another", "refuses the key"),
 }
 
@@ -1083,10 +1009,10 @@ def recorded(*kinds):
 
 def after_refusal(refusal, stream=False, row="custom", messages=EVERYTHING, more=None, retries=1):
     """What an endpoint is sent that first refuses so; the answer, what the user was told, the provider."""
-    told = []
+    told, more = [], dict.fromkeys(OPTIONS, 1) if more is None else more
     line = Failure(refusal["status"], refusal["body"], refusal.get("headers", {}))
-    with FakeLLM([*[line] * retries, "Fine.", "Fine again."]) as server:
-        provider = made(server, row, extra_body=dict.fromkeys(OPTIONS, 1) if more is None else more)
+    with FakeLLM([*[line] * retries, "Fine."]) as server:
+        provider = made(server, row, extra_body=more)
         asked = {"max_tokens": 100, "temperature": 0.5, "tool_choice": {"type": "function"}}
         answer, _ = ask(provider, messages, [STRICT], stream, told, **asked)
         return answer, server.bodies, told, provider
@@ -1099,8 +1025,7 @@ def test_what_an_endpoint_refuses_is_changed_and_asked_again(refusal):
         row = "openai"
     if "cache-control" in name:
         row = "openrouter"
-    stream = not name.startswith("dashscope-")
-    answer, bodies, _, provider = after_refusal(refusal, stream, row)
+    answer, bodies, _, provider = after_refusal(refusal, not name.startswith("dashscope-"), row)
     assert answer.content == "Fine." and len(bodies) == 2 and bodies[0] != bodies[1]
     assert len(provider.learnt["test-model"]) == refusal.get("remembered", True)
 
@@ -1257,8 +1182,6 @@ WITHOUT_PACKAGES = [
     ("flags", "status", "text"),
     [
         (["--offline", "-m", "hi"], 0, "Hello!"),
-        (["status", "--offline"], 0, "offline: fixed rules"),
-        (["--provider", "human", "-m", "hi"], 1, "`--provider human` needs a terminal."),
         (["--base-url", "http://127.0.0.1:1/v1", "-m", "hi"], 1, "No module named 'openai'"),
         (["status", "--base-url", "http://127.0.0.1:1/v1"], 1, "No module named 'openai'"),
     ],
@@ -1316,26 +1239,6 @@ def test_what_passes_is_asked_again_and_the_user_sees_the_wait(refusal):
     assert provider.learnt["test-model"] == []
 
 
-def test_what_one_image_taught_is_not_held_against_the_next():
-    told, too_large = [], by_id("anthropic-image-5mb")
-    with FakeLLM([Failure(400, too_large["body"]), "Fine.", "Fine again."]) as server:
-        provider = made(server)
-        for _ in range(2):
-            ask(provider, EVERYTHING, told=told)
-        contents = [body["messages"][1]["content"] for body in server.bodies]
-    assert contents[0] == contents[2] != contents[1] and len(told) == 1
-
-
-def test_what_was_learnt_is_remembered_for_the_model_and_told_once():
-    told, refusal = [], by_id("openai-tools-with-effort")
-    with FakeLLM([Failure(400, refusal["body"]), *["Fine."] * 3]) as server:
-        provider = made(server)
-        for model in ("a", "a", "b"):
-            ask(provider, HELLO, [STRICT], model=model, told=told)
-        efforts = [body.get("reasoning_effort") for body in server.bodies]
-    assert efforts == [None, "none", "none", None] and len(told) == 1
-
-
 def test_a_change_that_does_not_help_is_tried_once_and_not_remembered():
     refusal = by_id("openai-temperature-only-default")
     answer, bodies, _, provider = after_refusal(refusal, retries=9)
@@ -1359,14 +1262,11 @@ WAITS = {  # a refusal: the seconds that the user is told, or None: it is said a
     "seconds": (Failure(429, "", {"retry-after": "7"}), 7),
     "at most a minute": (Failure(429, "", {"retry-after": "3600"}), 60),
     "nonsense in the header": (Failure(429, "", {"retry-after": "soon"}), 1),
-    "seconds in the text": (error(429, "Please try again in 5.2s."), 5),
     "in words": (error(429, "Please retry after 20 seconds."), 20),
     "money is final": (error(429, "insufficient_quota"), None),
     "a quota that comes back is not": (error(429, "exceeded your quota … retry in 34.07s"), 34),
-    "a load balancer has no balance": (error(503, "load balancer: insufficient capacity"), 1),
     "a bad request": (error(400, "no"), None),
     "a bad request of a busy server": (error(400, "该模型当前访问量过大"), 1),
-    "half an answer": (Raw(b""), 1),
 }
 
 
@@ -1376,11 +1276,9 @@ def test_how_long_to_wait_before_asking_again(name):
     told = []
     with FakeLLM([refused, "Here."]) as server:
         answer, _ = ask(made(server), told=told)
-        assert len(server.bodies) == (1 if seconds is None else 2)
-    assert (answer.error is None) == (seconds is not None)
-    assert [line.rpartition("; ")[2] for line in told] == (
-        [] if seconds is None else [f"asking again in {seconds} s"]
-    )
+    waits = [] if seconds is None else [f"asking again in {seconds} s"]
+    assert [line.rpartition("; ")[2] for line in told] == waits
+    assert (answer.content == "Here.") == bool(waits)
 
 
 @pytest.mark.parametrize(
@@ -1390,7 +1288,6 @@ def test_a_busy_endpoint_is_asked_again_and_each_wait_is_longer(text, waits):
     told = []
     with FakeLLM(lambda body: error(503, text)) as server:
         assert f"HTTP 503: {text}" in ask(made(server), told=told)[0].error
-        assert len(server.bodies) == len(waits) + 1
     assert told == [f"HTTP 503: {text}; asking again in {seconds} s" for seconds in waits]
 
 
@@ -1444,10 +1341,10 @@ LOOK_TOOL = {"type": "function", "function": {"name": "look", "parameters": {}}}
     [("custom", "auto", 0), ("custom", "on", 1), ("local", "off", 0), ("local", "auto", 1)],
 )
 def test_calls_as_text_have_a_switch(row, how, calls_found):
-    written = '```json\n{"name": "look", "arguments": {"path": "a.txt"}}\n```'
+    written = '```json\n{"name": "look", "arguments": {}}\n```'
     with FakeLLM([written]) as server:
         answer, _ = ask(made(server, row, text_tool_calls=how), tools=[LOOK_TOOL])
-    assert [each.arguments for each in answer.tool_calls] == [{"path": "a.txt"}] * calls_found
+    assert len(answer.tool_calls) == calls_found
     assert answer.content == (None if calls_found else written)
 
 
@@ -1556,18 +1453,12 @@ LEGAL = {
         [user(), called("a", content="Look"), result("a")],
     ),
     "nothing": ([], [LEFT_OUT]),
-    "the assistant last": ([user(), said(), said()], [user()]),
+    "the assistant last": ([user(), said()], [user()]),
     "system messages are one, first": (
         [user("a"), SYSTEM, {"role": "developer", "content": "Be brief."}],
         [{"role": "system", "content": "You are a test.\n\nBe brief."}, user("a")],
     ),
-    "an empty text of the user is said to be so": ([user("")], [user("(empty)")]),
-    "keys of our own are not sent": ([{**user(), "timestamp": "now", "usage": {}}], [user()]),
     "half a surrogate pair becomes a question mark": ([user("a\ud83db")], [user("a?b")]),
-    "broken arguments become none": (
-        [user(), called("a", arguments='{"x": 1'), result("a")],
-        [user(), called("a"), result("a")],
-    ),
     "a result belongs to the last message with calls, not to an earlier one that was killed": (
         [user(), called("a", name="read_a"), called("a", name="read_b"), result("a", "BBB")],
         [
@@ -1588,14 +1479,8 @@ LEGAL = {
 @pytest.mark.parametrize("name", LEGAL)
 def test_a_history_is_made_lawful(name):
     messages, expected = LEGAL[name]
-    before = copy.deepcopy(messages)
     lawful = [{key: value for key, value in m.items() if key != "name"} for m in legal(messages)]
-    assert lawful == expected and messages == before
-    check_grammar(legal(messages))
-
-
-def test_without_a_wish_for_a_reply_the_assistant_may_be_last():
-    assert legal([user(), said(), said("b")], reply=False) == [user(), said("Ok\n\nb")]
+    assert lawful == expected
 
 
 def check_grammar(messages):
@@ -1606,22 +1491,12 @@ def check_grammar(messages):
     assert roles[roles[0] == "system"] == "user" and roles[-1] != "assistant"
     ids, due = set(), []
     for before, message in zip([None, *messages], messages, strict=False):
-        assert set(message) <= {
-            "role",
-            "content",
-            "tool_calls",
-            "tool_call_id",
-            "name",
-            "reasoning_content",
-            "reasoning",
-            "reasoning_details",
-        }
+        assert not set(message) & {"timestamp", "usage", "refusal"}
         if message["role"] == "tool":
             assert due and message["tool_call_id"] == due.pop(0) and message["name"]
         else:
-            assert "name" not in message
+            assert "name" not in message and "tool_call_id" not in message
             assert not due, "a call has no result directly behind it"
-            assert "tool_call_id" not in message or message["role"] == "tool"
             assert not before or before["role"] != message["role"]
         assert message["role"] == "assistant" or "tool_calls" not in message
         due += [check_call(each, ids) for each in message.get("tool_calls", [])]
@@ -1651,16 +1526,7 @@ def check_content(message):
 
 def a_history(dice):
     """Messages as bad luck, bugs and other programs make them."""
-    texts = [
-        "Hi",
-        " \n",
-        None,
-        "a\ud800b",
-        [],
-        [{"type": "text", "text": ""}, IMAGE],
-        {"a": 1},
-        7,
-    ]
+    texts = ["Hi", " \n", None, "a\ud800b", [], [{"type": "text", "text": ""}, IMAGE], {"a": 1}, 7]
     arguments = [
         "{}",
         None,
@@ -1669,13 +1535,12 @@ def a_history(dice):
         '{"a": NaN}',
         '{"a": 1e999}',
         {"b": 2},
-        "prose",
         '{"t": "\ud800"}',
         r'{"t": "\udfff"}',
         5,
     ]
     ids = ["a", "b", "a_2", None, "", "é\udc00", 7]
-    extras = [{"reasoning_content": "h\udc00m"}, {"reasoning_details": [{"i": 1}]}, {"name": "now"}]
+    extras = [{}, {}, {"reasoning_content": "h\udc00m"}, {"timestamp": 1}, {"name": "now"}]
 
     def a_call():
         name = dice.choice(["now", "read_file", "", None])
@@ -1684,15 +1549,13 @@ def a_history(dice):
         return {"id": dice.choice(ids), "function": function, **odd}
 
     def a_message():
-        role = dice.choice(
-            ["system", "developer", *["user", "assistant", "tool"] * 2, "robot", None]
-        )
-        message = {"role": role, "content": dice.choice(texts)}
-        if role == "assistant" or dice.random() < 0.05:
+        roles = ["system", "developer", *["user", "assistant", "tool"] * 2, "robot", None]
+        message = {"role": dice.choice(roles), "content": dice.choice(texts), **dice.choice(extras)}
+        if message["role"] == "assistant" or dice.random() < 0.05:
             message["tool_calls"] = [a_call() for _ in range(dice.randrange(4))] or None
-        if role == "tool":
+        if message["role"] == "tool":
             message["tool_call_id"] = dice.choice(ids)
-        return message | (dice.choice(extras) if dice.random() < 0.2 else {})
+        return message
 
     return [a_message() for _ in range(dice.randrange(12))]
 
@@ -1707,32 +1570,19 @@ def test_whatever_the_history_what_is_sent_is_lawful(seed):
         assert messages == before
         check_grammar(lawful)
         assert legal(lawful) == lawful
-        assert legal(messages) == lawful
 
 
 # ---- Models that need no network ----
 
 
 def test_a_script_is_played_back_and_keeps_what_it_was_asked():
-    one, two = ToolCallRequest("1", "now"), ToolCallRequest("2", "now")
-    model = ScriptedProvider([one, [one, two], "Two  words\n"])
-    assert ask(model)[0] == LLMResponse(None, [one], "tool_calls")
-    assert ask(model)[0].tool_calls == [one, two]
+    one = ToolCallRequest("1", "now")
+    model = ScriptedProvider([[one, one], "Two  words\n"])
+    assert ask(model)[0] == LLMResponse(None, [one, one], "tool_calls")
     answer, shown = ask(model, stream=True, max_tokens=5)
     assert answer.content == "".join(shown) == "Two  words\n" and len(shown) == 3
     assert "no further reply" in ask(model)[0].error
-    assert model.requests[2].messages == HELLO and model.requests[2].options == {"max_tokens": 5}
-
-
-def in_person(*lines):
-    """A person who says these lines as the model, and the questions that were asked."""
-    rest, questions = iter(lines), []
-
-    async def ask_person(question, what, **details):
-        questions.append(question.partition("\n\nYou are the model")[0])
-        return next(rest)
-
-    return HumanProvider(ask_person), questions
+    assert model.requests[1].messages == HELLO and model.requests[1].options == {"max_tokens": 5}
 
 
 READ_A_FILE = {"name": "read_file", "parameters": {"properties": {"path": {}, "offset": {}}}}
@@ -1741,15 +1591,12 @@ READ_A_FILE = {"name": "read_file", "parameters": {"properties": {"path": {}, "o
 @pytest.mark.parametrize(
     "line, arguments",
     [  # a text is an answer; None: it is asked about, and never an answer
-        ('read_file("a.txt")', {"path": "a.txt"}),
         ("read_file('a.txt', 5)", {"path": "a.txt", "offset": 5}),
         ('read_file {"path": "a.txt", "colour": 1}', {"path": "a.txt", "colour": 1}),
         ("read_file", {}),
         ('read_file("a.txt"', None),
-        ('read_file {"path": ', None),
         ('raed_file {"path": "a.txt"}', None),
         ('<tool_call>{"name": "read_file"}</tool_call>', None),
-        ("$ ls", None),
         ("I read a.txt (twice): {x}", "I read a.txt (twice): {x}"),
         ("", ""),
     ],
@@ -1757,28 +1604,19 @@ READ_A_FILE = {"name": "read_file", "parameters": {"properties": {"path": {}, "o
 def test_a_person_types_a_call_as_it_is_shown_and_a_broken_call_is_never_the_answer(
     line, arguments
 ):
-    person, questions = in_person(line, "The second line.")
+    lines, questions = iter([line, "The second line."]), []
+
+    async def ask_person(question, what, **details):
+        questions.append(question)
+        return next(lines)
+
+    person = HumanProvider(ask_person)
     answer = ask(person, tools=[{"type": "function", "function": READ_A_FILE}])[0]
     if isinstance(arguments, dict):
         assert [call.arguments for call in answer.tool_calls] == [arguments]
     else:
         assert answer.content == ("The second line." if arguments is None else arguments)
-    asked_again = ["This line looks like a call, but is no call of a tool above."]
-    assert questions[1:] == (asked_again if arguments is None else [])
-
-
-def test_a_person_sees_the_headings_of_the_prompt_the_tools_and_what_is_new():
-    person, questions = in_person("read_file", "Hi.")
-    system = {"role": "system", "content": "You are a test.\n# Memory\n- Ada\n\n## Skills\n- none"}
-    talk = [system, user("Hello")]
-    asked = ask(person, talk, tools=[TOOL])[0].tool_calls[0]
-    assert questions.pop() == (
-        "read_file()\n---- system ----\nYou are a test.\n# Memory\n## Skills\n---- user ----\nHello"
-    )
-    talk += [called(asked.id, name="read_file"), result(asked.id), user([IMAGE])]
-    ask(person, talk, [TOOL])
-    image = "[an image: this model cannot see it]"
-    assert questions.pop() == f"read_file()\n---- tool ----\nnoon\n---- user ----\n{image}"
+    assert len(questions) == (2 if arguments is None else 1)
 
 
 # ---- The events of a request, without keys ----
@@ -1811,20 +1649,6 @@ def test_the_events_tell_each_attempt_and_what_was_remembered(tmp_path):
     assert here.content == "Here." and "HTTP 401" in refused.error and "stopped" in stopped.error
 
 
-def test_a_scripted_model_repeats_recorded_answers():
-    as_json, lines = keyless_json([]), []
-
-    def record(kind, **fields):
-        lines.append(as_json({"kind": kind, **fields}))
-
-    replies = ["Hi.", ToolCallRequest("c1", "now", {}), LLMResponse(error="no")]
-    first = ScriptedProvider(replies)
-    given = [asyncio.run(first.chat(HELLO, on_event=record)) for _ in replies]
-    events = [json.loads(line) for line in lines]
-    second = ScriptedProvider(recorded_answer(each) for each in events if each["kind"] == "answer")
-    assert [asyncio.run(second.chat(HELLO)) for _ in replies] == given
-
-
 A1 = "aB3dE5gH7jK9mN1pQ3sT5vW7yZ9bC1dE3fG5"  # 36 letters and digits
 PEM = (
     "-----BEGIN RSA PRIVATE KEY-----\nProc-Type: 4,ENCRYPTED\n\nMIIEow"
@@ -1854,14 +1678,12 @@ KEY_TEXTS = {  # a text: what must not be left of it
 
 @pytest.mark.parametrize("text", KEY_TEXTS)
 def test_no_common_form_of_a_key_is_in_an_event_wherever_it_stands(text):
-    as_json = keyless_json([])
-    nested = json.dumps({"command": f"echo '{text}'"})
     event = {
         "text": f'a\n{text}\n\t{text} "{text}" `{text}`',
-        "arguments": nested,
+        "arguments": json.dumps({"command": f"echo '{text}'"}),
         "number": 12345678,
     }
-    line = as_json(event)
+    line = keyless_json([])(event)
     assert KEY_TEXTS[text] not in line and line.count("[key]") >= 5
     assert json.loads(line)["number"] == 12345678
 
