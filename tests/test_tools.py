@@ -106,8 +106,8 @@ def change(turn, name, /, path, **arguments) -> ToolResult:
     return call(turn, name, path=path, **arguments)
 
 
-def answer(made, /, **arguments) -> ToolResult:
-    return asyncio.run(ToolRegistry([made]).execute(made.name, arguments))
+def answer(made, turn=None, /, **arguments) -> ToolResult:
+    return asyncio.run(ToolRegistry([made]).execute(made.name, arguments, turn))
 
 
 def content(path: Path) -> bytes | None:
@@ -119,37 +119,27 @@ def content(path: Path) -> bytes | None:
 
 @pytest.mark.parametrize(
     "value, kind, wanted",
-    [
+    [  # None: it is left for the check to name
         ("120", "integer", 120),
         (5.0, "integer", 5),
         ("True", "boolean", True),
         ("7", ["string", "integer"], "7"),
         ("[1, 2]", "array", [1, 2]),
-        ("9" * 5_000, "integer", "9" * 5_000),
-        ("[" * 100_000, "array", "[" * 100_000),
+        ("9" * 5_000, "integer", None),
+        ("[" * 100_000, "array", None),
+        (1.5, "integer", None),
+        (True, "integer", None),
+        (True, "string", None),
+        (None, "string", None),
+        ("", ["number", "null"], None),
     ],
 )
 def test_a_value_is_cast_where_nothing_is_lost(value, kind, wanted):
     result = cast(value, {"type": kind})
-    assert result == wanted and type(result) is type(wanted)
-
-
-@pytest.mark.parametrize(
-    "value, kind",
-    [
-        ("1.5", "integer"),
-        (1.5, "integer"),
-        (True, "integer"),
-        ("1", "boolean"),
-        (True, "string"),
-        (None, "string"),
-        ("a", "array"),
-        ("", ["number", "null"]),
-    ],
-)
-def test_what_cannot_be_cast_is_left_for_the_check_to_name(value, kind):
-    errors = validate(cast(value, {"type": kind}), {"type": kind}, "size")
-    assert len(errors) == 1 and errors[0].startswith("size must be")
+    if wanted is None:
+        assert validate(result, {"type": kind}, "size")[0].startswith("size must be")
+    else:
+        assert result == wanted and type(result) is type(wanted)
 
 
 @pytest.mark.parametrize(
@@ -159,7 +149,6 @@ def test_what_cannot_be_cast_is_left_for_the_check_to_name(value, kind):
         (StringSchema(enum=("a", "b")), "a", "c", 'size must be one of ["a", "b"]'),
         (ArraySchema(StringSchema(), max_items=1), [], ["", ""], "size: its length must be <= 1"),
         (BooleanSchema(nullable=True), None, 3, "size must be boolean or null, not 3"),
-        (ObjectSchema({"a": NumberSchema()}, ["a"]), {"a": 2.5}, {}, "size.a is required"),
     ],
 )
 def test_a_schema_says_what_is_wrong_and_where(schema, good, bad, error):
@@ -178,17 +167,14 @@ OPTIONAL = {
         (OPTIONAL, 5, 5),
         ({"$ref": "#/$defs/x"}, {"a": ["1"]}, {"a": ["1"]}),
         ({"type": "string", "pattern": "(", "format": "date"}, "x", "x"),
-        ({"type": "array", "prefixItems": [{"type": "integer"}], "items": False}, ["1"], ["1"]),
-        ({"type": "array", "items": {"type": "integer"}}, ["1"], [1]),
-        ({"type": "any"}, True, True),
+        ({"type": "array", "prefixItems": [OPTIONAL], "items": False}, ["1"], ["1"]),
         (tools.as_schema(list[int] | list[str]), ["a"], ["a"]),
         (tools.as_schema(list[int] | list[str]), '["1"]', [1]),
     ],
 )
 def test_a_legal_value_passes_whatever_keywords_a_server_uses(schema, value, wanted):
     result = cast(value, schema)
-    assert result == wanted and type(result) is type(wanted)
-    assert validate(result, schema) == []
+    assert result == wanted and validate(result, schema) == []
 
 
 # ---- Tools ----
@@ -211,13 +197,12 @@ def test_a_method_becomes_a_tool_and_only_a_parameter_annotated_with_turn_is_fil
             """Add a job."""
             return f"{now.chat_id}: {[name] * turn}"
 
-    registry = ToolRegistry([tool(Jobs().add, name="job", read_only=True)])
-    about = registry.get("job").to_schema()["function"]
+    job = tool(Jobs().add, name="job", read_only=True)
+    about = job.to_schema()["function"]
     assert about["description"] == "Add a job." and about["parameters"]["required"] == ["name"]
-    assert list(about["parameters"]["properties"]) == ["name", "turn"]
-    added = asyncio.run(registry.execute("job", {"name": "x", "turn": "2"}, turn))
-    assert added.text == "direct: ['x', 'x']" and registry.get("job").concurrency_safe
-    assert asyncio.run(registry.execute("job", {"name": "x", "now": "mine"}, turn)).is_error
+    assert list(about["parameters"]["properties"]) == ["name", "turn"] and job.concurrency_safe
+    assert answer(job, turn, name="x", turn="2").text == "direct: ['x', 'x']"
+    assert answer(job, turn, name="x", now="mine").is_error
 
 
 def test_a_tool_that_raises_is_told_in_one_line_and_its_traceback_only_with_logs(caplog):
@@ -237,9 +222,7 @@ def test_a_tool_that_raises_is_told_in_one_line_and_its_traceback_only_with_logs
     "hint, schema",
     [
         (list[str], {"type": "array", "items": {"type": "string"}}),
-        (int | None, {"type": ["integer", "null"]}),
-        (Annotated[int, "Seconds"], {"type": "integer", "description": "Seconds"}),
-        (dict, {"type": "object"}),
+        (Annotated[int | None, "Size"], {"type": ["integer", "null"], "description": "Size"}),
         (Path, {}),
         (Literal[5, "all"], {"type": ["integer", "string"], "enum": [5, "all"]}),
         (Annotated[str, {"minLength": 2}], {"type": "string", "minLength": 2}),
@@ -301,8 +284,7 @@ def test_whatever_a_tool_raises_the_agent_lives(raised, is_async):
 
 def test_a_result_over_the_limit_goes_into_a_file_that_read_file_can_page(turn):
     text = "\n".join(f"row {number} \ud800" for number in range(5_000))
-    big = tool(lambda: text, name="big")
-    result = asyncio.run(ToolRegistry([big]).execute("big", {}, turn)).text
+    result = answer(tool(lambda: text, name="big"), turn).text
     path = re.search(r"the text is in (\S+\.txt)", result)[1]
     assert "row 0 " in result and "row 4999 " in result and len(result) <= turn.max_result_chars
     assert Path(path).read_text() == text.replace("\ud800", "?")
@@ -310,17 +292,16 @@ def test_a_result_over_the_limit_goes_into_a_file_that_read_file_can_page(turn):
 
 
 def test_only_the_newest_results_are_kept(turn):
-    registry = ToolRegistry([tool(lambda: "x" * 20_000, name="big")])
+    big = tool(lambda: "x" * 20_000, name="big")
     for _ in range(202):
-        newest = asyncio.run(registry.execute("big", {}, turn)).text
+        newest = answer(big, turn).text
     kept = list((turn.workspace / ".nanobot" / "tool-results").iterdir())
     assert len(kept) == 200 and any(str(path) in newest for path in kept)
 
 
 def test_a_result_that_cannot_be_saved_is_cut_in_the_middle(turn):
     (turn.workspace / ".nanobot").write_text("a file where the folder should be")
-    big = tool(lambda: "head" + "x" * 50_000 + "tail", name="big")
-    text = asyncio.run(ToolRegistry([big]).execute("big", {}, turn)).text
+    text = answer(tool(lambda: "head" + "x" * 50_000 + "tail", name="big"), turn).text
     assert text.startswith("head") and text.endswith("tail") and "could not be saved" in text
     assert len(text) <= turn.max_result_chars
 
@@ -604,8 +585,8 @@ def test_enabled_tools_filters_tools_only_and_the_others_say_what_they_are(runne
     assert kit.schema("mcp_s_prompt_plan")["parameters"]["required"] == ["goal"]
     assert kit.call("mcp_s_resource_two").text == "one\ntwo"
     assert kit.call("mcp_s_prompt_plan", goal="x").text == "hi\nhi"
-    assert kit.registry.get("mcp_s_resource_two").read_only
-    assert not kit.registry.get("mcp_s_b").read_only
+    readers = [kit.registry.get(name).read_only for name in ("mcp_s_resource_two", "mcp_s_b")]
+    assert readers == [True, False]
     runner.run(kit.servers.close())
 
 
@@ -621,7 +602,6 @@ def test_servers_that_fail_are_told_of_once_and_the_others_work(runner, mcp, cap
     kit = MCPKit(
         runner,
         good=mcp_settings(url=mcp.web_url),
-        missing=mcp_settings(command="no-such-program"),
         broken=mcp_settings(command="sh", args=["-c", "echo no key given >&2; exit 1"]),
         nobody=mcp_settings(url="http://127.0.0.1:9/mcp?key=secret"),
         off=mcp_settings(command="never-looked-at", disabled=True),
@@ -629,8 +609,8 @@ def test_servers_that_fail_are_told_of_once_and_the_others_work(runner, mcp, cap
     assert "mcp_good_echo" in kit.connect(patience=30)
     kit.connect()
     logged = [each.getMessage() for each in caplog.records if each.name == "nanobot.tools"]
-    broken, missing, nobody = sorted(logged)
-    assert "broken: " in broken and "no key given" in broken and "no-such-program" in missing
+    broken, nobody = sorted(logged)
+    assert "broken: " in broken and "no key given" in broken
     assert "tools.mcpServers.nobody" in nobody and "secret" not in nobody
     runner.run(kit.servers.close())
 
@@ -651,19 +631,16 @@ def test_a_server_that_never_answers_holds_a_turn_for_a_moment_and_is_ended(runn
 # ---- The fence ----
 
 OUTSIDE = [
+    "/",
     "../out/gold.txt",
     "sub/../../out/gold.txt",
-    "{tmp}/out/gold.txt",
     "/{tmp}/out/gold.txt",
     "~/config.json",
     "~root/x",
     "../ws-evil/a.txt",
     "leaf",
     "away/gold.txt",
-    "away",
     "..",
-    "/",
-    "/etc/passwd",
     "dangling",
     "away/../ws-evil/a.txt",
     "{tmp}/ws-evil",
@@ -734,12 +711,10 @@ def test_a_path_that_cannot_be_is_an_error_result_not_a_crash(turn, path, restri
 
 
 def test_the_kits_skills_can_be_read_but_not_written(fenced):
-    skill = fenced.readable[0] / "SKILL.md"
-    assert "text of kit" in call(fenced, "read_file", path=str(skill)).text
-    assert call(fenced, "write_file", path=str(skill), content="mine").is_error
-    assert call(
-        fenced, "exec", command="echo mine > SKILL.md", working_dir=str(skill.parent)
-    ).is_error
+    skill = str(fenced.readable[0] / "SKILL.md")
+    assert "text of kit" in call(fenced, "read_file", path=skill).text
+    for name, arguments in USES[5:]:
+        assert call(fenced, name, path=skill, **arguments).is_error, name
 
 
 @pytest.mark.parametrize(
@@ -749,12 +724,8 @@ def test_the_kits_skills_can_be_read_but_not_written(fenced):
         "cron/jobs.json",
         "memory/history.jsonl",
         "memory/.dream_cursor",
-        "memory/.git/HEAD",
         "sub/../sessions/new.jsonl",
-        "record/x.jsonl",
-        "memory/HISTORY.md",
         "memory/.cursor",
-        "memory/history-archive.jsonl",
         "memory/.lock",
         ".nanobot/pid",
     ],
@@ -863,6 +834,8 @@ def test_read_file_at_the_edges(turn, data, arguments, told):
     (turn.cwd / "x").write_bytes(data)
     text = call(turn, "read_file", path="x", **arguments).text
     assert told in text and "tool-results" not in text
+    if data:  # not all of it was read
+        assert call(turn, "write_file", path="x", content="").is_error
 
 
 def test_read_file_refuses_by_name_what_is_no_regular_file(turn):
@@ -882,8 +855,7 @@ def test_write_file_makes_folders_and_keeps_the_mode(turn):
     assert script.read_bytes() == "one\r\nü ?".encode()  # half of a pair is no text
     script.chmod(0o751)
     call(turn, "write_file", path="deep/er/run.sh", content="two")
-    change(turn, "edit_file", path="deep/er/run.sh", old_text="two", new_text="three")
-    assert script.read_text() == "three" and stat.S_IMODE(script.stat().st_mode) == 0o751
+    assert script.read_text() == "two" and stat.S_IMODE(script.stat().st_mode) == 0o751
 
 
 def test_a_write_that_fails_leaves_the_old_file_and_no_other(turn):
@@ -903,25 +875,24 @@ def test_a_file_in_utf_16_is_read_but_not_edited_as_something_else(turn):
     data = "größe = 1\r\nzwei\r\n".encode("utf-16")
     (turn.cwd / "x").write_bytes(data)
     assert call(turn, "read_file", path="x").text == "1| größe = 1\n2| zwei"
-    result = change(turn, "edit_file", path="x", old_text="zwei", new_text="drei")
-    assert result.is_error and "UTF-16" in result.text and (turn.cwd / "x").read_bytes() == data
+    result = call(turn, "edit_file", path="x", old_text="zwei", new_text="drei")
+    assert "UTF-16" in result.text and (turn.cwd / "x").read_bytes() == data
 
 
 def test_an_edit_writes_through_a_link(turn):
     (turn.cwd / "link").symlink_to("sub/b.txt")
-    assert not change(turn, "edit_file", path="link", old_text="text", new_text="words").is_error
-    assert (turn.cwd / "link").is_symlink() and content(
-        turn.cwd / "sub/b.txt"
-    ) == b"words of ws/sub/b.txt\n"
+    assert not call(turn, "edit_file", path="link", old_text="text", new_text="new").is_error
+    assert (turn.cwd / "link").is_symlink()
+    assert (turn.cwd / "sub/b.txt").read_text() == "new of ws/sub/b.txt\n"
 
 
 def test_a_file_is_overwritten_only_if_all_of_it_was_read(turn):
     file = turn.cwd / "notes.txt"
     file.write_text("".join(f"{number}\n" for number in range(1, 3_001)))
 
-    def overwrite(content="mine") -> str:
-        result = call(turn, "write_file", path="notes.txt", content=content)
-        assert result.is_error == (file.read_text() != content)
+    def overwrite() -> str:
+        result = call(turn, "write_file", path="notes.txt", content="mine")
+        assert result.is_error == (file.read_text() != "mine")
         return result.text
 
     def read_from(*offsets):
@@ -937,18 +908,10 @@ def test_a_file_is_overwritten_only_if_all_of_it_was_read(turn):
     os.utime(file, ns=times)  # neither time nor size show that it has changed
     assert "3,000 lines and you have read 0:" in overwrite()
     read_from(1, 1_001, 2_001)
-    assert "Wrote 4 characters" in overwrite()
-    assert "Wrote 4 characters" in overwrite("more")  # what it wrote itself, it knows
-    restarted = replace(turn, seen={})
-    assert call(restarted, "write_file", path="notes.txt", content="x").is_error
+    assert "Wrote 4" in overwrite() and "Wrote 4" in overwrite()  # what it wrote, it knows
+    assert call(replace(turn, seen={}), "write_file", path="notes.txt", content="x").is_error
     (turn.cwd / "empty").touch()  # nothing can be lost
     assert not call(turn, "write_file", path="empty", content="x").is_error
-
-
-def test_a_line_that_was_cut_was_not_read(turn):
-    (turn.cwd / "long").write_text("x" * 50_000)
-    assert "(line cut)" in call(turn, "read_file", path="long").text
-    assert call(turn, "write_file", path="long", content="").is_error
 
 
 def test_an_edit_needs_no_reading_and_counts_as_none(turn):
@@ -1084,21 +1047,19 @@ TEXT = {"cell_type": "markdown", "metadata": {}, "source": ["x\n", "y"]}
     "minor, arguments, made",
     [
         (5, {"cell": 1}, CODE | {"id": "id-code", "metadata": {"tags": ["code"]}}),  # outputs go
-        (4, {"cell": 2, "mode": "insert"}, CODE),
         (4, {"cell": 1, "mode": "insert", "cell_type": "markdown"}, TEXT),
     ],
 )
 def test_a_cell_is_what_nbformat_wants(turn, minor, arguments, made):
     result, data = edit_cell(turn, notebook(minor), source="x\ny", **arguments)
-    assert json.loads(data)["cells"][arguments["cell"]] == made
-    assert f"cell {arguments['cell']}: done" in result.text and "\n@@ " in result.shown
+    assert json.loads(data)["cells"][1] == made
+    assert "cell 1: done" in result.text and "\n@@ " in result.shown
 
 
 @pytest.mark.parametrize(
     "data, cell, told",
     [
         (notebook(), 2, "There is no cell 2: the notebook has 2"),
-        (b"{", 0, "Not a notebook of nbformat 4: JSONDecodeError"),
         (notebook().replace(b"markdown", rb"\ud83d"), 1, "UnicodeEncodeError"),
         (b'{"nbformat": 3, "worksheets": []}', 0, "Not a notebook of nbformat 4"),
         (b'{"nbformat": 4, "cells": [7]}', 0, "Not a notebook of nbformat 4: TypeError"),
@@ -1111,10 +1072,8 @@ def test_what_is_no_notebook_or_no_cell_is_said_and_left_alone(turn, data, cell,
 
 
 def test_list_dir_shows_folders_and_sizes(turn):
-    (turn.cwd / "sub" / "big").write_bytes(b"x" * 1_234)
     names = ["a.txt  17 bytes", "away", "dangling", "leaf", "loop", "sub/"]
     assert call(turn, "list_dir").text.split("\n") == [f"{turn.cwd}: 6 entries", *names]
-    assert "\nbig  1,234 bytes" in call(turn, "list_dir", path="sub").text
     near = call(turn, "list_dir", path="a.tx")
     assert near.is_error and near.text.endswith(f"No such file or directory. In {turn.cwd}: a.txt")
 
@@ -1271,9 +1230,8 @@ def test_a_stopped_turn_ends_a_search_at_once(blanks):
     before, threads = own_children(), threading.active_count()
 
     async def stop():
-        task = asyncio.create_task(
-            ToolRegistry(FILE_TOOLS).execute("grep", {"pattern": ENDLESS}, blanks)
-        )
+        search = ToolRegistry(FILE_TOOLS).execute("grep", {"pattern": ENDLESS}, blanks)
+        task = asyncio.create_task(search)
         while len(own_children()) == len(before):  # git, then the child
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.1)
@@ -1281,9 +1239,9 @@ def test_a_stopped_turn_ends_a_search_at_once(blanks):
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        return time.monotonic() - start
+        assert time.monotonic() - start < 1
 
-    assert asyncio.run(stop()) < 1
+    asyncio.run(stop())
     assert until(lambda: own_children() == before and threading.active_count() <= threads)
 
 
@@ -1338,17 +1296,16 @@ def test_glob_and_grep_show_or_tell(tree, name, arguments, shown):
 
 def test_what_is_not_text_is_counted_and_links_are_not_followed(turn):
     data = {"binary": b"text \0", "huge": b"text\n" * 500_000, "latin": b"text \xe9\n"}
-    for name, content in data.items():
-        (turn.cwd / "sub" / name).write_bytes(content)
+    for name, written in data.items():
+        (turn.cwd / "sub" / name).write_bytes(written)
     (turn.cwd / "sub" / "long").write_text("text" * 600)
     shown = call(turn, "grep", pattern="text|^$", output_mode="content").text
     why = "sub/binary (binary), sub/huge (over 2,000,000 bytes; exec can show a part of it)"
     assert shown.startswith(f"NOT searched: {why}")
-    named = call(turn, "grep", pattern="text", path="sub/huge", output_mode="count").text
-    assert named == "sub/huge: 500000"
-    assert "NOT searched" in call(turn, "grep", pattern="nowhere", path="sub").text.split("\n")[0]
     assert re.findall(r"^(\S+):1:", shown, re.M) == ["a.txt", "sub/b.txt", "sub/latin", "sub/long"]
     assert max(map(len, shown.split("\n"))) < 520
+    assert call(turn, "grep", pattern="text", path="sub/huge").text == "sub/huge"
+    assert call(turn, "grep", pattern="nowhere", path="sub").text.startswith("NOT searched")
 
 
 def git(folder: Path, *arguments: str) -> None:
@@ -1362,27 +1319,27 @@ def repository(turn):
     if not shutil.which("git"):
         pytest.skip("git is not installed")
     root = turn.cwd / "repo"
-    ignore = "*.log\nbuild/\n/only/*\n!kept.log\n"
-    names = [
-        "a.py",
-        "gone.py",
-        "src/b.py",
-        "src/d.log",
-        "build/tracked.py",
-        "build/made.py",
-        "new/c.py",
-        "new/c.log",
-        "kept.log",
-        "größe.py",
-        "only/e.py",
-        "inner/f.py",
-        "inner/f.tmp",
-        "lib/g.py",
-        ".nanobot/h.txt",
-        "node_modules/i.js",
-    ]
-    rules = {".gitignore": ignore, "inner/.gitignore": "*.tmp\n", "lib/.gitignore": "*.log\n"}
-    for name, text in {**dict.fromkeys(names, ""), **rules}.items():
+    files = {
+        ".gitignore": "*.log\nbuild/\n/only/*\n!kept.log\n",
+        "a.py": "",
+        "gone.py": "",
+        "src/b.py": "",
+        "src/d.log": "",
+        "build/tracked.py": "",
+        "build/made.py": "",
+        "new/c.py": "",
+        "kept.log": "",
+        "größe.py": "",
+        "only/e.py": "",
+        "inner/.gitignore": "*.tmp\n",
+        "inner/f.py": "",
+        "inner/f.tmp": "",
+        "lib/.gitignore": "*.log\n",
+        "lib/g.py": "",
+        ".nanobot/h.txt": "",
+        "node_modules/i.js": "",
+    }
+    for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(f"{text}# needle\n")
     for inner in ("lib", "inner"):
@@ -1576,17 +1533,13 @@ def test_no_tunnel_makes_an_address_public():
     [
         "localhost",
         "127.1",
-        "0",
         "0x7f000001",
         "0177.0.0.1",
         "2130706433",
         "[::1]",
         "[::ffff:127.0.0.1]",
-        "[::]",
-        "127.0.0.1",
         "①②⑦.⓪.⓪.①",
         "127。0。0。1",
-        "LOCALHOST",
     ],
 )
 def test_this_machine_is_refused_however_it_is_written(site, host):
@@ -1599,24 +1552,18 @@ def test_this_machine_is_refused_however_it_is_written(site, host):
     [
         "ftp://example.com/",
         "file:///etc/passwd",
-        "gopher://example.com/",
         "example.com/x",
         "//example.com/",
         "http:///x",
-        "http://",
         "",
         "http://user:secret@example.com/",
         "http://example.com\\@127.0.0.1/",
-        "http://127.0.0.1\\@example.com/",
         "http://example.com/a\\b",
         "http://example.com/a\r\nX: y",
-        "http://exa\tmple.com/",
         "http://[::1/",
         "http://example.com:99999/",
-        "http://example.com:x/",
         f"http://{'a' * 70}.com/",
         "http://example.com/\ud800",
-        "javascript:alert(1)",
     ],
 )
 def test_what_is_no_web_address_is_refused_before_anything_is_looked_up(url):
@@ -1738,14 +1685,7 @@ def test_a_server_that_drips_cannot_hold_the_fetch(site):
             "text/html",
             "<meta http-equiv=x content='text/html; charset=cp1250'><p>łódź ü".encode("cp1250"),
         ),
-        (
-            "text/html",
-            b"<?xml version='1.0' encoding='iso-8859-2'?><p>" + "łódź ü".encode("iso-8859-2"),
-        ),
-        (
-            "text/html",
-            b" " * 3_000 + "<meta charset=cp1250><p>łódź ü".encode(),
-        ),  # nobody looks so far
+        ("text/html", b" " * 3_000 + "<meta charset=cp1250><p>łódź ü".encode()),  # too far down
     ],
 )
 def test_pages_are_decoded_as_they_say_or_look(site, kind, body):
@@ -1812,21 +1752,15 @@ def test_html_becomes_readable_text(source, text):
 SOUP = [
     "<p>",
     "</p>",
-    "<b>",
-    "</b>",
     "<a href='x'>",
-    "</a>",
     "<a href='>",
     '<a x="',
     "<table>",
     "<tr>",
-    "<td>",
-    "</td>",
     "<pre>",
     "</pre>",
     "<li>",
     "<h2>",
-    "</h2>",
     "<nav>",
     "</nav>",
     "<style>",
@@ -1838,23 +1772,18 @@ SOUP = [
     "<!x",
     "<?",
     "&",
-    "&amp;",
     "&#x110000;",
     "&#",
     "<svg>",
-    "</svg>",
     '"',
     "'",
     ">",
     "<",
-    "=",
     "/",
     " text ",
     "\ufdd0",
-    "\x1e",
     "\ud800",
     "<div/",
-    "<h7>",
     "<script>LEAK</script>",
     "<SCRIPT\tsrc=x>LEAK</Script\n>",
     "<script>'<p>LEAK</script/x>",
@@ -1878,10 +1807,7 @@ OF_PAGES = [
     "<script>",
     "</script ",
     "<nav>",
-    "<td>",
     "<pre>",
-    "<h1 >",
-    "<title",
     "&#",
     "\n- ",
     "<li>",
@@ -1890,22 +1816,17 @@ OF_PAGES = [
     "&#9",
     "<ol>",
     "<ol><li>",
-    "</ol>",
     "<img ",
     "<img alt='",
     "<img alt=x>",
     "<sup>",
-    "<main>",
-    "</main>",
     "<aside ",
     "<aside>",
-    "<h2><span>",
     "<b><i>",
     "<tr><td>",
     "<ul><li>x",
     "<a href=x>",
     "</a>",
-    "<select>",
     "<a href='x'",
 ]
 LETTERS = [*" \n\t\r\"'<>&#[](){}|*?\\/.,-=:;$`~!+a0ü"]
@@ -2059,7 +1980,6 @@ def test_each_search_service_is_asked_and_read_in_its_format(site, provider):
     "provider, status, body, told",
     [
         ("duckduckgo", 202, "<div class='anomaly-modal__title'>", "robot"),
-        ("duckduckgo", 200, "<form action='//duckduckgo.com/anomaly.js'>", "robot"),
         ("brave", 401, "sk-key is wrong", "key is missing"),
         ("searxng", 200, "<html>", "not JSON"),
         ("brave", 200, "[" * 100_000, "not JSON"),
@@ -2068,7 +1988,7 @@ def test_each_search_service_is_asked_and_read_in_its_format(site, provider):
 def test_what_a_search_service_refuses_is_an_error_that_says_why(
     site, provider, status, body, told
 ):
-    site.pages[PATHS[provider]] = (status, {"Location": "http://127.0.0.1:1/"}, body.encode())
+    site.pages[PATHS[provider]] = (status, {}, body.encode())
     result = search(site, provider)
     assert result.is_error and told in result.text and "sk-key" not in result.text
     assert "The user may " in result.text and "tools.web.search" in result.text
@@ -2080,13 +2000,6 @@ def test_a_key_with_line_breaks_is_sent_without_them(site):
     assert site.asked[-1][2]["Authorization"] == "Bearer sk-key"
     odd = search(site, "tavily", key="sk-ä…")
     assert odd.is_error and "sk-" not in odd.text
-
-
-def test_a_search_for_anomaly_works_and_nothing_found_is_said(site):
-    site.pages["/html/"] = (200, {}, DUCK.replace("official", "anomaly").encode())
-    assert "The anomaly home" in search(site, "duckduckgo", "anomaly").text
-    site.pages["/"] = (200, {}, b'{"data": 5}')
-    assert "no results" in search(site, "jina").text
 
 
 @pytest.mark.parametrize(
@@ -2130,19 +2043,14 @@ def run(turn, command, **arguments) -> str:
     "command",
     [
         "rm -rf sub",
-        "rm -r ./sub/",
         "true && rm -fr a.txt sub",
-        "find sub -delete",
         "rm -rf sub/* sub",
-        "rm -r -- sub",
         "bash -c 'rm -r sub'",
         "if true; then rm -rf sub; fi",
-        "rm -rf {tmp}/ws/sub",
         "rm -rf sub && mkdir sub && cd sub",
         "cd sub && rm -rf b.txt && cd ..",
         "cd {tmp}/ws && rm -rf sub",
         "find . -name sub -exec rm -rf {} +",
-        "find . -name b.txt -delete",
         "rm -rf su* other",
         "cd sub && bash -c 'rm -rf b.txt' && cd ..",
         "ls | xargs -I X echo X; rm -rf sub",
@@ -2158,9 +2066,7 @@ def test_a_folder_below_the_working_folder_may_be_deleted(turn, command):
     [
         "rm -rf /",
         "RM -RF .",
-        "rm -r .",
         "rm -fr ..",
-        "rm --recursive --force ../ws-evil",
         "rm sub/.. -R",
         "/bin/rm -rf ~",
         "sudo rm -fr sub/..",
@@ -2169,7 +2075,6 @@ def test_a_folder_below_the_working_folder_may_be_deleted(turn, command):
         "ls\rrm -rf .",
         "rm \\\n -rf .",
         "A=1 rm -rf .",
-        "(rm -rf .)",
         "echo `rm -rf .`",
         "echo $(rm -rf .)",
         "if true; then rm -rf .; fi",
@@ -2177,27 +2082,18 @@ def test_a_folder_below_the_working_folder_may_be_deleted(turn, command):
         "find . -exec rm -rf {} +",
         "r\\m -rf .",
         "'rm' -rf .",
-        "ls # x\nrm -rf .",
         "bash -c 'rm -rf .'",
         'eval "rm -r ."',
         "find . -delete",
-        "find -delete",
-        "find -type f -delete",
-        "find -maxdepth 1 -delete",
         "ls | xargs -I {} rm -rf {}",
         "find . -delete -name x",
         "rm -rf",
         "rm -rf sub /etc/x",
         "rm -rf $HOME/x",
-        "rm -rf $X",
         "rm -rf {sub,/etc}",
         "rm -rf away/gold.txt",
-        "rm -rf away",
         "rm -rf *",
-        "rm -rf s*",
-        "rm -rf sub/..",
         "rm -rf sessions",
-        "rm -rf memory",
         "rm -rf .nanobot",
         "pushd $X; rm -rf x",
         "true; " * 60 + "rm -rf .",
@@ -2211,7 +2107,6 @@ def test_a_folder_below_the_working_folder_may_be_deleted(turn, command):
         "2>/dev/null rm -rf .",
         "rm > log -rf .",
         "rm -rf {tmp}/ws",
-        "rm -r sub; rm -r .",
         "find . \\( -type f -o -type l \\) -delete",
         "cd nope; rm -rf ./*",
         "find .. -exec rm {} \\;",
@@ -2219,7 +2114,6 @@ def test_a_folder_below_the_working_folder_may_be_deleted(turn, command):
         "find sessions -name '*.jsonl' -delete",
         "find . -mtime +7 -delete",
         "find . ! -name x -delete",
-        "find . -name '[a-z]*' -delete",
         "rm -rf [a-z]*",
         "rm -rf {build,*}",
         "rm -rf " + "[" * 5_000,
@@ -2240,49 +2134,38 @@ def test_any_other_recursive_delete_is_refused(turn, command):
     "command",
     [
         "mkfs.ext4 /dev/sda1",
-        "mke2fs x",
         "wipefs -a x",
         "shutdown -h now",
-        "bash -c reboot",
         "sudo reboot",
         "halt",
-        "poweroff -f",
         "systemctl poweroff",
         "sudo -n systemctl -q reboot",
         ":(){ :|:& };:",
         "bomb() { bomb | bomb & }; bomb",
         "dd if=x of=/dev/sda",
         "echo x > /dev/sda",
-        "echo x >/dev/sda",
-        "echo x &>> /dev/sda",
         "(echo x)>/dev/sda",
         "echo x | tee -a /dev/sda",
         "echo x > /dev/shm/../sda",
         "cp x /dev/sda",
         "echo x > sessions/a.jsonl",
-        "echo x &>> sessions/a.jsonl",
         "echo x>>memory/history.jsonl",
-        "rm memory/.cursor",
         "echo x | tee -a cron/jobs.json",
         "cp a.txt sessions/a.jsonl",
         "cp a.txt sessions/a.jsonl 2>/dev/null && ls",
         "echo x 2>> 'sessions/a.jsonl'",
-        "mv sessions/a.jsonl b",
         "mv a.txt memory/.cursor",
         "sed -i s/a/b/ memory/history.jsonl",
         "ln -sf /x .nanobot",
         "echo x > $HOME/config.json",
-        "cat ~/config.json",
         "cat<{keys}",
         "cp {keys} x",
         "tar c {tmp}/home/config.json",
         "mv ~ /tmp/x",
         "mv $HOME/* x",
         "chmod -R 777 /",
-        "chown -R me: ~/",
         "sudo chmod --recursive a+w $HOME",
         "cd sessions && echo x > a.jsonl",
-        "cd cron; mv jobs.json x",
         "sed -Ei s/a/b/ memory/history.jsonl a.txt",
     ],
 )
@@ -2296,24 +2179,16 @@ def test_what_destroys_a_machine_or_the_agents_records_is_refused(turn, command)
     "command",
     [
         "python format_report.py",
-        'echo "rmdir"',
-        "rm x.txt",
         "rm -f file-r",
-        "ls -R",
-        "git rm -r --cached x",
         "docker run --rm -it x",
         "grep -r rm .",
         "git commit -m 'no more rm -rf /'",
         "cat halt.txt",
-        "echo shutdown",
         "make halt",
         "ls /dev/sda",
         "make 2>/dev/null",
-        "make >/dev/null 2>&1",
         "make &> /dev/null",
         "echo x | tee log",
-        "dd if=a of=b",
-        "cat sessions/a.jsonl",
         "cp sessions/a.jsonl copy",
         "echo x > memory/MEMORY.md",
         "sed -n p memory/history.jsonl",
@@ -2324,14 +2199,12 @@ def test_what_destroys_a_machine_or_the_agents_records_is_refused(turn, command)
         "echo x > /dev/shm/x",
         "echo > /dev/tcp/localhost/80",
         "cat > a.txt <<'E'\nrm -rf /\nE\nls",
-        "systemctl status ssh",
         "find . -type d -empty -delete",
         "cat > a.txt <<'E'\n" + "rm -rf /\n" * 9_000 + "E\nls",
         "cat > deploy.sh <<'EOF'\n#!/bin/bash\nsudo reboot\nEOF",
         "cat > README <<E\nbash install.sh, then\nsudo reboot\nE",
         "grep -F ';' shutdown",
         "mv ~/a.txt .",
-        "chmod -R 755 .",
         "chmod 755 ~",
         "command -v reboot",
         "rm -rf sub && mkdir sub",
@@ -2350,36 +2223,30 @@ def test_what_people_mean_passes(turn, command):
     "command",
     [
         "cat ../out/gold.txt",
-        "cat /etc/passwd",
         "cat ~/config.json",
         "cat '~root'",
-        "cat //etc/passwd",
         "cat file:///etc/passwd",
+        "cat /etc/passwd",
+        "ls /",
         "cat</etc/passwd",
         "cat sub/../../out/gold.txt",
         "cd ..",
-        "cd /",
-        "ls /",
         "ls ..",
         "cat $HOME/*",
         'cat "${HOME}"',
         "cat leaf",
         "cat away/gold.txt",
-        "ls away",
         "tar -C/etc x",
         "cp --file=/etc/passwd x",
         "X=/etc/passwd cat",
         "cat /usr/bin/../../etc/passwd",
-        "echo x > ../x",
         "echo x > /tmp/x",
-        "mkdir /tmp/x",
         "scp a.txt:/etc/passwd .",
         "ls a.txt,/etc",
         "cat {tmp}/ws-evil/a*",
         "cat {/etc/passwd,x}",
         "echo x > {tmp}/kit/SKILL.md",
         "grep -rn x /etc",
-        "sed -f /etc/passwd a.txt",
         "bash -c 'cat /etc/passwd'",
         "cat /etc/$X",
     ],
@@ -2394,21 +2261,16 @@ def test_the_fence_holds_for_the_words_of_a_command(fenced, command):
     [
         "cat a.txt sub/b.txt ./a.txt",
         "cat {tmp}/ws/a.txt",
-        "ls . sub/..",
         "cat {tmp}/kit/SKILL.md",
-        "git log --format=%h",
         "ls > /dev/null 2>/dev/null",
         "/usr/bin/env ls",
         "sed -i s/a/b/ a.txt",
         "python3 -c 'print(1/2)'",
         "curl https://example.com/x",
-        "git clone https://github.com/a/b.git",
         "git diff HEAD~1",
         "echo 'a/" + "long" * 200 + "'",
-        "sed -n '/foo/,/bar/p' a.txt",
         'grep -rn "/api/users"',
         "tr '/' '_' < a.txt",
-        "cut -d / -f 2 a.txt",
         "awk -F / '/foo/ {print}' a.txt",
         "cat <<E > a.txt\n/etc/passwd\nE",
         "cat <<E > a.py\nx = a / b\nE",
@@ -2466,7 +2328,6 @@ def test_exec_returns_output_errors_and_always_the_exit_code(turn, command, text
     "installed, chosen",
     [
         (["Windows/System32/bash", "Git/cmd/git", "Git/bin/bash"], "Git/bin/bash"),
-        (["Windows/System32/bash", "Windows/System32/v1.0/powershell"], "v1.0/powershell"),
         (["Apps/WindowsApps/bash", "Git/cmd/git", "Windows/v1.0/powershell"], "v1.0/powershell"),
         (["Windows/System32/bash"], ""),
     ],
@@ -2506,17 +2367,13 @@ def powershell(turn, monkeypatch):
     "command",
     [
         "Remove-Item -Recurse -Force ~",
-        "Remove-Item $HOME -Recurse",
         "rm -r $env:USERPROFILE",
         "Remove-Item -Path sub,{tmp} -Recurse",
         "ri -Recurse .",
         "Get-ChildItem -Recurse | Remove-Item -Force",
         "cmd /c rd /s /q {tmp}",
-        'cmd /c "rd /s /q {tmp}"',
         "del /s /q {tmp}",
         'powershell -Command "Remove-Item -Recurse {tmp}"',
-        "Remove-Item -Recurse sessions",
-        "Set-Content sessions/a.jsonl x",
         "'x' | Out-File sessions/a.jsonl",
         "Copy-Item a.txt sessions/a.jsonl",
         "Format-Volume -DriveLetter D",
@@ -2531,14 +2388,9 @@ def test_powershell_has_the_limits_of_bash(powershell, command):
     assert result.is_error and result.shown.startswith("refused"), result.text
 
 
-@pytest.mark.parametrize(
-    "command",
-    ["Remove-Item -Recurse -Force sub", "Remove-Item a.txt", "Get-ChildItem | Select-Object Name"],
-)
-def test_powershell_does_what_is_asked(powershell, command):
-    result = call(powershell, "exec", command=command)
-    assert result.shown == "exit 0"
-    assert os.name == "nt" or result.text.split("|", 6)[-1] == f"{command}|\nExit code: 0"
+def test_powershell_does_what_is_asked(powershell):
+    result = call(powershell, "exec", command="Get-ChildItem | Select-Object Name")
+    assert result.shown == "exit 0" and (os.name == "nt" or "Select-Object" in result.text)
 
 
 def test_without_bash_the_systems_shell_runs_and_without_any_one_line_says_what_to_install(
@@ -2707,11 +2559,10 @@ needs_bwrap = pytest.mark.skipif(bool(sandbox_problem()), reason=sandbox_problem
 def confined(turn, own_home):
     """As at a user's: workspace, project and keys are in HOME; `turn.cwd` is the project."""
     workspace, project = own_home / ".nanobot" / "workspace", own_home / "project"
-    for folder in (workspace / "sessions", project, own_home / ".ssh"):
-        folder.mkdir(parents=True)
-    (workspace / "sessions" / "a.jsonl").write_text("record")
+    for name in ("project/sub/x", ".nanobot/workspace/sessions/a.jsonl", ".ssh/id"):
+        (own_home / name).parent.mkdir(parents=True)
+        (own_home / name).write_text("gold")
     (own_home / ".nanobot" / "config.json").write_text("gold")
-    (own_home / ".ssh" / "id").write_text("gold")
     return Turn(workspace, project, secret=(own_home / ".nanobot" / "config.json",))
 
 
@@ -2736,8 +2587,6 @@ def test_a_confined_command_works_in_project_and_workspace(confined):
     [
         "echo x > /tmp/b && cat /tmp/b",
         "cat /etc/os-release",
-        ". /etc/os-release && echo $NAME",
-        "ls / /usr/bin/env",
         "mkdir -p /tmp/a/b && cd /tmp && rm -rf a && ls",
         "D=$(mktemp -d) && touch $D/x && rm -rf $D",
         "cd sub && rm -rf build && mkdir build",
@@ -2748,10 +2597,8 @@ def test_a_confined_command_works_in_project_and_workspace(confined):
 )
 @pytest.mark.parametrize("restrict", [True, False])
 def test_daily_commands_run_in_the_sandbox(confined, command, restrict):
-    (confined.cwd / "sub").mkdir()
     result = run_confined(replace(confined, restrict=restrict), command)
-    assert not result.is_error, result.text
-    assert "No such file" not in result.text
+    assert not result.is_error and "No such file" not in result.text, result.text
 
 
 @needs_bwrap
@@ -2941,16 +2788,14 @@ def test_the_last_turn_that_changed_files_is_taken_back_to_the_byte(turn):
     before = state_of(turn.cwd)
     first, second = replace(turn, started="1"), replace(turn, started="2")
     call(first, "edit_file", path="run.sh", old_text="one", new_text="1")
-    middle = script.read_bytes()
+    middle = state_of(turn.cwd)
     call(second, "edit_file", path="run.sh", old_text="1", new_text="uno")
     call(second, "edit_file", path="run.sh", old_text="uno", new_text="eins")
     call(second, "write_file", path="deep/er/new.txt", content="new")
-    call(second, "edit_file", path="a.txt", old_text="not there", new_text="")
-    call(replace(second, session_key="telegram:7"), "write_file", path="other", content="x")
+    assert undo(replace(turn, session_key="telegram:7")) == {}
     assert undo(turn) == {"run.sh": True, "deep/er/new.txt": True}
-    assert script.read_bytes() == middle and not (turn.cwd / "deep").exists()
+    assert state_of(turn.cwd) == middle
     assert undo(turn) == {"run.sh": True} and undo(turn) == {}
-    (turn.cwd / "other").unlink()
     assert state_of(turn.cwd) == before
 
 
@@ -2983,7 +2828,7 @@ def test_old_versions_are_private_bounded_and_their_loss_is_said(turn, monkeypat
     call(turn, "edit_file", path="big", old_text="y", new_text="z")  # its first version is lost
     assert undo(turn) == {"big": False} and (turn.cwd / "big").read_text() == "z"
     shutil.rmtree(turn.undo)
-    change(turn, "edit_file", path="a.txt", old_text="text", new_text="secret")
+    call(turn, "edit_file", path="a.txt", old_text="text", new_text="secret")
     (kept,) = turn.undo.iterdir()
     assert stat.S_IMODE(kept.stat().st_mode) == 0o600
     assert stat.S_IMODE(turn.undo.stat().st_mode) == 0o700
@@ -2996,8 +2841,7 @@ def test_old_versions_are_private_bounded_and_their_loss_is_said(turn, monkeypat
 
 
 def test_tools_alone_keep_results_and_old_versions_in_a_private_folder(tmp_path):
-    for file in ("tools.py",):
-        shutil.copy(Path(tools.__file__).with_name(file), tmp_path)
+    shutil.copy(tools.__file__, tmp_path)
     (tmp_path / "work").mkdir()
     (tmp_path / "work" / "a.txt").write_text("one\n")
     script = """
@@ -3008,21 +2852,19 @@ registry = tools.ToolRegistry([*tools.FILE_TOOLS, tools.Exec()])
 def call(name, **arguments):
     return asyncio.run(registry.execute(name, arguments)).text
 call("edit_file", path="a.txt", old_text="one", new_text="two")
-print(call("exec", command="seq 90000").splitlines()[-3])
+call("exec", command="seq 90000")
 print(open("a.txt").read(), tools.take_back(registry.turn.store("undo"), "cli:direct"))
-print(open("a.txt").read(), oct(os.stat(tools.temporary_folder()).st_mode)[-3:])
+print(open("a.txt").read(), oct(os.stat(tools.temporary_folder()).st_mode)[-3:], os.listdir())
 """
     done = subprocess.run(
-        [sys.executable, "-c", script], cwd=tmp_path / "work", capture_output=True, encoding="utf-8"
+        [sys.executable, "-c", script], cwd=tmp_path / "work", capture_output=True
     )
-    assert done.stdout.split("\n")[1:] == ["two", " {'a.txt': True}", "one", " 700", ""], done
-    assert [path.name for path in (tmp_path / "work").iterdir()] == ["a.txt"]
+    wanted = ["two", " {'a.txt': True}", "one", " 700 ['a.txt']", ""]
+    assert done.stdout.decode().splitlines() == wanted[:-1], done
 
 
 def test_schema_classes_and_tools_check_values_by_themselves():
-    @tool_parameters(
-        ObjectSchema(name=StringSchema("Who"), size=IntegerSchema(minimum=1), required=["name"])
-    )
+    @tool_parameters(ObjectSchema(name=StringSchema("Who"), size=NumberSchema(), required=["name"]))
     class Take(Tool):
         name = "take"
 
@@ -3030,9 +2872,11 @@ def test_schema_classes_and_tools_check_values_by_themselves():
             return repr(arguments)
 
     take = Take()
-    assert take.parameters["properties"]["size"] == {"type": "integer", "minimum": 1}
-    assert take.validate_params({"size": 0}) == ["name is required", "size must be >= 1"]
-    assert answer(take, name="a", size="2").text == "{'name': 'a', 'size': 2}"
+    assert take.validate_params({"size": "x"}) == [
+        "name is required",
+        'size must be number, not "x"',
+    ]
+    assert answer(take, name="a", size="2.5").text == "{'name': 'a', 'size': 2.5}"
     assert take.parameters is not Take().parameters
 
 
@@ -3043,7 +2887,6 @@ def test_schema_classes_and_tools_check_values_by_themselves():
         ("~/**/*.txt", ".", ["{tmp}/out/gold.txt", "{tmp}/out/sub/b.txt"]),
         ("../out/*.txt", ".", ["../out/gold.txt"]),
         ("b.*", "sub", ["sub/b.txt"]),
-        ("b.*", "{tmp}/ws/sub", ["{tmp}/ws/sub/b.txt"]),
     ],
 )
 def test_the_names_that_glob_shows_can_be_used_as_they_stand(
@@ -3053,11 +2896,9 @@ def test_the_names_that_glob_shows_can_be_used_as_they_stand(
     shutil.copytree(turn.cwd / "sub", f"{tmp}/out/sub")
     monkeypatch.setenv("HOME", f"{tmp}/out")
     monkeypatch.setenv("USERPROFILE", f"{tmp}/out")
-    shown = call(
-        turn, "glob", pattern=pattern.replace("{tmp}", tmp), path=path.replace("{tmp}", tmp)
-    )
-    assert sorted(shown.text.replace(tmp, "{tmp}").split("\n")) == names
-    assert not any(call(turn, "read_file", path=name).is_error for name in shown.text.split("\n"))
+    shown = call(turn, "glob", pattern=pattern.replace("{tmp}", tmp), path=path).text
+    assert sorted(shown.replace(tmp, "{tmp}").split("\n")) == names
+    assert not any(call(turn, "read_file", path=name).is_error for name in shown.split("\n"))
 
 
 def test_a_search_works_while_the_file_of_the_tools_is_being_edited(tmp_path):
@@ -3075,16 +2916,13 @@ print(asyncio.run(tools.ToolRegistry(tools.FILE_TOOLS).execute("grep", {"pattern
 def test_a_notebook_is_read_as_numbered_cells(turn):
     book = json.loads(notebook())
     book["cells"][1]["outputs"] = [
-        {"output_type": "stream", "name": "stdout", "text": ["x" * 5_000]},
+        {"output_type": "stream", "text": ["x" * 5_000]},
         {"output_type": "execute_result", "data": {"text/plain": ["42"]}},
         {"output_type": "display_data", "data": {"image/png": "iVBOR" * 999}},
-        {"output_type": "error", "ename": "E", "evalue": "by zero"},
     ]
     (turn.cwd / "x.ipynb").write_text(json.dumps(book))
     text = call(turn, "read_file", path="x.ipynb").text
-    for part in ("[cell 0, markdown]", "[cell 1, code]", "| 42", "by zero", "image/png"):
+    for part in ("[cell 0, markdown]", "[cell 1, code]", "| 42", "image/png"):
         assert part in text
     assert len(text) < 2_500 and "iVBOR" not in text
     assert call(turn, "write_file", path="x.ipynb", content="").is_error  # cells are not the file
-    (turn.cwd / "x.ipynb").write_text("no notebook")
-    assert call(turn, "read_file", path="x.ipynb").text == "1| no notebook"
