@@ -1483,6 +1483,10 @@ def test_a_history_is_made_lawful(name):
     assert lawful == expected
 
 
+def test_without_a_wish_for_a_reply_the_assistant_may_be_last():
+    assert legal([user(), said(), said("b")], reply=False) == [user(), said("Ok\n\nb")]
+
+
 def check_grammar(messages):
     """What the API accepts, written down once more and on its own."""
     json.dumps(messages, allow_nan=False, ensure_ascii=False).encode()

@@ -1980,6 +1980,7 @@ def test_each_search_service_is_asked_and_read_in_its_format(site, provider):
     "provider, status, body, told",
     [
         ("duckduckgo", 202, "<div class='anomaly-modal__title'>", "robot"),
+        ("duckduckgo", 200, "<form action='//duckduckgo.com/anomaly.js'>", "robot"),
         ("brave", 401, "sk-key is wrong", "key is missing"),
         ("searxng", 200, "<html>", "not JSON"),
         ("brave", 200, "[" * 100_000, "not JSON"),
