@@ -38,6 +38,7 @@ from providers import (
     choose_endpoint,
     legal,
     keyless_json,
+    recorded_answer,
 )
 from tools import FILE_TOOLS, Exec, ToolRegistry, Turn, Web, WebFetch, WebSearch
 
@@ -1614,8 +1615,11 @@ def test_a_person_types_a_call_as_it_is_shown_and_a_broken_call_is_never_the_ans
         questions.append(question)
         return next(lines)
 
-    person = HumanProvider(ask_person)
-    answer = ask(person, tools=[{"type": "function", "function": READ_A_FILE}])[0]
+    talk = [{"role": "system", "content": "You are a test.\n# Memory\n- Ada"}, user()]
+    read_file = {"type": "function", "function": READ_A_FILE}
+    answer = ask(HumanProvider(ask_person), talk, [read_file])[0]
+    of_the_prompt = "---- system ----\nYou are a test.\n# Memory\n---- user ----\nHi\n"
+    assert questions[0].startswith(f"read_file(path, offset)\n{of_the_prompt}")
     if isinstance(arguments, dict):
         assert [call.arguments for call in answer.tool_calls] == [arguments]
     else:
@@ -1651,6 +1655,20 @@ def test_the_events_tell_each_attempt_and_what_was_remembered(tmp_path):
     assert first["messages"] == HELLO and first["options"] == {"max_tokens": 7}
     here, refused, stopped = [fields["answer"] for fields in events["answer"]]
     assert here.content == "Here." and "HTTP 401" in refused.error and "stopped" in stopped.error
+
+
+def test_a_scripted_model_repeats_recorded_answers():
+    lines = []
+
+    def record(kind, **fields):
+        if kind == "answer":
+            lines.append(keyless_json([])(fields))
+
+    replies = ["Hi.", ToolCallRequest("c1", "now", {}), LLMResponse(error="no")]
+    first = ScriptedProvider(replies)
+    given = [asyncio.run(first.chat(HELLO, on_event=record)) for _ in replies]
+    second = ScriptedProvider(recorded_answer(json.loads(line)) for line in lines)
+    assert [asyncio.run(second.chat(HELLO)) for _ in replies] == given
 
 
 A1 = "aB3dE5gH7jK9mN1pQ3sT5vW7yZ9bC1dE3fG5"  # 36 letters and digits
