@@ -403,30 +403,20 @@ def check_damaged(workspace: Path, path: Path, whole: bytes, data: bytes) -> Non
         assert is_kept, "a line that cannot be read is put aside, not deleted"
 
 
-def has_other_numbers(whole: bytes, data: bytes) -> bool:
-    """A number that is another number now: nothing shows that this line is damaged."""
-    for line, changed in zip(whole.split(b"\n"), data.split(b"\n"), strict=False):
-        with contextlib.suppress(ValueError):
-            before, after = json.loads(line), json.loads(changed)
-            names = [name for name in ("n", "upto") if isinstance(after.get(name), int)]
-            if any(after[name] != before.get(name) for name in names):
-                return True
-    return False
-
-
 @pytest.mark.parametrize("count", [150, pytest.param(0, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("with_new", [True, False])
 def test_of_a_journal_with_one_damaged_byte_every_other_line_goes_on(tmp_path, with_new, count):
+    """Not of its numbers: nothing shows that a number was another one."""
     path = damaged_sample(tmp_path, with_new)
     whole = path.read_bytes()
+    numbers = re.finditer(rb'(?:(?<="n": )|(?<="upto": ))\d+', whole)
+    skipped = {place for number in numbers for place in range(*number.span())}
     changes = []
     for place, byte in enumerate(whole):
         others = {byte ^ 1, byte ^ 0x20, byte ^ 0x80, ord("\n"), 0, ord("9"), ord("-")} - {byte}
-        changes += [(place, other) for other in sorted(others)]
+        changes += [(place, other) for other in sorted(others) if place not in skipped]
     for place, byte in random.Random(17).sample(changes, count or len(changes)):
         data = whole[:place] + bytes([byte]) + whole[place + 1 :]
-        if has_other_numbers(whole, data):
-            continue
         with told(f"byte {place} is {byte}: {data[max(place - 60, 0) : place + 30]}"):
             check_damaged(tmp_path, path, whole, data)
 
@@ -513,17 +503,14 @@ def test_marks(tmp_path, law, mark, saved, left):
 def test_a_round_that_the_history_has_and_the_journal_not_is_marked_with_its_summary(tmp_path):
     """A kill between the two writes, or a `saved` mark that is damaged."""
     memory = MemoryStore(tmp_path)
-    sessions = SessionManager(tmp_path, memory)
-    session = sessions.get(KEY)
+    session = SessionManager(tmp_path, memory).get(KEY)
     session.append(user("<aa>"), answer("one"), user("<bb>"), answer("two"))
     origin = {"session": KEY, "created_at": session.created_at}
-    memory.append_history(f"{HOUR}They talked.", **origin, upto=2, summary="It was about aa.")
+    memory.append_history("They talked.", **origin, upto=2, summary="It was about aa.")
     memory.append_history("Of a session that was deleted", session=KEY, created_at="2020", upto=4)
-    for damage in (b"", b'{"mark": "saved", "upto": 2, "summ'):
-        session.path.write_bytes(session.path.read_bytes() + damage)
-        history = loaded(tmp_path).history()
-        assert tokens_in(history) == ["<bb>"] and "It was about aa." in history[0]["content"]
-    memory.append_history(f"{HOUR}A journal that lost its end.", **origin, upto=40)
+    history = loaded(tmp_path).history()
+    assert tokens_in(history) == ["<bb>"] and "It was about aa." in history[0]["content"]
+    memory.append_history("A journal that lost its end.", **origin, upto=40)
     again = loaded(tmp_path)
     again.append(user("next"))
     assert again.messages[-1]["n"] == 41, "above every number of the history, too"
@@ -821,26 +808,24 @@ def test_stop_ends_a_turn_for_good_and_continue_takes_it_up(tmp_path):
     assert sent == ["<a>", "There is no interrupted turn to resume.", "<a> <b>"]
 
 
-def test_new_and_continue_wait_for_what_came_before_them(tmp_path):
+def test_new_waits_for_what_came_before_it(tmp_path):
     gate = Gate()
 
     async def work(chats):
         await chats.say("<a>")
         await gate.reached.wait()
-        for text in ("<b>", "/new", "<c>", "/continue"):
+        for text in ("<b>", "/new", "<c>"):
             await chats.say(text)
         gate.open.set()
-        await chats.answered(5)
+        await chats.answered(4)
 
-    model = Model(
-        lambda r: gate.wait("one") if len(model.asked) == 1 else str(tokens_in(said(r.messages)))
-    )
-    chats = serve(tmp_path, model, work)
-    first, second, new, third, nothing = chats.finals()
+    def talk(request):
+        return gate.wait("one") if len(model.asked) == 1 else str(tokens_in(said(request.messages)))
+
+    model = Model(talk)
+    first, second, new, third = serve(tmp_path, model, work).finals()
     assert (first, second, third) == ("one", "['<a>', '<b>']", "['<c>']")
-    assert new.startswith("A new conversation begins") and nothing.startswith(
-        "There is no interrupted"
-    )
+    assert new.startswith("A new conversation begins")
 
 
 FAILURES = [
@@ -973,24 +958,13 @@ def test_a_turn_runs_within_80_percent_of_the_budget_and_its_system_prompt_stays
         assert "<task>" in str(request.messages) and "left out" not in str(request.messages)
 
 
-def test_what_goes_to_save_memory_names_folder_tools_and_calls_with_results_in_order(tmp_path):
-    def talk(request):
-        is_first = request.messages[-1]["role"] == "user"
-        return call("read_file", path="a.txt") if is_first else "It says hello."
-
-    (tmp_path / "a.txt").write_text("hello\n")
-    loop = make_loop(tmp_path, model := Model(talk, saving("They read a.txt.")))
-    say(loop, "Read a.txt", "/new")
+def test_what_goes_to_save_memory_has_calls_and_results_in_order(tmp_path):
+    loaded(tmp_path).append(*BEFORE_NEW)
+    model = Model(save=saving("They read a.txt."))
+    say(make_loop(tmp_path, model), "/new")
     text = model.saves[0].messages[1]["content"].partition("# Conversation")[2]
-    wanted = (
-        "user: Read a.txt",
-        f"Working folder: {tmp_path}",
-        'calls read_file({"path": "a.txt"})',
-        "tool read_file: 1| hello",
-        "assistant: It says hello.",
-    )
-    places = [text.index(each) for each in wanted]
-    assert places == sorted(places)
+    wanted = "user: <33>.*assistant: calls read_file.*tool read_file: <55>.*assistant: <66>"
+    assert re.search(f"(?s){wanted}", text)
 
 
 @needs_git
@@ -1058,20 +1032,17 @@ def test_new_without_a_model_puts_at_most_4000_characters_into_later_prompts(tmp
 
 def test_memory_that_changes_meanwhile_is_asked_for_again_and_never_overwritten(tmp_path):
     facts = MemoryStore(tmp_path).facts
-    counts = itertools.count()
+    for changes, text in ((2, "- By hand, 1\n- New\n"), (9, "- By hand, 2\n")):
+        counts = itertools.count()
 
-    def save(request):
-        seen = request.messages[1]["content"]
-        if (count := next(counts)) < changes:
-            facts.write_text(f"- By hand, {count}\n")
-        return saving("Entry.", "- By hand, 1\n- New" if "By hand, 1" in seen else "- Old")
+        def save(request, counts=counts, changes=changes):
+            seen = request.messages[1]["content"]
+            if (count := next(counts)) < changes:
+                facts.write_text(f"- By hand, {count}\n")
+            return saving("Entry.", "- By hand, 1\n- New" if "By hand, 1" in seen else "- Old")
 
-    changes = 2
-    for more, text in ((0, "- By hand, 1\n- New\n"), (9, "- By hand, 5\n")):
-        changes += more
         model = Model(save=save)
-        loop = make_loop(tmp_path, model)
-        say(loop, "hello", "/new")
+        say(make_loop(tmp_path, model), "hello", "/new")
         assert facts.read_text() == text and len(model.saves) == 3
     assert history_of(tmp_path)[0] == "Entry." and history_of(tmp_path)[1].startswith("[RAW]")
 
@@ -1081,9 +1052,7 @@ def test_a_summary_that_is_missing_is_the_entry_and_the_earlier_one_is_carried_o
     replies = iter([saving("First entry.", summary="It began."), saving("Second entry.")])
     model = Model(save=lambda _: next(replies))
     loop = make_loop(tmp_path, model, memory_window=8)
-    say(loop, "a")
-    assert "It began." in loaded(tmp_path).history()[0]["content"]
-    say(loop, "b", "c", "d")
+    say(loop, "a", "b", "c", "d")
     assert "It began." in model.saves[1].messages[1]["content"]
     summary = loaded(tmp_path).history()[0]["content"]
     assert "It began." in summary and "Second entry." in summary
@@ -1425,18 +1394,13 @@ def test_what_a_dream_finds(home, monkeypatch, found, outcome):
 def test_three_failures_in_a_row_skip_the_entries_and_an_endpoint_that_is_down_never_does(
     home, caplog
 ):
-    assert (
-        "did not reach the model. Nothing is lost"
-        in say(dreamer(home, found=DOWN), *["/dream"] * 5)[-1]
-    )
-    assert "did not reach the model" in say(dreamer(home, end=DOWN), "/dream")[0]
-    loop = dreamer(home, found="What a nice day.")
-    told_texts = say(loop, *["/dream"] * 3)
-    assert [text.split(".")[0] for text in told_texts[:2]] == ["The dream failed"] * 2
-    assert (
-        told_texts[2].startswith("Dreamt about 3 entries")
-        and "these entries are skipped" in caplog.text
-    )
+    for trouble in ({"found": DOWN}, {"end": DOWN}):
+        told_text = say(dreamer(home, **trouble), *["/dream"] * 4)[-1]
+        assert "did not reach the model. Nothing is lost" in told_text
+    *failed, skipped = say(dreamer(home, found="What a nice day."), *["/dream"] * 3)
+    assert all(text.startswith("The dream failed") for text in failed)
+    assert skipped.startswith("Dreamt about 3 entries")
+    assert "these entries are skipped" in caplog.text
 
 
 def test_a_batch_is_20_entries_or_half_the_budget_and_whatever_its_size_it_fits(home, monkeypatch):
@@ -1521,7 +1485,6 @@ def test_what_a_dream_changed_is_undone_to_the_byte_with_modes_kept(home, name):
     path.chmod(0o600)
     repository = MemoryRepository(home)
     repository.record("other changes")
-    repository.git("add", "-f", "memory/history.jsonl")  # as an older version did
     MemoryStore(home).append_history("Something.")
     path.write_bytes(after)
     assert repository.commit("dream") == f"{counted(removed, 'line')} removed, {added} added"
@@ -1714,19 +1677,15 @@ def test_what_a_skill_requires_and_this_machine_lacks_is_named(tmp_path, front, 
 
 def test_an_always_skill_is_in_the_prompt_in_full_or_listed_as_unavailable(tmp_path):
     """One of the workspace shadows the kit's of its name."""
-    loop = make_loop(tmp_path, Model())
-    skill_file(tmp_path / "skills", "---\nalways: True\n---\nRule one.", "one")
-    skill_file(
-        tmp_path / "skills", "---\nalways: yes\nrequires:\n  bins: [no-such]\n---\nRule two.", "two"
-    )
-    skill_file(tmp_path / "skills", "---\ndescription: My own.\n---\nMine.", "weather")
+    loop, skills = make_loop(tmp_path, Model()), tmp_path / "skills"
+    skill_file(skills, "---\nalways: True\n---\nRule one.", "one")
+    skill_file(skills, "---\nalways: yes\nrequires:\n  bins: [no-such]\n---\nRule two.", "two")
+    skill_file(skills, "---\ndescription: My own.\n---\nMine.", "weather")
     say(loop, "hi")
     system = loop.provider.asked[0].messages[0]["content"]
     assert "## one\n\nRule one." in system and "Rule two." not in system
     assert re.search(r"- two: .*SKILL.md\) \[unavailable: needs program no-such\]", system)
     assert system.count("- weather:") == 1 and "- weather: My own." in system
-    for skill in SkillsLoader(ROOT / "skills").load():
-        assert skill.description and skill.text and skill.always is (skill.name == "memory")
 
 
 def test_a_broken_skill_is_named_once_and_the_others_stay(tmp_path, caplog):
@@ -1798,51 +1757,39 @@ def keeping(pattern: str):
     return save
 
 
-def talkative_loop(workspace: Path, window: int = 65_536) -> AgentLoop:
-    """Its model reads a small file or a large one in each turn, and keeps what the user likes best."""
-
-    def talk(request):
-        if request.messages[-1]["role"] == "tool":
-            return "It says something."
-        [*_, number] = ["1", *re.findall(r"question (\d+)", request.messages[-1]["content"])]
-        return call("read_file", path="small.txt" if int(number) % 7 else "large.txt")
-
-    model = Model(talk, keeping(r"my (favourite \w+ is \w+)"))
-    loop = make_loop(workspace, model, context_window_tokens=window, max_tokens=2_000)
-    (workspace / "small.txt").write_text("a line\n" * 30)
-    (workspace / "large.txt").write_text("a longer line of text\n" * 400)
-    return loop
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("window", [8_000, pytest.param(65_536, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("turns", [210, pytest.param(2_000, marks=pytest.mark.slow)])
 def test_a_conversation_of_2000_turns_forgets_nothing_and_what_is_sent_does_not_grow(
     tmp_path, window, turns
 ):
-    loop, sizes = talkative_loop(tmp_path, window), []
-    model = loop.provider
+    """A small file or a large one is read in each turn."""
 
-    async def talk() -> None:
+    def talk(request):
+        is_read = request.messages[-1]["role"] == "tool"
+        return "It says something." if is_read else call("read_file", path="a.txt")
+
+    model = Model(talk, keeping(r"my (favourite \w+ is \w+)"))
+    loop = make_loop(tmp_path, model, context_window_tokens=window, max_tokens=2_000)
+    sizes = []
+
+    async def work() -> None:
         for n in range(turns):
-            await loop.process_direct(
-                "my favourite colour is green" if n == 3 else f"question {n}", KEY
-            )
+            (tmp_path / "a.txt").write_text("a line of text\n" * (40 if n % 7 else 600))
+            text = "my favourite colour is green" if n == 3 else f"question {n}"
+            await loop.process_direct(text, KEY)
             await loop.background.settled()
-            sizes.append(
-                sum(len(json.dumps(request.messages)) for request in (*model.asked, *model.saves))
-            )
+            requests = [*model.asked, *model.saves]
+            sizes.append(sum(len(json.dumps(request.messages)) for request in requests))
             model.asked, model.saves = [], []
 
-    asyncio.run(talk())
+    asyncio.run(work())
     assert sum(sizes[-70:]) <= 1.3 * sum(sizes[70:140]), (
         "of 70 turns: rounds of consolidation even out"
     )
     offline = make_loop(tmp_path, OfflineProvider())
-    assert (
-        "favourite colour is green"
-        in say(offline, "what is my favourite colour?", key="cli:other")[0]
-    )
+    [told_text] = say(offline, "what is my favourite colour?", key="cli:other")
+    assert "favourite colour is green" in told_text
     session = loaded(tmp_path)
     assert session.saved > 4 * (turns - 70) and "green" not in str(session.history())
     assert len([line for line in lines_of(session.path) if "role" in line]) == 4 * turns
