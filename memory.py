@@ -342,12 +342,17 @@ class MemoryStore:
         return [entry for entry in self.entries() if entry["cursor"] > dreamt]
 
     def recent_history(self) -> list[str]:
-        """The entries that Dream has not read yet, and the last five anyway. Each gets an equal
-        share of 1,800 tokens."""
+        """The entries that Dream has not read yet, and the last five anyway. They share 1,800
+        tokens: what a short entry does not need is left for the longer ones."""
         count = min(max(len(self.unread()), 5), 50)
         entries = self.entries()[-count:]
         texts = [f"[{entry['timestamp']}] {entry['content']}" for entry in entries]
-        return [fitted(text, 1_800 // len(texts)) for text in texts]
+        room, left = 1_800, len(texts)
+        for number in sorted(range(left), key=lambda number: estimate(texts[number])):
+            texts[number] = fitted(texts[number], room // left)
+            room -= estimate(texts[number])
+            left -= 1
+        return texts
 
     def archive_old(self, keep=1_000):
         """Move entries to the archive if Dream has read them, except the newest `keep` entries."""
@@ -575,7 +580,7 @@ def remember_terminals(sessions):
     terminal, except in the last hour: it may go on. Requests still have its messages.
 
     {"cursor": 8, "timestamp": "2026-11-22 18:03", "used": 1795366980.0,
-     "content": "In /home/ada/plan:\n[2026-11-22T18:01:40+0100] user: Add the costs.\n…"}
+     "content": "In /home/ada/plan:\nuser: Add the costs.\nassistant: calls edit_file({…})\n…"}
     """
     store = sessions.store
     with locked(store.folder / ".terminals"):  # two programs may start at the same time
@@ -586,18 +591,25 @@ def remember_terminals(sessions):
             if not first.get("typed") or not done - 86_400 < used < time.time() - 3_600:
                 continue
             session = sessions.load(key)
-            said = [
-                message
-                for message in session.messages
-                if message["n"] > session.remembered
-                and (message["role"] == "user" or is_answer(message))
-            ]
+            said = [message for message in session.messages if message["n"] > session.remembered]
             if said:
                 moment = time.strftime("[%Y-%m-%d %H:%M]", time.localtime(used))
-                text = "\n".join(fitted(readable(each), 2_000 // len(said)) for each in said)
+                text = in_short(said)
+                if session.is_open:
+                    text += "\n(not answered: the program ended)"
                 store.append_history(f"{moment} In {first.get('folder')}:\n{text}", used=used)
                 session.mark("remembered", upto=session.highest)
                 os.utime(session.path, (used, used))  # the mark is no use of the conversation
+
+
+def in_short(messages):
+    """What the user said, the start and the end of each answer, and the calls, without results."""
+    lines = []
+    for message in messages:
+        if message["role"] != "tool":
+            most = 500 if message["role"] == "user" else 100  # tokens
+            lines.append(fitted(readable(message | {"timestamp": ""}), most))
+    return fitted("\n".join(lines), 6_000)
 
 
 # ---- Reading a damaged file of JSON lines ----
@@ -955,9 +967,11 @@ def counted(count: int, one: str, several: str = ""):
 
 def fitted(text: str, most: int):
     """Remove characters from the middle of a text until it has at most `most` tokens."""
-    while estimate(text) > most and len(text) > 50:  # do not cut very short texts
-        text = f"{text[: len(text) // 2]} […] {text[-len(text) // 4 :]}"
-    return text
+    size, cut = len(text), text
+    while (tokens := estimate(cut)) > most and size > 50:  # do not cut very short texts
+        size = min(size * most // tokens, size * 9 // 10)
+        cut = f"{text[: size * 2 // 3]} […] {text[-(size // 3) :]}"
+    return cut
 
 
 THOUGHTS = r"(?s)\s{0,100}<think>.*?(</think>|\Z)"  # "<think>The user wants …</think>"
@@ -1073,6 +1087,9 @@ class Dream:
             if not skill.problem
         ]
         question = "\n\n".join(["# Findings", *findings, *files, "# Skills", *known])
+        # what a turn has saved meanwhile is no part of the dream
+        with contextlib.suppress(OSError):
+            await asyncio.to_thread(MemoryRepository(self.store.workspace).commit, OUTSIDE)
         result = await self.run_agent(request(self.edit_prompt, question), self.refuse)
         outcomes = {"completed": "completed", "error": UNREACHABLE}
         return outcomes.get(result.stop_reason, "failed")

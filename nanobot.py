@@ -1002,7 +1002,8 @@ def prepare_workspace(workspace):
     """Create the workspace and its first files; existing files are never changed."""
     try:
         workspace.mkdir(parents=True, exist_ok=True, mode=0o700)
-        (workspace / "memory").mkdir(exist_ok=True)
+        for name in ("memory", ".nanobot"):
+            (workspace / name).mkdir(exist_ok=True)
         for name in ("AGENTS.md", "SOUL.md", "USER.md", "TOOLS.md", "memory/MEMORY.md"):
             file = workspace / name
             if not file.exists():
@@ -2673,6 +2674,7 @@ class Talk:
         self.terminal = channels.CLI(out, err, kinds_to_show(config.channels))
         self.has_keyboard = sys.stdin.isatty()
         self.is_conversation = self.has_keyboard and not self.words
+        self.day = ""  # the day on which the memory was last put in order
         self.is_watched = self.terminal.err.isatty()  # does a person see the reports?
         ask = background.ask if self.has_keyboard else None
         loop = AgentLoop(config)
@@ -2729,11 +2731,13 @@ class Talk:
         if loop.turn(self.key).cwd != folder:
             closed = f"The settings do not allow access to {folder}"
             self.terminal.note(f"{closed}; nanobot works in {loop.workspace}.")
-        self.background.complete(logged(self.begin(), "the memory"))
+        self.begin_day()
         status = self.converse() if self.is_conversation else self.answer_once()
         self.terminal.waiting.begin("the memory")
         with contextlib.suppress(KeyboardInterrupt):  # a later turn does the cancelled memory work
             seconds = 5.0 if self.is_conversation else 60.0  # a single message seldom has such work
+            if not self.is_conversation and loop.background.tasks:
+                self.terminal.note("The memory is put in order. Ctrl-C leaves it for next time.")
             if self.background.complete(self.loop.background.settled(seconds)):
                 self.terminal.note("The work for the memory goes on next time.")
         return status
@@ -2783,6 +2787,7 @@ class Talk:
 
     def answer(self, text: str):
         """Answer one message on the terminal. Returns the exit status."""
+        self.begin_day()
         self.follow_project()
         self.terminal.waiting.begin("the model")
         loop, terminal = self.loop, self.terminal
@@ -2815,6 +2820,13 @@ class Talk:
             self.terminal.note(NOT_FOLLOWED.format(project, self.trust))
         self.loop.context.project = project.part()
 
+    def begin_day(self):
+        """At the start, and each morning in a prompt that stays open."""
+        today = time.strftime("%Y-%m-%d")
+        if self.day != today:
+            self.day = today
+            self.background.complete(logged(self.begin(), "the memory"))
+
     async def begin(self):
         """Show the reports. Write entries about earlier conversations, so that the next request has
         them. At most once a day, start a dream if an entry of an earlier day is unread; a single
@@ -2829,11 +2841,12 @@ class Talk:
             return
         is_due = max(unread[0]["timestamp"], loop.memory.text_of(last)) < today
         if is_due and loop.config.defaults.dream.interval_h:
-            last.write_text(today)
-            loop.background.start(self.dream(), "the dream")
+            loop.background.start(self.dream(last, today), "the dream")
 
-    async def dream(self):
-        await self.tell(await self.loop.dream.run())
+    async def dream(self, last, today):
+        told = await self.loop.dream.run()
+        memory.write_atomically(last, today)  # if the program ends before, the next one dreams
+        await self.tell(told)
 
     async def tell(self, text: str):
         async with self.loop.turns.hold(self.key):  # not in the middle of an answer
@@ -2850,13 +2863,10 @@ class Talk:
         inbox = self.loop.sessions.inbox(self.key)
         if not self.is_watched or not inbox.path.exists():
             return True
-        with contextlib.suppress(
-            memory.SessionBusy
-        ):  # the reports stay in the inbox until the next try
+        one_terminal = self.folder / "reports.lock"
+        with contextlib.suppress(memory.SessionBusy):  # the reports stay until the next try
             async with self.loop.turns.hold(self.key) as session:
-                with memory.locked(
-                    self.folder / "reports.lock", "Another terminal shows the reports."
-                ):
+                with memory.locked(one_terminal, "Another terminal shows the reports."):
                     reports = inbox.read()
                     for report in reports:
                         line = report_line(report)
@@ -3245,7 +3255,13 @@ def main(argv=None):
             return 2
         argv.insert(0, "agent")
     channels.prepare_streams()
-    arguments = parser().parse_args(argv)
+    arguments, unknown = parser().parse_known_args(argv)
+    if unknown:
+        spellings = " ".join(row[1] for row in OPTIONS).split()
+        meant = difflib.get_close_matches(unknown[0], spellings, n=1)
+        fix = f"did you mean {meant[0]}?" if meant else f"see `nanobot {arguments.command} --help`"
+        complain(f"unknown argument {unknown[0]!r}: {fix}")
+        return 2
     handler = logging.StreamHandler()
     stamp = "%(asctime)s " if arguments.command == "gateway" else ""
     handler.setFormatter(channels.PrintableFormatter(f"{stamp}%(levelname)s %(name)s: %(message)s"))

@@ -1791,19 +1791,8 @@ def typed(line: str, tools: dict[str, dict]):
 # sentence of a rule becomes a regular expression. Mistakes are reported with their line numbers.
 
 OFFLINE_RULES = "templates/offline/rules.md"  # nanobot_data/templates/… after pip install
-# the fields of a rule; any other field is an argument of its tool
-FIELDS = (
-    "tool",
-    "answer",
-    "offer",
-    "line",
-    "without",
-    "calculate",
-    "reads",
-    "title",
-    "words",
-    "start",
-)
+# the fields of a rule (the first three can have many lines); others are arguments of its tool
+FIELDS = re.findall(r"\w+", "answer offer calculate tool line without reads title words start")
 IMPLIED = {  # a rule with this field needs no `tool:`; the first such field counts
     "command": "exec",
     "line": "edit_file",
@@ -1811,7 +1800,6 @@ IMPLIED = {  # a rule with this field needs no `tool:`; the first such field cou
     "pattern": "glob",
     "action": "cron",
     "url": "web_fetch",
-    "query": "web_search",
 }
 BUILT_IN = "<result> <Time> <memory> <file> <count> <can> <calls> <last> <left>"  # filled in here
 WORD = r"<(\w+)>"
@@ -1832,7 +1820,7 @@ class Rules:
         self.problems = []
         self.otherwise = {"offer": ""}  # the rule for sentences that no other rule has
         self.last = {}  # the rule of the current line
-        for number, line in enumerate(text.split("\n"), 1):
+        for number, line in enumerate(text.splitlines(), 1):
             try:
                 self._read(line.rstrip())
             except (ValueError, re.error) as problem:
@@ -1846,7 +1834,7 @@ class Rules:
         """Read one line. Raises ValueError or re.error with a text that describes the mistake."""
         kind = re.fullmatch(r"<(\w+)>(?: \([^()]*\))?: (.+)", line)  # <files> (a.txt): …
         key = re.match(r"(\w+): ?(.*)", line)
-        spoken = "offer" if "offer" in self.last else "answer"
+        latest = ["", *self.last][-1]  # the key of the line above
         if line.startswith("## "):
             self.last = {"title": line[3:], "words": []}
             if line == "## anything else":
@@ -1861,8 +1849,8 @@ class Rules:
         elif key and self.last:
             self._check_field(key[1], key[2])
             self.last[key[1]] = key[2]
-        elif spoken in self.last:
-            self.last[spoken] += f"\n{line}"
+        elif latest in FIELDS[:3]:
+            self.last[latest] += f"\n{line}"
         elif line and self.last:
             raise ValueError("this is neither a sentence (- read <file>) nor a field (answer: Hi)")
 
@@ -1879,7 +1867,7 @@ class Rules:
 
     def _regex(self, sentence):
         """`show [me] <file>` → a regex that matches ` show a.txt` and ` show me "my notes"`."""
-        if len(re.findall(r"[\[(<]", sentence)) != len(re.findall(r"[])>]", sentence)):
+        if sum(map(sentence.count, "[(<")) != sum(map(sentence.count, "])>")):
             raise ValueError(f"`{sentence}`: a bracket is not closed")
         if re.search(r"<(\w+)>.*<\1>", sentence):
             raise ValueError(f"`{sentence}`: the same <word> occurs twice")
@@ -1916,18 +1904,13 @@ class Rules:
             steps = self._steps(pieces)
             if steps and (only_read(steps) or spoken == text):
                 return steps
-        can, steps = [], []
-        for part in pieces[::2]:
-            rule, said = self.match(part)
-            steps.append((rule, {"left": part} | said))
-            if "offer" not in rule:
-                can.append(part)
+        steps = [self.match(part) for part in pieces[::2]]
+        can = [said["left"] for rule, said in steps if "offer" not in rule]
         if can and only_read(steps):
             return steps
         rule, said = self.match(head)
-        if rule is self.otherwise and "change" not in said:
-            rule, said = self.match(spoken)
-        return [(rule if "offer" in rule else self.otherwise, {"can": "\n  ".join(can)} | said)]
+        said |= {"left": "", "can": "\n  ".join(can)}
+        return [(rule if "offer" in rule else self.otherwise, said)]
 
     def _nearest(self, word):
         """`opne` → `open`, `mny` → `many`: the word of the rules that is nearest, or the same"""
@@ -1955,15 +1938,16 @@ class Rules:
         for regex, rule in self.sentences:
             found = re.fullmatch(regex, f" {spoken}", re.IGNORECASE | re.DOTALL)
             if found and rule:
-                return rule, {name: said for name, said in found.groupdict().items() if said}
-        return self.otherwise, {}
+                return rule, {"left": text} | found.groupdict("")
+        return self.otherwise, {"left": text}
 
 
 def rules_beside_this_file():
     here = Path(__file__).resolve().parent
     for path in (here / OFFLINE_RULES, here / "nanobot_data" / OFFLINE_RULES):
         if path.is_file():
-            return path.read_text("utf-8-sig", errors="replace")
+            # table.awk is beside the rules
+            return path.read_text("utf-8-sig", "replace").replace("HERE/", f"{path.parent}/")
     return f"## anything else\noffer: {OFFLINE_RULES} is missing."
 
 
@@ -2037,16 +2021,16 @@ class Plan:
 
     def _look_up(self, name):
         """`essay` → `My Essay.md`, if only one file has such a name or one of its words; or "" """
-        paths = self._result("glob", {"pattern": "*"}).split("\n")
-        stems = {Path(path).stem.lower(): path for path in paths}
-        for word in (name, *name.split()):
+        paths = self._result("glob", {"pattern": "*"}).splitlines()
+        stems = [Path(path).stem for path in paths]
+        near = difflib.get_close_matches(Path(name).stem, stems, 1, 0.7)
+        for word in (name, *near, *name.split()):
             # `essay` is in My Essay.md, but `a.txt` is not in data.txt
             part = rf"(?i)(?!No file)(?:.*(?:_|\W))?{re.escape(word)}[^/]*"
             same = [path for path in paths if re.fullmatch(part, path)]
-            near = difflib.get_close_matches(Path(word).stem, stems, 1, 0.75)
-            same = same or [stems[stem] for stem in near]
-            if len(same) == 1:
-                return same[0]
+            same = [path for path in same if "/" not in path] or same  # those in folders come last
+            if same:
+                return same[0] if len(same) == 1 else ""
         return ""
 
     def _follow(self, rule, said, file):
@@ -2054,6 +2038,7 @@ class Plan:
         self.known["file"] = file
         known = self.known | {name: re.sub(QUOTED, r"\1", text) for name, text in said.items()}
         if "offer" in rule:
+            said["file"] = file and shlex.quote(file)  # it can have spaces
             return fill(rule["offer"].strip(), self.known | said)
         if "<file>" in str(rule) and not file:
             return WHICH_FILE
@@ -2064,14 +2049,16 @@ class Plan:
             return "That needs bash, which is part of Git for Windows: install Git (git-scm.com)."
         result = ""
         if "calculate" in rule:
-            known["result"] = result = calculate(fill(rule["calculate"], known))
-            self.known["last"] = result
+            result = calculate(fill(rule["calculate"], known))
+            known["result"] = self.known["last"] = result
         if "line" in rule:
             result = self._change_lines(rule, known)
         elif "tool" in rule:
             result = self._result(rule["tool"], arguments_of(rule, known))
-        other = self._look_up(file) if file and re.search(MISSING, result) else file
+        other = file and re.search(MISSING, result) and self._look_up(file)
         if other and other != file:
+            if rule.get("tool") in self.request.read_only:
+                return self._follow(rule, said, other)
             self.known["file"] = other
             return f"There is no {file}, but {other}: say it with that name."
         shown = re.sub(NOISE, "", result).strip()
@@ -2130,8 +2117,10 @@ def arguments_of(rule: dict, known: dict):
     return arguments
 
 
-SIGNS = {  # what is said → what it means to Python; the first one is for 1,000
-    r",(?=\d{3})": "",
+SIGNS = {  # what is said → what it means to Python
+    r"\d+-\d+-\d+ (\d+:\d+).*": r"\1 hours",  # <Time>: 2026-11-23 14:30 (Monday), UTC
+    r"(\d+):(\d+)": r"(\1+\2/60)",  # 14:30
+    r",(?=\d{3})": "",  # 1,000
     ",": ".",
     r"\b(?:an?|one|every(?= [a-z])) ": "1 ",
     r"=|every|\bsec(?:ond)?s?\b": "",
@@ -2139,7 +2128,7 @@ SIGNS = {  # what is said → what it means to Python; the first one is for 1,00
     r"\b(?:hour|hr)s?\b": "*3600",
     r"\bdays?\b": "*86400",
     r"\bweeks?\b": "*604800",
-    r"(?:(?:square )?root of|sqrt) ?\(?([\d.]+)\)?": r"\1**0.5",
+    r"(?:(?:square )?root of|sqrt) ?(\([^()]*\)|[\d.]+)": r"\1**0.5",
     r"(?<=[\d)]) ?\(": "*(",
     " squared": "**2",
     r"\^|to the power of": "**",

@@ -1799,6 +1799,7 @@ SYSTEM = [
     "/lib64",
     "/etc/alternatives",
     "/etc/ca-certificates",
+    "/etc/debian_version",
     "/etc/fonts",
     "/etc/group",
     "/etc/hosts",
@@ -1807,14 +1808,19 @@ SYSTEM = [
     "/etc/java-25-openjdk",
     "/etc/ld.so.cache",
     "/etc/localtime",
+    "/etc/lsb-release",
+    "/etc/mime.types",
     "/etc/nsswitch.conf",
     "/etc/os-release",
     "/etc/passwd",
     "/etc/pki/ca-trust",
     "/etc/pki/tls/certs",
+    "/etc/protocols",
     "/etc/resolv.conf",
+    "/etc/services",
     "/etc/ssl/certs",
     "/etc/ssl/openssl.cnf",
+    "/etc/timezone",
 ]
 
 

@@ -379,7 +379,8 @@ def test_status_tells_of_settings_that_others_can_read_and_how_to_mend_it(own_ho
         (["sesions"], 2, ["'sesions'", "`nanobot sessions`", "-m"]),
         ([], 2, ["-m TEXT", "standard input"]),
         (["--offline", "-m", " "], 2, ["-m TEXT"]),
-        (["agent", "--app"], 2, ["usage:", "unrecognized arguments: --app"]),
+        (["agent", "--app"], 2, ["unknown argument '--app'", "--approve"]),
+        (["web", "--ofline"], 2, ["did you mean --offline?"]),
         (
             ["web", "--offline", "--no-open", "--port", "80000"],
             1,
@@ -656,7 +657,8 @@ def test_who_starts_no_gateway_gets_one_dream_a_day_when_a_prompt_opens(own_home
         is_dream = "# History" in str(body["messages"][-1]["content"])
         if is_dream:
             dreams.append(body)
-        return "[SKIP]" if is_dream else "Hello."
+            return Reply("[SKIP]", delay=60 * (len(dreams) == 1))
+        return "Hello."
 
     def open_prompt(*flags: str) -> str:
         terminal = Terminal(*flags, server=server)
@@ -676,10 +678,15 @@ def test_who_starts_no_gateway_gets_one_dream_a_day_when_a_prompt_opens(own_home
         memory.append_history("They began a kit today.")
         assert "reamt" not in open_prompt(*off) and dreams == []
         terminal = Terminal(server=server)
+        terminal.expect("> ")
+        terminal.type("\x04")
+        terminal.expect("The work for the memory goes on next time.")
+        terminal.process.wait(timeout=LONG)
+        terminal = Terminal(server=server)
         terminal.expect(told, "> ")
         assert terminal.close() == 0
         memory.append_history("[2026-04-04 00:02] They came back.")
-        assert "reamt" not in open_prompt() and len(dreams) == 1, "the second prompt of a day"
+        assert "reamt" not in open_prompt() and len(dreams) == 2, "the next prompt of that day"
     gateway = Gateway(
         own_home, None, None, "--offline", agents={"defaults": {"dream": {"intervalH": 0}}}
     )

@@ -2733,7 +2733,7 @@ def test_what_people_said_at_terminals_gets_an_entry_without_a_model_when_it_is_
         remember_terminals(loop.sessions)
         texts = [entry["content"] for entry in loop.memory.entries()[known:]]
         assert all("assistant: Yes." in text for text in texts)
-        return [re.findall(r"In (.+):|\] user: (.+)", text) for text in texts]
+        return [re.findall(r"In (.+):|\nuser: (.+)", text) for text in texts]
 
     talk("cli:a", "/a", True, "one", 5)
     talk("cli:b", "/b", True, "two", 4)
