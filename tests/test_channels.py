@@ -282,22 +282,6 @@ def test_on_a_terminal_a_turn_reads_from_top_to_bottom_with_nothing_twice_and_a_
     )
 
 
-@pytest.mark.parametrize(
-    ("pieces", "final", "screen"),
-    [
-        ([], "Hello.", "Hello.\n"),
-        (["\n\nHel", "lo. "], "Hello.", "\n\nHello. \n"),
-        (["Hello"], "Bye.", "Hello\nBye.\n"),
-    ],
-)
-def test_on_a_terminal_the_final_answer_adds_only_what_was_not_streamed(
-    terminal, pieces, final, screen
-):
-    cli = CLI(terminal.stream, terminal.stream)
-    send(cli, *(event("delta", piece) for piece in pieces), event("final", final))
-    assert terminal.read() == screen
-
-
 def test_a_note_begins_a_line_of_its_own_and_is_dimmed_on_a_terminal_only(terminal):
     err = io.StringIO()
     CLI(err, err).note("note \x1b[1m")
@@ -392,7 +376,6 @@ class Keyboard:
     ("lines", "failures", "asked", "err"),
     [
         (["hello\n", "\n", "  what?  \n"], [], ["hello", "what?"], "> > > > \n"),
-        (["exit now\n", " /quit \n"], [], ["exit now"], "> > "),
         ([KeyboardInterrupt(), "hello\n"], [], ["hello"], "> \n> > \n"),
         (["one\n"], [LookupError("no model.")], ["one"], "> Sorry, that failed: no model.\n> \n"),
         (["one\n", "two\n"], [Terminated()], ["one"], "> "),
@@ -541,14 +524,14 @@ print(cli.read_piped(True, None))
 def test_pipes_are_utf8_whatever_the_code_page_is_and_the_null_device_is_no_terminal():
     program = """
 import sys
-from channels import prepare_streams
+from channels import CLI, prepare_streams
 prepare_streams()
-print("→ ü", [each.isatty() for each in (sys.stdin, sys.stdout, sys.stderr)], ascii(sys.stdin.read()))
+print("→ ü", [each.isatty() for each in (sys.stdin, sys.stdout, sys.stderr)], ascii(CLI().read_piped(False, None)))
 """
     settings = {"PYTHONIOENCODING": "", "PYTHONUTF8": "0"}
-    for given, read in (("→ ü", r"'\u2192 \xfc'"), (None, "''")):
+    for given, read in (("\ufeff→ ü", r"'\u2192 \xfc'"), (None, "''")):
         source = {"input": given} if given else {"stdin": subprocess.DEVNULL}
-        done = subprocess.run(
+        done = subprocess.run(  # PowerShell begins with a BOM
             [sys.executable, "-c", program],
             cwd=ROOT,
             env=os.environ | settings,
@@ -581,22 +564,6 @@ def test_closed_streams_are_nothing_to_read_and_nowhere_to_write(closed):
     assert ("a note" in done.stderr) == (2 not in closed)
 
 
-def test_a_pipe_beside_a_message_is_read_if_it_begins_within_three_seconds(tmp_path, monkeypatch):
-    cli = CLI(io.StringIO(), io.StringIO())
-    for written, expected in ((b"\xef\xbb\xbf a log \n", "a log"), (None, "")):
-        reading, writing = os.pipe()  # PowerShell begins with a BOM; the second pipe is silent
-        with open(reading, encoding="ascii") as stdin, open(writing, "wb") as pipe:
-            monkeypatch.setattr(sys, "stdin", stdin)
-            if written:
-                pipe.write(written)
-                pipe.close()
-            start = time.monotonic()
-            assert cli.read_piped(True, tmp_path) == expected
-            assert (time.monotonic() - start >= 2.9) == (written is None)
-    said = cli.err.getvalue()
-    assert said.endswith("nanobot: standard input is open but silent, going on without it\n")
-
-
 # ---- Telegram ----
 
 GROUP = {"id": -100, "type": "supergroup", "title": "Friends"}
@@ -605,22 +572,13 @@ GROUP = {"id": -100, "type": "supergroup", "title": "Friends"}
 class Desk:
     """A bot in a test: the server, the bus, a clock that does not wait, and the journal."""
 
-    def __init__(self, server: FakeTelegram, folder: Path, allow_from=(7,), **options):
+    def __init__(self, server, folder, allow_from=(7,), token="", poll=50, slack=15, **options):
         self.server, self.folder, self.naps = server, folder, []
         self.bus = MessageBus(self.pause)
-        settings = {
-            "api_base": server.base_url,
-            "media_folder": folder / "w" / "media",
-            "sleep": self.sleep,
-        }
-        seconds = {
-            "poll_seconds": options.pop("poll", 50),
-            "slack_seconds": options.pop("slack", 15),
-        }
-        self.bot = Telegram(
-            options.pop("token", server.token), allow_from, **{**settings, **options}
-        )
-        vars(self.bot).update(seconds)
+        places = {"api_base": server.base_url, "media_folder": folder / "w" / "media"}
+        settings = {**places, "sleep": self.sleep, **options}
+        self.bot = Telegram(token or server.token, allow_from, **settings)
+        self.bot.poll_seconds, self.bot.slack_seconds = poll, slack
 
     async def sleep(self, seconds: float) -> None:
         if seconds == 4.0:
@@ -718,8 +676,7 @@ def test_an_update_is_confirmed_only_when_it_is_in_the_journal_and_comes_again_u
     tmp_path,
 ):
     async def test(server):
-        people = (7, 8)
-        async with Desk(server, tmp_path, people) as desk:
+        async with Desk(server, tmp_path) as desk:
             for text in ("one", "two", "three"):
                 server.say(text)
             await desk.take()
@@ -728,11 +685,10 @@ def test_an_update_is_confirmed_only_when_it_is_in_the_journal_and_comes_again_u
             await desk.until(lambda: len(server.calls("getUpdates")) > 2)
             assert server.updates[0]["message"]["text"] == "two"
         # the next start: all that is not stored comes again, by the same names
-        async with Desk(server, tmp_path, people) as desk:
+        async with Desk(server, tmp_path) as desk:
             again = await desk.next()
             assert (again.content, again.message_id) == ("two", message.message_id)
-            server.say("elsewhere", sender=8)
-            assert [(await desk.take()).content for _ in range(2)] == ["three", "elsewhere"]
+            assert (await desk.take()).content == "three"
             again.confirm()
             await desk.until_confirmed()
             server.say("four")
@@ -741,18 +697,14 @@ def test_an_update_is_confirmed_only_when_it_is_in_the_journal_and_comes_again_u
     in_telegram(test)
 
 
-@pytest.mark.parametrize("allow_from", [(), (8, "ann", "77")])
-def test_strangers_get_no_sign_of_life(tmp_path, allow_from):
+def test_strangers_get_no_sign_of_life(tmp_path):
     async def test(server):
-        async with Desk(server, tmp_path, allow_from) as desk:
+        async with Desk(server, tmp_path, (8, "ann", "77", "7|ann", "")) as desk:
             server.say("hi", document=server.file("a.pdf", b"%PDF"))
             await desk.until_confirmed()
         assert not (tmp_path / "w").exists()
-        assert {request.method for request in server.requests} == {
-            "getMe",
-            "deleteWebhook",
-            "getUpdates",
-        }
+        methods = {request.method for request in server.requests}
+        assert methods == {"getMe", "deleteWebhook", "getUpdates"}
 
     in_telegram(test)
 
@@ -847,8 +799,6 @@ REPLIES = [
         {"venue": {"title": "Café", "location": PLACE}, "location": PLACE},
         '[venue: {"title": "Café",',
     ),
-    ({"contact": {"first_name": "Ada", "phone_number": "+49 30"}}, '"phone_number": "+49 30"}]'),
-    ({"text": "why?", "reply_to_message": {"caption": "a cat"}}, "a cat]\nwhy?"),
     (
         {"text": "?", "reply_to_message": {"text": "a b", "from": {"first_name": "Bob"}}},
         "[in reply to: a b]\n?",
@@ -869,12 +819,12 @@ async def test_what_is_no_text_becomes_a_line_and_a_reply_comes_with_what_it_quo
 
 @telegram()
 async def test_a_rival_a_webhook_and_an_outage_are_told_once_and_waited_for(server, desk, caplog):
-    """A flood wait is kept to the second."""
-    rival, trouble = Refusal(409, CONFLICT), Refusal(500, "Internal Server Error")
+    """A flood wait is kept to the second, and a 404 of a moment does not end the bot."""
     flood = Refusal(429, "Too Many Requests: retry after 77", {"retry_after": 77})
     for refusals, naps, hint in (
-        ([rival] * 3, [10] * 3, "Another program also reads this bot's messages"),
-        ([trouble] * 13, [10] * 13, "Retried every "),
+        ([Refusal(409, CONFLICT)] * 3, [10] * 3, "Another program also reads this bot's messages"),
+        ([Refusal(500, "Internal Server Error")] * 13, [10] * 13, "Retried every 10 s"),
+        ([Refusal(404, "Not Found")], [60], "Retried every 60 s"),
         ([flood], [77], "Retried every "),
     ):
         desk.naps.clear()
@@ -904,15 +854,6 @@ def test_a_wrong_token_is_told_once_with_what_to_do_and_tried_again_each_minute(
     in_telegram(test)
 
 
-@telegram()
-async def test_a_404_of_a_moment_does_not_end_the_bot(server, desk, caplog):
-    server.refuse("getUpdates", Refusal(404, "Not Found"), Refusal(401, "Unauthorized"))
-    for text in ("one", "two"):  # the first call may be under way
-        server.say(text)
-        assert (await desk.take()).content == text
-    assert desk.naps == [60, 60] and "Retried every 60 s" in caplog.text
-
-
 def test_typing_ends_with_the_answer_and_with_the_next_message(tmp_path):
     states = []
 
@@ -925,15 +866,15 @@ def test_typing_ends_with_the_answer_and_with_the_next_message(tmp_path):
 
     async def test(server):
         async with Desk(server, tmp_path, sleep=sleep) as desk:
-            for turn in range(3):
+            for number in range(3):
                 server.say("hi")
                 await desk.take()
-                await settled(lambda turn=turn: states.count("begun") > turn)
+                await settled(lambda number=number: states.count("begun") > number)
                 await desk.send("looking", kind="progress")
                 await desk.send("for somebody else", "8")
-                if turn == 1:
-                    await desk.send("It says hello.")
             assert states == ["begun", "ended", "begun", "ended", "begun"]
+            await desk.send("It says hello.")
+            await settled(lambda: states[-1] == "ended")
 
     in_telegram(test)
 
@@ -1115,7 +1056,7 @@ async def test_a_file_outlasts_an_outage_and_delays_no_text(server, desk, caplog
     assert server.texts("7") == ["the answer"] and len(desk.naps) == 9
 
 
-@pytest.mark.parametrize("base", ["http://127.0.0.1:1/ x", "gopher://x", "{}"])
+@pytest.mark.parametrize("base", ["http://127.0.0.1:1/ x", "{}"])
 def test_the_token_is_in_no_log_and_no_error(tmp_path, caplog, base):
     caplog.set_level(logging.DEBUG)
 
@@ -1128,9 +1069,9 @@ def test_the_token_is_in_no_log_and_no_error(tmp_path, caplog, base):
             await desk.send("x")
         async with desk:
             await settled(lambda: len(desk.naps) > 1)
-        shown = "".join(traceback.format_exception(failure.value))
-        while error := failure.value.__context__:
-            failure.value.__context__ = error.__context__
+        error = failure.value
+        shown = "".join(traceback.format_exception(error))
+        while error := error.__context__:
             shown += repr(error)
         assert secret not in shown + caplog.text
         if base == "{}":
@@ -1238,18 +1179,6 @@ def test_whatever_its_letters_a_text_is_read_in_no_time(piece):
     active_tasks(text)
     approval_question("exec", {"command": text})
     assert time.process_time() - before < 1
-
-
-@pytest.mark.parametrize(
-    ("text", "limit", "parts"),
-    [
-        ("one two\nthree", 10, ["one two\n", "three"]),
-        ("<b>one two</b>", 10, ["<b>one </b>", "<b>two</b>"]),
-        ("a&lt;b", 4, ["a", "&lt;", "b"]),
-    ],
-)
-def test_where_a_text_is_cut(text, limit, parts):
-    assert split_html(text, limit) == parts
 
 
 # ---- The calendar ----
@@ -1479,32 +1408,6 @@ def test_every_cron_and_at_each_in_its_time_and_by_a_name_that_a_kill_does_not_c
     assert again.names == office.names
 
 
-NIGHTS = {
-    "Europe/Berlin": ("2026-03-29T00:00", "2026-10-25T00:00"),
-    "Australia/Lord_Howe": ("2026-10-04T00:00", "2026-04-05T00:00"),
-}
-
-
-@pytest.mark.parametrize("name", NIGHTS)
-@pytest.mark.parametrize("number", [0, 1], ids=["clocks go forward", "clocks go back"])
-def test_in_the_nights_when_clocks_are_set_each_job_runs_as_often_as_it_should(
-    tmp_path, name, number
-):
-    zone = ZoneInfo(name)
-    begin = datetime.fromisoformat(NIGHTS[name][number]).replace(tzinfo=zone)
-    office = Office(tmp_path, begin, zone)
-    office.add("every", every_seconds=1_800)
-    office.add("daily", cron_expr="30 4 * * *")
-    moment = begin.astimezone(UTC) + timedelta(minutes=95)
-    office.add("at", at=moment.isoformat())
-    office.add("local", at=moment.astimezone(zone).isoformat())
-    fired = office.pass_time(6 * 3_600, step=60)
-    messages = [message for message, _ in fired]
-    assert [messages.count(name) for name in ("every", "daily")] == [12, 1]
-    wall = moment.astimezone(zone).strftime("%d %H:%M:%S")
-    assert [each for each in fired if each[0] in ("at", "local")] == [("at", wall), ("local", wall)]
-
-
 @pytest.mark.parametrize(
     ("schedule", "started"),
     [
@@ -1559,21 +1462,19 @@ def test_a_clock_that_was_ahead_stops_nothing(tmp_path):
     assert len(office.pass_time(60, step=60)) == 1
     office.now = START  # the same program: the clock is set back; the last run is repeated
     assert len(office.pass_time(130)) == 3
-    row = office.rows()[0]
-    ahead = local("2030-01-01T12:00").timestamp()
-    office.write(row | {"after": ahead})
+    office.write(office.rows()[0] | {"after": local("2030-01-01T12:00").timestamp()})
     assert len(Office(tmp_path).pass_time(121)) == 3
 
 
-def test_a_job_that_hangs_fails_or_is_stopped_keeps_its_times_and_holds_up_no_other(
-    tmp_path, caplog
-):
+def test_a_job_that_hangs_fails_or_is_stopped_keeps_its_times_and_holds_up_no_other(tmp_path):
     office = Office(tmp_path)
 
     async def fire(job: CronJob) -> None:
+        if job.message == "slow":
+            await asyncio.Event().wait()
         if job.message == "stopped":
             asyncio.current_task().cancel()
-        await asyncio.sleep(3_600 if job.message == "slow" else 0)
+            await asyncio.sleep(0)
         if job.message == "bad":
             raise ConnectionError("no model")
 
@@ -1594,7 +1495,6 @@ def test_a_job_that_hangs_fails_or_is_stopped_keeps_its_times_and_holds_up_no_ot
     asyncio.run(test())
     *_, failed, _ = office.cron("list").splitlines()
     assert failed.endswith(" · bad · failed: ConnectionError('no model')")
-    assert caplog.records[0].exc_info[0] is ConnectionError
 
 
 def test_other_programs_changes_are_picked_up_and_not_undone(tmp_path):
@@ -1766,9 +1666,7 @@ def test_a_wish_that_cannot_be_met_says_why(tmp_path, arguments, complaint):
             "2026-11-21T18:00:00+01:00",
             "Sat 2026-11-21 18:00 CET",
         ),
-        ({"at": "2027-07-01T15:00Z"}, "2027-07-01T17:00:00+02:00", "Thu 2027-07-01 17:00 CEST"),
         ({"cron_expr": "0 9 1 1 *", "tz": "UTC"}, "0 9 1 1 * UTC", "Fri 2027-01-01 10:00 CET"),
-        ({"every_seconds": 2_592_000}, "every 2592000 s", "Mon 2026-12-21 12:00 CET"),
     ],
 )
 def test_the_model_is_told_when_a_job_comes(tmp_path, schedule, shown, answer):
@@ -1787,8 +1685,6 @@ def test_the_tool_removes_and_makes_no_job_in_a_job(tmp_path):
     in_a_job = SimpleNamespace(channel="cron", chat_id=id)
     with pytest.raises(CronError, match="A running job cannot add jobs"):
         office.service.cron("add", "more", every_seconds=60, turn=in_a_job)
-    with pytest.raises(CronError, match="No job 'x' can be removed"):
-        office.cron("remove", job_id="x")
     assert office.service.cron("remove", job_id=id, turn=in_a_job) == f"Removed job {id}."
     assert office.cron("list") == "There are no jobs."
 
