@@ -182,7 +182,6 @@ def test_a_log_line_is_made_harmless_with_its_traceback():
     ("arguments", "shown"),
     [
         ({"command": "ls\nRun it?"}, "act\n$ ls\n$ Run it?"),
-        ({"command": "Grüße \x1b[2J \x9b\u202e"}, "act\n$ Grüße \\x1b[2J \\x9b\\u202e"),
         ({"command": "r\u200dm\xad", "n": 1}, 'act {"n": 1}\n$ r\\u200dm\\xad'),
         (
             {"path": "a", "old_text": "1\n2\n3", "new_text": "1\nRun it?\n3"},
@@ -1160,7 +1159,6 @@ def test_when_an_expression_comes_next(expr, after, expected):
         ("60 * * * *", "minute: '60' is not like .*within 0-59"),
         ("0 22-2 * * *", "hour: '22-2' .*within 0-23; 22-2 is written as 22-23,0-2"),
         ("١ * * * *", "minute: '١' is not like"),
-        ("0 0 31 2 *", "it never runs"),
     ],
 )
 def test_a_bad_expression_says_what_is_wrong(expr, complaint):
@@ -1355,6 +1353,7 @@ def test_every_cron_and_at_each_in_its_time_and_by_a_name_that_a_kill_does_not_c
 def test_a_job_that_is_late_runs_once(tmp_path, schedule, started):
     Office(tmp_path).add("water", **schedule)
     office = Office(tmp_path, local(started))
+    assert f"{office.now:next %a %Y-%m-%d %H:%M}" in office.cron("list"), "never in the past"
     assert [message for message, _ in office.pass_time(20)] == ["water"]
     assert Office(tmp_path, office.now).pass_time(20) == []
 
