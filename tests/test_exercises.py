@@ -152,7 +152,7 @@ def test_the_table_of_a_class_runs_each_student_apart_and_says_that_it_runs_code
 def test_a_class_has_a_folder_and_an_agent_with_each_project_whose_test_passes(tmp_path, own_home):
     course, bad = tmp_path / "course", tmp_path / "projects" / "bad"
     said = run(str(HERE / "session0.py"), str(course))
-    assert f"\nREADY. Now: cd {course}\n" in said and (course / "letter.txt").exists()
+    assert "\nREADY" in said and f'    cd "{course}"\n' in said and (course / "letter.txt").exists()
     for project in (bad, tmp_path / "projects" / "dice"):
         shutil.copytree(course / "project" / "dice", project)
     (bad / "test_tool.py").write_text("def test_it():\n    assert 1 == 2\n")
