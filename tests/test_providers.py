@@ -2013,8 +2013,8 @@ def test_a_person_types_a_call_as_it_is_shown_and_a_broken_call_is_never_the_ans
         assert [call.arguments for call in answer.tool_calls] == [arguments]
     else:
         assert answer.content == ("The second line." if arguments is None else arguments)
-    asked_again = ["This line looks like a call, but is no call of a tool above."]
-    assert questions[1:] == (asked_again if arguments is None else [])
+    asked_again = ['Texts need quotes, and ")" comes last: read_file("a.txt")']
+    assert [each.split("\n")[-1] for each in questions[1:]] == asked_again * (arguments is None)
 
 
 def test_a_person_sees_the_headings_of_the_prompt_the_tools_and_what_is_new():
@@ -2028,7 +2028,8 @@ def test_a_person_sees_the_headings_of_the_prompt_the_tools_and_what_is_new():
     talk += [called(asked.id, name="read_file"), result(asked.id), user([IMAGE])]
     ask(person, talk, [TOOL])
     image = "[an image: this model cannot see it]"
-    assert questions.pop() == f"read_file()\n---- tool ----\nnoon\n---- user ----\n{image}"
+    again = "read_file()\n(3 earlier messages are sent again)\n"
+    assert questions.pop() == f"{again}---- tool ----\nnoon\n---- user ----\n{image}"
 
 
 # ---- The events of a request, without keys ----

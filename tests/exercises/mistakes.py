@@ -106,6 +106,23 @@ MESSAGES = [  # exercise, what a student writes, what the grader must say of it
         "logged:   folder: the channel has stopped listening: ",
     ),
     (
+        "15_model",
+        code_of("15_model").replace(
+            '    "poem.txt has 4 lines; the number is in count.txt.",\n', ""
+        ),
+        "expected: a last answer without a call: a text for the user, which ends the turn",
+    ),
+    (
+        "15_model",
+        code_of("15_model").replace("poem.txt has 4 lines; the number is in count.txt.", ""),
+        "expected: a last answer without a call: a text for the user, which ends the turn",
+    ),
+    (
+        "15_model",
+        "ANSWERS = ['read_file(poem.txt)', 'It has 4 lines.']\n",
+        'expected: a call like read_file("poem.txt")',
+    ),
+    (
         "16_rule",
         code_of("16_rule.wrong3"),
         "expected: `how many lines are in notes.txt?` still goes to its own rule",
