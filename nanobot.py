@@ -2567,6 +2567,10 @@ def recorded(file):
                 event = json.loads(line, parse_constant=str)  # NaN becomes "NaN"
                 described(event)  # raises an exception if a field is odd
                 events.append(event)
+    except FileNotFoundError:
+        raise ConfigError(
+            f"There is no file {file}, and no recorded run of this name: try two-tools"
+        ) from None
     except Exception as fault:
         raise ConfigError(
             f"{file}, line {len(events) + 1} is no event of a run, as this version records it: "
