@@ -1739,7 +1739,10 @@ class HumanProvider(LLMProvider):
             if line is None:
                 return failed("`--provider human` needs a terminal. On the page, open a window.")
             answer = typed(line.strip(), parameters_by_name(request.tools))
-            question = NO_CALL
+            question = (
+                "This line looks like a call, but is no call of a tool above.\n"
+                'Texts need quotes, and ")" comes last: read_file("a.txt")'
+            )
         answer.usage = estimate_usage(request, answer)
         return answer
 
@@ -1748,21 +1751,18 @@ HOW_TO_ANSWER = """
 You are the model. Answer in words, or call a tool: read_file("a.txt")
 or read_file {"path": "a.txt"}. `nanobot prompt` prints the whole prompt and all parameters."""
 
-NO_CALL = """This line looks like a call, but is no call of a tool above.
-Texts need quotes, and ")" comes last: read_file("a.txt")"""
-
 
 def request_text(request: LLMRequest):
-    """What a person reads of a request: how many messages are sent again, the messages since the
-    model's last one, of the prompt only the headings, and at the beginning of a turn the tools."""
+    """What a person reads of a request: the messages since the model's last one, of the prompt only
+    the headings, and at the beginning of a turn the tools with their parameters."""
     lines = []
-    for number, message in enumerate(request.messages, 1):
+    for message in request.messages:
         text = as_text(message)["content"]
         if message["role"] == "system":
             text = "\n".join(re.findall(r"(?m)\A.*|^#.*", text))
         lines.append(f"---- {message['role']} ----\n{text}")
         if message["role"] == "assistant":
-            lines = [f"({number} earlier messages are sent again)"]
+            lines = ["(all earlier messages are sent again)"]
     if request.messages[-1]["role"] == "user":
         tools = parameters_by_name(request.tools)
         lines = [

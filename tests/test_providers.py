@@ -2028,7 +2028,7 @@ def test_a_person_sees_the_headings_of_the_prompt_the_tools_and_what_is_new():
     talk += [called(asked.id, name="read_file"), result(asked.id), user([IMAGE])]
     ask(person, talk, [TOOL])
     image = "[an image: this model cannot see it]"
-    again = "read_file()\n(3 earlier messages are sent again)\n"
+    again = "read_file()\n(all earlier messages are sent again)\n"
     assert questions.pop() == f"{again}---- tool ----\nnoon\n---- user ----\n{image}"
 
 
