@@ -2568,6 +2568,8 @@ def recorded(file):
                 event = json.loads(line, parse_constant=str)  # NaN becomes "NaN"
                 described(event)  # raises an exception if a field is odd
                 events.append(event)
+    except FileNotFoundError:
+        raise ConfigError(f"{file} is no file and no shipped run like two-tools") from None
     except Exception as fault:
         raise ConfigError(
             f"{file}, line {len(events) + 1} is no event of a run, as this version records it: "
@@ -3218,6 +3220,7 @@ OPTIONS = (  # rows: commands ("" means all), spellings, help, more settings of 
     ("web", "--no-open", "do not open the browser", SWITCH),
     ("walk", "-m --message", "", TEXT | {"default": "read a.txt"}),
     ("walk", "--all", "also show functions of second readings", SWITCH),
+    ("walk", "--short", "only the data and the functions of AgentRunner", SWITCH),
     ("exercises", "numbers", "", {"nargs": "*", "metavar": "NUMBER"}),
     (
         "exercises",

@@ -1745,7 +1745,10 @@ class HumanProvider(LLMProvider):
             if line is None:
                 return failed("`--provider human` needs a terminal. On the page, open a window.")
             answer = typed(line.strip(), parameters_by_name(request.tools))
-            question = "This line looks like a call, but is no call of a tool above."
+            question = (
+                "This line looks like a call, but is no call of a tool above.\n"
+                'Texts need quotes, and ")" comes last: read_file("a.txt")'
+            )
         answer.usage = estimate_usage(request, answer)
         return answer
 
@@ -1765,7 +1768,7 @@ def request_text(request: LLMRequest):
             text = "\n".join(re.findall(r"(?m)\A.*|^#.*", text))
         lines.append(f"---- {message['role']} ----\n{text}")
         if message["role"] == "assistant":
-            lines.clear()
+            lines = ["(all earlier messages are sent again)"]
     if request.messages[-1]["role"] == "user":
         tools = parameters_by_name(request.tools)
         lines = [

@@ -861,7 +861,7 @@ def test_a_person_can_be_the_model_and_leave_in_mid_turn(own_home, tmp_path):
         "model> ",
     )
     wrong = ['read_file {"path": "a.txt", "colour": 1}', 'read_file("a.txt', "read_file"]
-    complaints = ["colour", "looks like a call", "call"]
+    complaints = ["colour", "Texts need quotes", "call"]
     for line, complaint in zip(wrong, complaints, strict=True):
         terminal.say(f"{line}", complaint, "model> ")
     terminal.type('read_file("a.txt")\n')

@@ -1624,7 +1624,23 @@ def test_a_person_types_a_call_as_it_is_shown_and_a_broken_call_is_never_the_ans
         assert [call.arguments for call in answer.tool_calls] == [arguments]
     else:
         assert answer.content == ("The second line." if arguments is None else arguments)
-    assert len(questions) == (2 if arguments is None else 1)
+    asked_again = ['Texts need quotes, and ")" comes last: read_file("a.txt")']
+    assert [each.split("\n")[-1] for each in questions[1:]] == asked_again * (arguments is None)
+
+
+def test_a_person_sees_the_headings_of_the_prompt_the_tools_and_what_is_new():
+    person, questions = in_person("read_file", "Hi.")
+    system = {"role": "system", "content": "You are a test.\n# Memory\n- Ada\n\n## Skills\n- none"}
+    talk = [system, user("Hello")]
+    asked = ask(person, talk, tools=[TOOL])[0].tool_calls[0]
+    assert questions.pop() == (
+        "read_file()\n---- system ----\nYou are a test.\n# Memory\n## Skills\n---- user ----\nHello"
+    )
+    talk += [called(asked.id, name="read_file"), result(asked.id), user([IMAGE])]
+    ask(person, talk, [TOOL])
+    image = "[an image: this model cannot see it]"
+    again = "read_file()\n(all earlier messages are sent again)\n"
+    assert questions.pop() == f"{again}---- tool ----\nnoon\n---- user ----\n{image}"
 
 
 # ---- The events of a request, without keys ----

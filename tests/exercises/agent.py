@@ -11,7 +11,9 @@ part if its test passes. What follows the first argument goes to `nanobot web`, 
 import inspect
 import json
 import os
+import re
 import runpy
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -21,7 +23,16 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import grading  # noqa: E402: the line above finds it
 
-SECONDS = 60  # for the test of a project
+SECONDS = 30  # for the test of a project
+RULES = grading.ROOT / "templates" / "offline" / "rules.md"
+KEPT = (  # a project's rule leaves these sentences to the rules of the kit
+    "read a.txt",
+    "list the files here",
+    "what is 12 * 7",
+    "how many lines are in a.txt",
+    "hello",
+    "an odd sentence without a rule",
+)
 GREETING = "## greet"  # the rules of a class stand before this one
 
 
@@ -42,14 +53,70 @@ def tools_and_hooks(names: dict) -> tuple[list, list]:
     return tools, hooks
 
 
-def with_rules(rules: str, tools: list) -> str:
+def with_rules(rules: str, names: list[str]) -> str:
     """The text of rules.md with these rules before the rule that greets; they may name these tools."""
-    file = grading.ROOT / "templates" / "offline" / "rules.md"
-    text = file.read_text(encoding="utf-8")
-    for tool in tools:
-        text = text.replace("\n<tool>: ", f"\n<tool>: {tool.name}|", 1)
+    text = RULES.read_text(encoding="utf-8")
+    for name in names:
+        text = text.replace("\n<tool>: ", f"\n<tool>: {name}|", 1)
     before, greet, after = text.partition(GREETING)
     return f"{before}{rules}\n\n{greet}{after}"
+
+
+def problem_of(rules: str, names: list[str]) -> str:
+    """What is wrong with these rules, `rule.md, line 2: …`, or ""."""
+    from providers import Rules
+
+    for name in re.findall(r"(?m)^tool: *(\S+)", rules):
+        if not re.search(rf"(?m)^<tool>: (.*\|)?{re.escape(name)}(\||$)", with_rules("", names)):
+            return f"rule.md names the tool {name}; tool.py has {', '.join(names)}"
+    for problem in Rules(with_rules(rules, names)).problems:
+        number, text = re.search(r"line (\d+): (.*)", problem).groups()
+        first = RULES.read_text(encoding="utf-8").partition(GREETING)[0].count("\n")
+        return f"rule.md, line {int(number) - first}: {text}"
+    return ""
+
+
+def title_for(sentence: str, rules: Any) -> str:
+    return rules.match(sentence)[0].get("title", "")
+
+
+def spoken(sentence: str) -> str:
+    """One way to say a sentence of a rule: `(roll|throw) [a] die with <number> sides` → `roll die with 5 sides`"""
+    said, before = sentence.partition(" | ")[0], ""
+    while said != before:  # the innermost brackets first
+        before = said
+        said = re.sub(r"\[[^][()]*\]", "", said)
+        said = re.sub(r"\(([^][()|]*)[^][()]*\)", r"\1", said)
+    examples = dict(re.findall(r"(?m)^<(\w+)> \((.+?)\): ", RULES.read_text(encoding="utf-8")))
+    said = re.sub(r"<(\w+)>", lambda word: examples.get(word[1], "something"), said)
+    return " ".join(said.replace("...", "").split())
+
+
+def clash(project: dict, others: list[dict]) -> str:
+    """Which sentence of the kit or of another project goes to this project's rule, or the reverse; or ""."""
+    from providers import Rules
+
+    kit, own = Rules(with_rules("", [])), Rules(with_rules(project["rules"], project["tools"]))
+    for sentence in KEPT:
+        if title_for(sentence, own) != title_for(sentence, kit):
+            return f"its rule takes `{sentence}`, too: make its sentences narrower"
+    for other in others:
+        theirs = Rules(with_rules(other["rules"], other["tools"]))
+        for sentence in [*said_to(own, project), *said_to(theirs, other)]:
+            if takes(own, project, sentence) and takes(theirs, other, sentence):
+                return f"its rule and that of {other['name']} both take `{sentence}`: change yours"
+    return ""
+
+
+def takes(rules: Any, project: dict, sentence: str) -> bool:
+    """Does a rule of this project fit the sentence? `rules` are those of the kit and of the project."""
+    return f"## {title_for(sentence, rules)}" in project["rules"].splitlines()
+
+
+def said_to(rules: Any, project: dict) -> list[str]:
+    """One way to say each sentence of a project's rules, of those that its rules understand."""
+    said = [spoken(line) for line in re.findall(r"(?m)^- (.+)", project["rules"])]
+    return [sentence for sentence in said if takes(rules, project, sentence)]
 
 
 # ---- Projects ----
@@ -57,8 +124,6 @@ def with_rules(rules: str, tools: list) -> str:
 
 def check_project(folder: Path) -> dict:
     """Run the test of a project. Returns its tools' names. Raises Wrong, and whatever the test raises."""
-    from providers import Rules
-
     sys.path[:0] = [str(folder)]
     for name in ("tool.py", "rule.md", "test_tool.py"):
         if not (folder / name).exists():
@@ -66,25 +131,28 @@ def check_project(folder: Path) -> dict:
     tools, _ = tools_and_hooks(runpy.run_path(str(folder / "tool.py")))
     if not tools:
         raise grading.Wrong("tool.py has no function with @tool")
-    rules = Rules(with_rules((folder / "rule.md").read_text(encoding="utf-8"), tools))
-    if rules.problems:
-        raise grading.Wrong(f"rule.md: {rules.problems[0].partition(': ')[2]}")
+    names = [tool.name for tool in tools]
+    problem = problem_of((folder / "rule.md").read_text(encoding="utf-8"), names)
+    if problem:
+        raise grading.Wrong(problem)
     tests = runpy.run_path(str(folder / "test_tool.py"))
-    names = [name for name in tests if name.startswith("test_")]
-    if not names:
+    to_call = [tests[name] for name in tests if name.startswith("test_")]
+    if not to_call:
         raise grading.Wrong("test_tool.py has no function whose name begins with test_")
-    for name in names:
-        tests[name]()
-    return {"tools": [tool.name for tool in tools], "tests": len(names)}
+    for test in to_call:
+        test()
+    return {"tools": names, "tests": len(to_call)}
 
 
 def check_apart(folder: Path, sandbox: Any) -> dict:
-    """`check_project` in a process of its own: {"tools": ["roll"], "tests": 1} or {"problem": "…"}."""
+    """`check_project` in a process of its own, in a copy of the folder: a test may open files that are
+    beside it. {"tools": ["roll"], "tests": 1} or {"problem": "…"}"""
     os.environ["NANOBOT_EXERCISES"] = str(folder)
     kept = [name for name in grading.KEPT_VARIABLES.split() if name in os.environ]
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as place:
         report = Path(place, "report.json")
-        command = [sys.executable, Path(__file__).resolve(), "--check", folder, report]
+        copy = shutil.copytree(folder, Path(place, folder.name))
+        command = [sys.executable, Path(__file__).resolve(), "--check", copy, report]
         try:
             subprocess.run(
                 [*(sandbox(place) if sandbox else []), *command],
@@ -95,13 +163,16 @@ def check_apart(folder: Path, sandbox: Any) -> dict:
                 timeout=SECONDS,
             )
         except subprocess.TimeoutExpired:
-            return {"problem": f"its test still ran after {SECONDS} s"}
+            return {
+                "problem": f"its test still ran after {SECONDS} s: is there a loop without end?"
+            }
         if not report.exists():
             return {"problem": "its program ended without a result"}
         return json.loads(report.read_text(encoding="utf-8"))
 
 
 def check_and_report(folder: Path, report: str) -> None:
+    os.chdir(folder)  # the sandbox begins in the folder above
     try:
         found = check_project(folder)
     except BaseException as problem:  # SystemExit, too
@@ -120,22 +191,29 @@ def assemble(folder: Path) -> tuple[list, str]:
         print(f"{folder} has no projects: a project is a folder with tool.py in it.")
         raise SystemExit(2)
     sandbox, how = sandbox_here()
-    print(f"The tests of {len(projects)} projects run {how}.")
-    tools, rules = [], []
+    print(f"The tests of {len(projects)} project(s) run {how}.", flush=True)
+    tools, accepted = [], []
     for project in projects:
         found = check_apart(project.resolve(), sandbox)
         known = [name for name in found.get("tools", []) if name in [tool.name for tool in tools]]
         if known:
-            found = {"problem": f"another project has a tool {known[0]}, too"}
-        if "problem" in found:
-            print(f"✗ {project.name} is left out: {found['problem']}")
+            found = {"problem": f"another project has a tool {known[0]}, too: rename yours"}
+        if "problem" not in found:
+            found["name"] = project.name
+            found["rules"] = (project / "rule.md").read_text(encoding="utf-8").strip()
+            found["problem"] = clash(found, accepted)
+        if found["problem"]:
+            print(f"✗ {project.name} is left out: {found['problem']}", flush=True)
             continue
-        print(f"✓ {project.name}: {', '.join(found['tools'])}; {found['tests']} tests passed")
+        print(
+            f"✓ {project.name}: {', '.join(found['tools'])}; {found['tests']} tests passed",
+            flush=True,
+        )
         sys.path.insert(0, str(project))
         tools += tools_and_hooks(runpy.run_path(str(project / "tool.py")))[0]
-        rules.append((project / "rule.md").read_text(encoding="utf-8").strip())
+        accepted.append(found)
     print("Their tools now run in the agent, with your rights and without a sandbox.", flush=True)
-    return tools, "\n\n".join(rules)
+    return tools, "\n\n".join(found["rules"] for found in accepted)
 
 
 # ---- The agent ----
@@ -153,7 +231,7 @@ def start(tools: list, hooks: list, rules: str, words: list[str]) -> int:
                 self.tools.register(each)
             self.hooks += hooks
             if isinstance(self.provider, OfflineProvider):
-                self.provider.rules = Rules(with_rules(rules, tools))
+                self.provider.rules = Rules(with_rules(rules, [tool.name for tool in tools]))
 
     nanobot.AgentLoop = ClassLoop  # the commands make their agent with this name
     is_command = words[:1] and words[0] in nanobot.COMMAND_LINE

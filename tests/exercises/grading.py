@@ -160,7 +160,8 @@ def told(problem: BaseException, file: Path) -> str:
     )
     if "a coroutine was expected" in str(problem):
         return f"a function in {file.name} must begin with `async def`, not `def`"
-    return f"{type(problem).__name__} {place}: {problem}"
+    said = str(problem) or (theirs[-1].line if theirs else "")  # `assert` says nothing itself
+    return f"{type(problem).__name__} {place}: {said}"
 
 
 def verdict_on(problem: BaseException, solution: Path) -> Verdict:

@@ -12,6 +12,7 @@ def code_of(name: str) -> str:
 
 TASK = "def save_memory(prompt):\n    return "
 ROW = "from providers import Remedy\nREMEDY = "
+RULE = code_of("16_rule")
 LOOP = code_of("01_loop")
 FENCE = code_of("08_fence")
 CHANNEL = code_of("12_channel")
@@ -104,6 +105,33 @@ MESSAGES = [  # exercise, what a student writes, what the grader must say of it
         "12_channel",
         CHANNEL.replace("await bus.publish", "await bus.publsh"),
         "logged:   folder: the channel has stopped listening: ",
+    ),
+    (
+        "15_model",
+        code_of("15_model").replace(
+            '    "poem.txt has 4 lines; the number is in count.txt.",\n', ""
+        ),
+        "expected: a last answer without a call: a text for the user, which ends the turn",
+    ),
+    (
+        "15_model",
+        code_of("15_model").replace("poem.txt has 4 lines; the number is in count.txt.", ""),
+        "expected: a last answer without a call: a text for the user, which ends the turn",
+    ),
+    (
+        "15_model",
+        "ANSWERS = ['read_file(poem.txt)', 'It has 4 lines.']\n",
+        'expected: a call like read_file("poem.txt")',
+    ),
+    (
+        "16_rule",
+        RULE.replace("are in|does) <a_file>", "are in|does) <fiel>"),
+        "ex_16_rule.py, line 3: <fiel> is not defined above: a file's name is <a_file>",
+    ),
+    (
+        "16_rule",
+        RULE.replace("wc -m <a_file>", "wc -m notes.txt"),
+        "expected: `count the characters of b.txt` runs wc -m b.txt: the command has <a_file>",
     ),
     (
         "16_rule",

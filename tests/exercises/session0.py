@@ -16,9 +16,12 @@ import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parent.parent), str(HERE)]
+KIT = HERE.parent.parent
+sys.path[:0] = [str(KIT), str(HERE)]
+ACTIVATE = Path("Scripts", "activate") if os.name == "nt" else Path("bin", "activate")
+SOURCE = "" if os.name == "nt" else ". "  # what a shell needs to activate an environment
 
-
+MCP = "mcp>=2.3"
 LAUNCHER = """# Starts the agent with what you have made: python agent.py 14 --provider human
 import runpy
 
@@ -64,6 +67,17 @@ def port_problem() -> str:
         return str(problem)
 
 
+def activation(environment: Path) -> str:
+    """What to type to activate this environment, or "" if there is none: `. /home/ada/kit/.venv/bin/activate`"""
+    file = environment / ACTIVATE
+    quoted = f'"{file}"' if " " in str(file) and os.name != "nt" else str(file)
+    return f"{SOURCE}{quoted}" if file.exists() else ""
+
+
+def is_environment() -> bool:
+    return sys.prefix != sys.base_prefix
+
+
 def findings(folder: Path) -> list[tuple[str, str, str]]:
     """(ok, missing or without; what; how to mend it) of each thing that the course uses."""
     found = []
@@ -77,6 +91,9 @@ def findings(folder: Path) -> list[tuple[str, str, str]]:
     note(sys.version_info < (3, 11), python, "install Python 3.11 or newer")
     if found[0][0] != "ok":
         return found  # the rest cannot be imported
+    line = activation(KIT / ".venv")
+    if line and not is_environment():  # the packages are there, not here
+        note("y", "the environment of the kit", f"type `{line}`, then run this again")
     try:
         make_folder(folder)
         note("", f"the folder {folder}", "")
@@ -84,12 +101,11 @@ def findings(folder: Path) -> list[tuple[str, str, str]]:
         note(problem, f"the folder {folder}", f"{problem}: name another folder")
     problem = turn_problem(folder)
     note(problem, "an agent reads a.txt", problem)
-    program = HERE.parent.parent / "nanobot.py"
-    fix = f"activate the environment, or write: {Path(sys.executable).name} {program}"
+    fix = "see the lines at the end"
     note(not shutil.which("nanobot"), "the command nanobot", fix, is_needed=False)
     problem = port_problem()
     note(problem, "the page (session 1)", f"no program may listen on 127.0.0.1: {problem}")
-    for name, use in (("openai>=3", "exercise 04, real models"), ("mcp>=2.3", "exercise 09")):
+    for name, use in (("openai>=3", "exercise 04, real models"), (MCP, "session 2")):
         fix = f'python -m pip install "{name}"'
         package = name.partition(">")[0]
         is_there = importlib.util.find_spec(package)
@@ -109,8 +125,23 @@ def main(words: list[str]) -> int:
     if missing:
         print(f"\nNOT READY: {', '.join(missing)}")
         return 1
-    print(f"\nREADY. Now: cd {folder}")
+    if any(word == "without" and "package mcp" in what for word, what, _ in found):
+        print(f'\nREADY for session 1. Before session 2: python -m pip install "{MCP}"')
+    else:
+        print("\nREADY.")
+    for line in each_terminal(folder):
+        print(line)
     return 0
+
+
+def each_terminal(folder: Path) -> list[str]:
+    """What a student types first in each new terminal, and where the files of the kit are."""
+    line = activation(Path(sys.prefix)) if is_environment() else ""
+    words = ["In each new terminal, type first:", line, f'cd "{folder}"']
+    if not shutil.which("nanobot", path=str(Path(sys.executable).parent)):
+        words += [f'There is no command nanobot: type "{sys.executable}" "{KIT / "nanobot.py"}"']
+    kit = f"The folder of the kit, with NOTES.md, tools.py and templates: {KIT}"
+    return [words[0], *(f"    {each}" for each in words[1:] if each), "", kit]
 
 
 if __name__ == "__main__":

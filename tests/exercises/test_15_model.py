@@ -16,22 +16,35 @@ from providers import HumanProvider
 LOOK = "providers.py:HumanProvider"
 
 
+NONE_LEFT = "no answer is left in ANSWERS"  # a text, so it ends the turn
+
+
 def play(folder, answers):
-    """(result, the answers of the model, the files) of a turn in which somebody gives these answers."""
+    """(result, the answers of the model, the files) of a turn in which somebody gives these answers.
+    Raises Wrong for a line that looks like a call and is none."""
     config = settings(folder)
     work = folder / "work"
     work.mkdir()
     (work / "poem.txt").write_text(
         "Roses are red\nviolets are blue\nsugar is sweet\nand so are you\n"
     )
-    rest = iter(answers)
+    rest, refused = iter(answers), []
 
     async def ask(question, what, **details):
-        return next(rest, "(no further answer)")
+        if details["refused"] is not None:
+            refused.append(details["refused"])
+            return NONE_LEFT
+        return next(rest, NONE_LEFT)
 
     loop, told = AgentLoop(config, HumanProvider(ask), program=Program(work)), []
     loop.listeners.append(lambda event: told.append(event.get("answer")))
     result = result_of(loop, "Write the number of lines of poem.txt into count.txt.")
+    check(
+        not refused,
+        'a call like read_file("poem.txt"): a tool of the list, texts in quotes, ")" at the end',
+        "".join(refused[:1]),
+        "nanobot prompt",
+    )
     return result, [answer for answer in told if answer], work
 
 
@@ -41,6 +54,12 @@ def test_the_task(folder):
         raise NotImplementedError("write ANSWERS in ex_15_model.py")
     check(isinstance(answers, list), "a list of answers: [first, second, …]", answers, LOOK)
     result, given, work = play(folder, answers)
+    check(
+        result.final_content != NONE_LEFT,
+        "a last answer without a call: a text for the user, which ends the turn",
+        f"{len(answers)} answers, the last one is {answers[-1]!r}",
+        LOOK,
+    )
     names = [call.name for answer in given for call in answer.tool_calls]
     failed = [event for event in result.tool_events if event["is_error"]]
     check(not failed, "calls that work", failed[0]["result"] if failed else "", "nanobot prompt")
@@ -62,12 +81,6 @@ def test_the_task(folder):
     )
     check(
         file.read_text().strip() == "4", "4 in count.txt", file.read_text(), "tools.py:write_file"
-    )
-    check(
-        "(no further answer)" not in str(result.final_content),
-        "a text as the last answer",
-        result.final_content,
-        LOOK,
     )
     check(
         "4" in result.final_content,

@@ -8,11 +8,12 @@ Hint: copy the rule that comes nearest and change it. <a_file> stands for the na
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 
-from grading import ROOT, check, exercise
+from grading import ROOT, check, exercise, file_of
 
 LOOK = "templates/offline/rules.md"
 
@@ -41,6 +42,7 @@ def test_the_rule(folder):
     before, greet, after = rules.read_text(encoding="utf-8").partition("## greet")
     rules.write_text(f"{before}{rule}\n\n{greet}{after}", encoding="utf-8")
     (folder / "notes.txt").write_text("one two three four five\nsix seven\n")
+    (folder / "b.txt").write_text("eight\n")
     (folder / "bash.exe").touch()  # on Windows without bash, the call is made, and fails
 
     def ask(text):
@@ -72,20 +74,24 @@ def test_the_rule(folder):
         return done.stdout + done.stderr
 
     first = ask("how many characters are in notes.txt?")
-    mistakes = [
-        line.partition("WARNING ")[2] for line in first.split("\n") if "rules.md, line" in line
-    ]
-    check(not mistakes, "a rule without a mistake", "\n".join(mistakes), LOOK)
+    mistake = re.search(r"rules\.md, line (\d+): (.*)", first)
+    if mistake:
+        written = file_of("16_rule").read_text(encoding="utf-8")
+        above = written.partition(rule)[0].count("\n") - before.count("\n")
+        said = mistake[2].replace("write <files> or <text>", "a file's name is <a_file>")
+        place = f"ex_16_rule.py, line {int(mistake[1]) + above}"
+        check(False, "a rule without a mistake", f"{place}: {said}", LOOK)
     check("wc -m" in first, "`how many characters are in notes.txt?` runs wc -m", first, LOOK)
     if shutil.which("wc") and shutil.which("bash"):
         check("34" in first, "the number, 34", first, LOOK)
-    other = ask("count the characters of notes.txt")
-    check(
-        "wc -m notes.txt" in other.replace("-- ", ""),
-        "`count the characters of notes.txt` runs wc -m notes.txt",
-        other,
-        LOOK,
-    )
+    for name in ("notes.txt", "b.txt"):
+        other = ask(f"count the characters of {name}")
+        check(
+            f"wc -m {name}" in other.replace("-- ", ""),
+            f"`count the characters of {name}` runs wc -m {name}: the command has <a_file>",
+            other,
+            LOOK,
+        )
     reading = ask("read notes.txt")
     check(
         "six seven" in reading and "wc -m" not in reading,

@@ -63,8 +63,9 @@ CURRENT: ContextVar[Shown | None] = ContextVar("current", default=None)
 
 
 def main(arguments: Any, make_loop: Any) -> int:
-    """Run one turn and print its functions; `--all`: those of the second readings, too."""
+    """Run one turn and print its functions; `--all`: those of the second readings, too; `--short`: those of the runner."""
     follower, loop = Follower(HOUSE, arguments.all), make_loop()
+    follower.only = "AgentRunner." if arguments.short else ""
     follower.journal = loop.sessions.path("cli:walk")
     loop.listeners.append(follower.tell)
 
@@ -87,6 +88,7 @@ class Follower:
         self.frames: dict[Any, Shown] = {}  # a coroutine is entered after each wait: one frame
         self.seen: dict[str, Any] = {}  # {"nanobot.py:AgentRunner.run": its code, …}, in order
         self.ends: dict[Path, int] = {}  # by file: the line where its first reading ends
+        self.only = ""  # what the names of all functions begin with: "AgentRunner."
         self.requests = 0
         self.heading: Shown | None = None  # of a step whose request was not sent yet
         for file in house.glob("*.py"):
@@ -168,7 +170,8 @@ class Follower:
 
     def is_shown(self, code: Any) -> bool:
         end = self.ends.get(real_path(code.co_filename), 0)
-        return code.co_firstlineno < end and "<" not in code.co_name
+        is_wanted = code.co_qualname.startswith(self.only)
+        return is_wanted and code.co_firstlineno < end and "<" not in code.co_name
 
 
 def brief(message: dict) -> str:
