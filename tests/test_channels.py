@@ -424,6 +424,7 @@ class Keyboard:
         (["hello\n", "\n", "  what?  \n"], [], ["hello", "what?"], "> > > > \n"),
         (["exit\n", "hello\n"], [], [], "> "),
         (["exit now\n", " /quit \n"], [], ["exit now"], "> > "),
+        (["\x04\n", "hello\n"], [], [], "> \n"),  # Ctrl-D on Windows
         ([KeyboardInterrupt(), "hello\n"], [], ["hello"], "> \n> > \n"),
         (
             ["one\n", "two\n"],
