@@ -85,7 +85,7 @@ def findings(folder: Path) -> list[tuple[str, str, str]]:
     problem = turn_problem(folder)
     note(problem, "an agent reads a.txt", problem)
     program = HERE.parent.parent / "nanobot.py"
-    fix = f"activate the environment, or write: {Path(sys.executable).name} {program}"
+    fix = f"activate the environment, or write: {sys.executable} {program}"
     note(not shutil.which("nanobot"), "the command nanobot", fix, is_needed=False)
     problem = port_problem()
     note(problem, "the page (session 1)", f"no program may listen on 127.0.0.1: {problem}")
