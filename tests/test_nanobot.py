@@ -1091,8 +1091,8 @@ def test_a_question_is_sent_with_the_moment_and_the_place(tmp_path):
     )
     before, loop.program.folder = loop.program.folder, tmp_path / "elsewhere"
     ask(loop, "two", "telegram:7:8")
-    text = str([message["content"] for message in loop.provider.requests[1].messages[1:]])
-    assert re.findall(r"Working folder: (.+?)\\n", text) == [str(before), str(loop.program.folder)]
+    text = "\n".join(message["content"] for message in loop.provider.requests[1].messages[1:])
+    assert re.findall(r"Working folder: (.+)", text) == [str(before), str(loop.program.folder)]
 
 
 def test_a_failed_turn_is_told_not_put_into_the_models_mouth_and_goes_on_with_continue(tmp_path):
@@ -1324,7 +1324,7 @@ def test_what_the_memory_asks_keeps_to_the_limits_and_is_paid_for(tmp_path):
         names = [each["function"]["name"] for each in request.tools]
         assert sorted(names) == ["edit_file", "read_file", "write_file"]
     assert {request.options["max_tokens"] for request in loop.provider.requests} == {99}
-    assert f"Cannot read {loop.workspace}/0.md" in results(rest[1].messages)[0]
+    assert f"Cannot read {loop.workspace / '0.md'}" in results(rest[1].messages)[0]
     assert ": 50 in · 5 out" in ask(loop, "/status")[0].final_content
 
 
@@ -1625,8 +1625,8 @@ def test_a_small_question_with_all_tools_stays_under_10_kb(tmp_path):
     ask(loop, "What is in a.txt?")
     request = loop.provider.requests[0]
     body = {"model": "m", "messages": request.messages, "tools": request.tools, "max_tokens": 8192}
-    text = json.dumps(body, ensure_ascii=False).replace(str(tmp_path), "/home/ada")
-    assert len(text.encode()) <= 10_000
+    text = json.dumps(body, ensure_ascii=False).replace(r"\\", "/")
+    assert len(text.replace(tmp_path.as_posix(), "/home/ada").encode()) <= 10_000
     assert not re.search(r"\n## USER\.md|---\n\n# Memory", request.messages[0]["content"])
 
 

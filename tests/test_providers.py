@@ -2204,11 +2204,10 @@ def no_permission(*_, **__):
     raise PermissionError(13, "Permission denied")
 
 
-BASH = shutil.which("bash")
-
-
 class Desk:
     """Talks with the offline model in one conversation, with the real tools in a real folder."""
+
+    bash = shutil.which("bash")
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -2226,7 +2225,7 @@ class Desk:
         spec = AgentRunSpec(self.messages, ToolRegistry(tools), turn=self.turn)
         run = asyncio.run(AgentRunner(OFFLINE).run(spec))
         assert run.stop_reason == "completed" and run.usage["estimated"]
-        if not BASH and run.final_content.startswith("That needs bash"):
+        if not self.bash and run.final_content.startswith("That needs bash"):
             pytest.skip("bash is missing")
         self.messages = [*run.messages, said(run.final_content)]
         return run.final_content, [event["name"] for event in run.tool_events]
@@ -2330,7 +2329,7 @@ def test_without_bash_the_commands_of_the_rules_are_not_sent_to_powershell(desk,
     powershell.write_text("#!/bin/sh\necho not for me")
     powershell.chmod(0o755)
     monkeypatch.setenv("PATH", str(desk.folder))
-    monkeypatch.setattr(sys.modules[__name__], "BASH", "not here")
+    desk.bash = "not here"
     if os.name == "posix":
         assert desk.ask("run ls") == ("not for me", ["exec"])
     for question in ("rename a.txt to b.txt", "delete a.txt", "how many words are in a.txt?"):
