@@ -1664,7 +1664,7 @@ def test_of_many_facts_and_notes_the_newest_are_in_the_prompt(tmp_path):
 
 def test_a_workspace_is_private_filled_once_and_never_overwritten(tmp_path):
     home = make_loop(tmp_path, workspace=str(tmp_path / "a" / "b")).workspace
-    files = sorted(str(path.relative_to(home)) for path in home.rglob("*.md"))
+    files = sorted(path.relative_to(home).as_posix() for path in home.rglob("*.md"))
     assert files == ["AGENTS.md", "SOUL.md", "TOOLS.md", "USER.md", "memory/MEMORY.md"]
     (home / "SOUL.md").write_text("mine", encoding="utf-8")
     (home / "USER.md").unlink()
