@@ -1082,7 +1082,7 @@ def find_files(turn, path, *globs):
     if not root.is_dir():
         raise ToolError(f"There is no folder {root}.{similar_names(root)}")
     wanted = [plain_globs(glob) for glob in globs if glob not in ("", "*")]
-    prefix = "" if path in ("", ".") else os.path.join(path, "")
+    prefix = "" if path in ("", ".") else os.path.join(path, "").replace(os.sep, "/")
     start, deadline = len(os.path.join(root, "")), time.monotonic() + SEARCH_SECONDS
     secret = ("/proc/", *map(str, turn.secret))  # as in `is_secret`, but fast
     inodes = {path.stat().st_ino for path in turn.secret if path.is_file()}
