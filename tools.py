@@ -1091,7 +1091,10 @@ def find_files(turn, path, *globs):
         if time.monotonic() > deadline:
             raise ToolError(f"{root} has too many files: search in one of its folders.")
         name = entry.path[start:].replace(os.sep, "/")  # on Windows: src\a.py → src/a.py
-        is_linked = os.name != "nt" and entry.inode() in inodes  # fails if a path is too long
+        try:
+            is_linked = entry.inode() in inodes
+        except OSError:  # on Windows, if a path is too long
+            is_linked = False
         if entry.path.startswith(secret) or is_linked:
             continue
         if all(any(is_match(name, glob) for glob in choices) for choices in wanted):
