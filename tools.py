@@ -1433,7 +1433,8 @@ def check_command(command: str, turn: Turn, *, confined: bool = False):
         outputs = names if re.match(WRITES, line) else []
         if re.match(WRITES_LAST, line):
             outputs = names[-1:]
-        written.update(os.path.join(here or "", word) for word in outputs)
+        for word in outputs:  # on Windows, `join` would make C:/dev/null of /dev/null
+            written.add(word if word[:1] == "/" else os.path.join(here or "", word))
         named.update(words)
         if "/" in names and name not in ("awk", "cut", "sed", "tr"):
             named.add("/.")
@@ -1515,6 +1516,8 @@ def without_here_documents(command):
 def check_paths(words, turn, *, writes):
     """Raise ToolError if a path in the words may not be written, or exists and may not be read."""
     for path in {path for word in words for path in paths_in(word)}:
+        if turn.cwd.drive:  # in Git's bash, /c/x is C:/x
+            path = re.sub(r"^/([A-Za-z])(?=/)", r"\1:", path)
         if writes and path.startswith("/dev/"):
             raise Refused(f"{path} is a device.")
         if writes or path[0] == "~" or os.path.lexists(turn.cwd / path):
