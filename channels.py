@@ -377,10 +377,13 @@ def rows_of(line, columns):
 
 def type_at(prompt):
     """Read a line from the keyboard. If stdout is not a terminal, print the prompt to stderr."""
-    if sys.stdout.isatty():
-        return input(prompt)
-    print(prompt, end="", file=sys.stderr, flush=True)
-    return input()
+    if not sys.stdout.isatty():
+        print(prompt, end="", file=sys.stderr, flush=True)
+        prompt = ""
+    line = input(prompt)
+    if line == "\x04":  # Ctrl-D and Enter on Windows, where the end is Ctrl-Z
+        raise EOFError
+    return line
 
 
 def typed_lines():

@@ -1322,7 +1322,8 @@ class EventHook(AgentHook):
     async def after_tool(
         self, call: providers.ToolCallRequest, result: tools.ToolResult, seconds: float
     ):
-        hint = tool_hint(call).replace(f"{self.turn.cwd}{os.sep}", "")
+        folder = json.dumps(f"{self.turn.cwd}{os.sep}", ensure_ascii=False)[1:-1]  # as in the hint
+        hint = tool_hint(call).replace(folder, "")
         await self.send("tool_hint", f"{hint} · {result.shown}")
 
 

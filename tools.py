@@ -1092,7 +1092,7 @@ def find_files(turn, path, *globs):
     if not root.is_dir():
         raise ToolError(f"There is no folder {root}.{similar_names(root)}")
     wanted = [plain_globs(glob) for glob in globs if glob not in ("", "*")]
-    prefix = "" if path in ("", ".") else os.path.join(path, "")
+    prefix = "" if path in ("", ".") else os.path.join(path, "").replace(os.sep, "/")
     start, deadline = len(os.path.join(root, "")), time.monotonic() + SEARCH_SECONDS
     secret = ("/proc/", *map(str, turn.secret))  # as in `is_secret`, but fast
     inodes = {path.stat().st_ino for path in turn.secret if path.is_file()}
@@ -1101,7 +1101,10 @@ def find_files(turn, path, *globs):
         if time.monotonic() > deadline:
             raise ToolError(f"{root} has too many files: search in one of its folders.")
         name = entry.path[start:].replace(os.sep, "/")  # on Windows: src\a.py → src/a.py
-        is_linked = os.name != "nt" and entry.inode() in inodes  # fails if a path is too long
+        try:
+            is_linked = entry.inode() in inodes
+        except OSError:  # on Windows, if a path is too long
+            is_linked = False
         if entry.path.startswith(secret) or is_linked:
             continue
         if all(any(is_match(name, glob) for glob in choices) for choices in wanted):
@@ -1444,7 +1447,8 @@ def check_command(command: str, turn: Turn, *, confined: bool = False):
         outputs = names if re.match(WRITES, line) else []
         if re.match(WRITES_LAST, line):
             outputs = names[-1:]
-        written.update(os.path.join(here or "", word) for word in outputs)
+        for word in outputs:  # on Windows, `join` would make C:/dev/null of /dev/null
+            written.add(word if word[:1] == "/" else os.path.join(here or "", word))
         named.update(words)
         if "/" in names and name not in ("awk", "cut", "sed", "tr"):
             named.add("/.")
@@ -1526,6 +1530,8 @@ def without_here_documents(command):
 def check_paths(words, turn, *, writes):
     """Raise ToolError if a path in the words may not be written, or exists and may not be read."""
     for path in {path for word in words for path in paths_in(word)}:
+        if turn.cwd.drive:  # in Git's bash, /c/x is C:/x
+            path = re.sub(r"^/([A-Za-z])(?=/)", r"\1:", path)
         if writes and path.startswith("/dev/"):
             raise Refused(f"{path} is a device.")
         if writes or path[0] == "~" or os.path.lexists(turn.cwd / path):

@@ -359,6 +359,7 @@ class Keyboard:
     ("lines", "failures", "asked", "err"),
     [
         (["hello\n", "\n", "  what?  \n"], [], ["hello", "what?"], "> > > > \n"),
+        (["\x04\n", "hello\n"], [], [], "> \n"),  # Ctrl-D on Windows
         ([KeyboardInterrupt(), "hello\n"], [], ["hello"], "> \n> > \n"),
         (["one\n"], [LookupError("no model.")], ["one"], "> Sorry, that failed: no model.\n> \n"),
         (["one\n", "two\n"], [Terminated()], ["one"], "> "),

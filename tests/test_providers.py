@@ -1624,23 +1624,19 @@ def test_a_person_types_a_call_as_it_is_shown_and_a_broken_call_is_never_the_ans
         assert [call.arguments for call in answer.tool_calls] == [arguments]
     else:
         assert answer.content == ("The second line." if arguments is None else arguments)
-    asked_again = ['Texts need quotes, and ")" comes last: read_file("a.txt")']
-    assert [each.split("\n")[-1] for each in questions[1:]] == asked_again * (arguments is None)
+    assert len(questions) == (2 if arguments is None else 1)
+    assert all("Texts need quotes" in question for question in questions[1:])
 
 
-def test_a_person_sees_the_headings_of_the_prompt_the_tools_and_what_is_new():
-    person, questions = in_person("read_file", "Hi.")
-    system = {"role": "system", "content": "You are a test.\n# Memory\n- Ada\n\n## Skills\n- none"}
-    talk = [system, user("Hello")]
-    asked = ask(person, talk, tools=[TOOL])[0].tool_calls[0]
-    assert questions.pop() == (
-        "read_file()\n---- system ----\nYou are a test.\n# Memory\n## Skills\n---- user ----\nHello"
-    )
-    talk += [called(asked.id, name="read_file"), result(asked.id), user([IMAGE])]
-    ask(person, talk, [TOOL])
-    image = "[an image: this model cannot see it]"
-    again = "read_file()\n(all earlier messages are sent again)\n"
-    assert questions.pop() == f"{again}---- tool ----\nnoon\n---- user ----\n{image}"
+def test_a_person_is_told_that_earlier_messages_are_sent_again():
+    questions = []
+
+    async def ask_person(question, what, **details):
+        questions.append(question)
+        return "Hi."
+
+    ask(HumanProvider(ask_person), [user(), called("c1", name="read_file"), result("c1")], [TOOL])
+    assert "(all earlier messages are sent again)\n---- tool ----\nnoon" in questions[0]
 
 
 # ---- The events of a request, without keys ----
@@ -1807,6 +1803,8 @@ def no_permission(*_, **__):
 class Desk:
     """Talks with the offline model in one conversation, with the real tools in a real folder."""
 
+    bash = shutil.which("bash")
+
     def __init__(self, folder: Path):
         self.folder = folder
         self.turn = Turn(workspace=folder, cwd=folder)
@@ -1823,6 +1821,8 @@ class Desk:
         spec = AgentRunSpec(self.messages, ToolRegistry(tools), turn=self.turn)
         run = asyncio.run(AgentRunner(OFFLINE).run(spec))
         assert run.stop_reason == "completed" and run.usage["estimated"]
+        if not self.bash and "That needs bash" in run.final_content:
+            pytest.skip("bash is missing")
         self.messages = [*run.messages, said(run.final_content)]
         return run.final_content, [event["name"] for event in run.tool_events]
 
@@ -1921,9 +1921,11 @@ def test_an_error_of_a_tool_is_shown_as_the_tool_gave_it(desk, question, monkeyp
 
 
 def test_without_bash_the_commands_of_the_rules_are_not_sent_to_powershell(desk, monkeypatch):
-    (desk.folder / "powershell").write_text("#!/bin/sh\necho not for me")
-    (desk.folder / "powershell").chmod(0o755)
+    powershell = desk.folder / ("powershell" if os.name == "posix" else "powershell.exe")
+    powershell.write_text("#!/bin/sh\necho not for me")
+    powershell.chmod(0o755)
     monkeypatch.setenv("PATH", str(desk.folder))
+    desk.bash = "not here"
     if os.name == "posix":
         assert desk.ask("run ls") == ("not for me", ["exec"])
     for question in ("rename a.txt to b.txt", "delete a.txt", "how many words are in a.txt?"):

@@ -754,7 +754,12 @@ def test_a_file_with_keys_is_never_opened_by_any_name(turn):
     assert config.read_text() == "text of home/config.json\n"
 
 
-@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="this system has no /proc")
+needs_proc = pytest.mark.skipif(
+    not Path("/proc/self/environ").exists(), reason="this system has no /proc"
+)
+
+
+@needs_proc
 def test_the_environment_cannot_be_read_as_a_file(turn):
     names = ["self/environ", f"{os.getpid()}/environ", "self/task/../environ", "self/mem"]
     for path in (f"/proc/{name}" for name in names):
@@ -1231,6 +1236,7 @@ def test_a_search_that_would_take_for_ever_is_ended(blanks, monkeypatch):
     assert time.monotonic() - start < 10 and own_children() == before
 
 
+@needs_proc
 def test_a_stopped_turn_ends_a_search_at_once(blanks):
     before, threads = own_children(), threading.active_count()
 
