@@ -2570,7 +2570,10 @@ def recorded(file):
                 described(event)  # raises an exception if a field is odd
                 events.append(event)
     except FileNotFoundError:
-        raise ConfigError(f"{file} is no file and no shipped run like two-tools") from None
+        raise ConfigError(
+            f"{file}: No such file, and no shipped run has this name, like two-tools. "
+            "Record a run with `nanobot agent --trace FILE`."
+        ) from None
     except Exception as fault:
         raise ConfigError(
             f"{file}, line {len(events) + 1} is no event of a run, as this version records it: "
