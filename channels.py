@@ -267,9 +267,9 @@ def approval_question(name, arguments, always=""):
             lines += [mark + line for line in rest.pop(key).split("\n")]
     others = json.dumps(rest, ensure_ascii=False) if rest else ""
     call = "\n".join([f"{name} {others}".rstrip(), *lines])
-    question = "Run it? [y/n] (n REASON says why not) "
+    question = "Run it? [y/n] (or n REASON) "
     if always:
-        question = f"Run it? [y/n/always] (n REASON says why not; always: {always} until you quit) "
+        question = f"Run it? [y/n/always] (n REASON; always: {always} until you quit) "
     return escaped(JOINERS, printable(f"{call}\n{question}"))
 
 

@@ -191,9 +191,9 @@ def test_a_log_line_is_made_harmless_with_its_traceback():
     ],
 )
 def test_a_call_to_be_approved_is_shown_whole_and_cannot_imitate_the_question(arguments, shown):
-    always = "[y/n/always] (n REASON says why not; always: git status until you quit) "
+    always = "[y/n/always] (n REASON; always: git status until you quit) "
     assert approval_question("act", arguments, "git status") == f"{shown}\nRun it? {always}"
-    only_once = f"{shown}\nRun it? [y/n] (n REASON says why not) "
+    only_once = f"{shown}\nRun it? [y/n] (or n REASON) "
     assert approval_question("act", arguments) == only_once
 
 

@@ -681,7 +681,7 @@ def test_silent_connections_do_not_stop_the_page_and_the_agent_keeps_its_file_de
 ):
     page = open_page()
     assert page.say("hi")[0] == 204
-    silent = [socket.create_connection(("127.0.0.1", page.port)) for _ in range(250)]
+    silent = [socket.create_connection(("127.0.0.1", page.port)) for _ in range(220)]
     opened_files = Path(f"/proc/{page.process.pid}/fd")
     if opened_files.exists():
         ends = time.monotonic() + 10
