@@ -1508,8 +1508,7 @@ class CronService:
         """Reminders and regular tasks. Each job runs later as a turn; this chat gets the answer.
 
         `add` needs a message and one of `every_seconds`, `cron_expr`, `at` and `in_seconds`. For
-        "daily at 8", `cron_expr` is "0 8 * * *". Tell the user the job's time. To change a job,
-        remove it, then add another.
+        "daily at 8", `cron_expr` is "0 8 * * *". Tell the user the job's time.
         """
         if action == "list":
             return "\n".join(map(self._line, self.jobs())) or "There are no jobs."

@@ -1029,8 +1029,8 @@ def notebook_edit(
     *,
     turn: Turn,
 ):
-    """Change or delete a cell of a Jupyter notebook (.ipynb), or insert one before it. To append a
-    cell, insert it at the number after the last one."""
+    """Change or delete a cell of a Jupyter notebook (.ipynb), or insert one before it. To
+    append, insert after the last one."""
     result = rewrite(path, turn, lambda text: change_cell(text, cell, source, cell_type, mode))
     result.text = f"{mode} of cell {cell}: done. read_file shows the cells with their numbers."
     return result
