@@ -546,7 +546,7 @@ class Governed:
             text = str(without_images(message).get("content") or "")
             first_line = text.strip().partition("\n")[0]
             lines.append(fitted(readable(message | {"content": first_line}), 100))
-        text = fitted("\n".join(lines), int(min(list_size, max(freed - excess, 50))))
+        text = fitted("\n".join(lines), int(min(list_size, max(freed - excess - 10, 50))))
         self.messages = [*kept, {"role": "user", "content": text}, *rest]
         self.notes.append(f"{counted(len(left_out), 'message')} left out (~{freed:,} tokens)")
 
@@ -672,6 +672,7 @@ def is_journal_line(line: dict):
     calls = line.get("tool_calls") or []
     has_calls = isinstance(calls, list) and all(has(call, function=dict) for call in calls)
     is_message = has({"n": 1} | line, n=int, role=str, content=str | list | None)
+    is_message = is_message and line.get("n", 1) > 0  # a damaged digit may have become a minus
     return is_message and has_calls and ("content" in line or bool(calls))
 
 
