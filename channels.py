@@ -36,6 +36,7 @@ import signal
 import sys
 import threading
 import time
+import unicodedata
 import urllib.parse
 import zoneinfo
 from collections import defaultdict, deque
@@ -224,7 +225,8 @@ UNSAFE = (
     "[\0-\b\v-\x1f\x7f-\x9f\u061c\u115f\u1160\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f"
     "\u2800\u3164\ufeff\uffa0\ufff9-\ufffb\U000e0000-\U000e01ef]"
 )  # "\x1b[2J"
-JOINERS = "[\xad\u200c\u200d]"  # "می\u200cخواهم"; a joiner in a shell command is invisible
+# "می\u200cخواهم"; a joiner or a variation selector in a shell command is invisible
+JOINERS = "[\xad\u034f\u17b4\u17b5\u180b-\u180d\u200c\u200d\ufe00-\ufe0f]"
 
 
 def printable(text):
@@ -265,9 +267,9 @@ def approval_question(name, arguments, always=""):
             lines += [mark + line for line in rest.pop(key).split("\n")]
     others = json.dumps(rest, ensure_ascii=False) if rest else ""
     call = "\n".join([f"{name} {others}".rstrip(), *lines])
-    question = "Run it? [y/n] (n REASON says why not) "
+    question = "Run it? [y/n] (or n REASON) "
     if always:
-        question = f"Run it? [y/n/always] (n REASON says why not; always: {always} until you quit) "
+        question = f"Run it? [y/n/always] (n REASON; always: {always} until you quit) "
     return escaped(JOINERS, printable(f"{call}\n{question}"))
 
 
@@ -320,34 +322,68 @@ def prepare_on_windows(stream):
 def read_answer(question):
     """Print a question, which may have several lines. Returns the user's answer."""
     before, line_end, prompt = printable(question).rpartition("\n")
-    with contextlib.suppress(ImportError):  # there is no termios on Windows
-        import termios
-
-        if sys.stdin.isatty():
-            termios.tcflush(sys.stdin, termios.TCIFLUSH)  # drop earlier key presses
+    drop_earlier_keys()
     print(before, end=line_end, file=sys.stderr, flush=True)
     return type_at(prompt)
+
+
+def drop_earlier_keys():
+    """Drop what is typed until the keyboard has been quiet for half a second: the rest of a line
+    that the user is typing is no answer."""
+    with contextlib.suppress(ImportError):  # there is no termios on Windows
+        import termios
+        import tty
+
+        if sys.stdin.isatty():
+            keyboard = sys.stdin.fileno()
+            usual = termios.tcgetattr(keyboard)
+            try:
+                tty.setcbreak(keyboard)  # keys come at once, not at the end of the line
+                while select.select([keyboard], [], [], 0.5)[0]:
+                    os.read(keyboard, 4_096)
+            finally:
+                termios.tcsetattr(keyboard, termios.TCSAFLUSH, usual)
 
 
 def read_pages(question):
     """Like `read_answer`; but if the question is longer than the terminal, nothing scrolls away."""
     *lines, prompt = question.split("\n")
     columns, height = shutil.get_terminal_size()
+    with contextlib.suppress(OSError):
+        size = os.get_terminal_size(sys.stdin.fileno())  # stdout may be a file
+        columns, height = size.columns or columns, size.lines or height
     rows = []
     for line in lines:
-        rows += [line[at : at + columns] for at in range(0, len(line) or 1, columns)]
-    while len(rows) > height - 2:
-        page, rows = rows[: height - 2], rows[height - 2 :]
+        rows += rows_of(line, columns)
+    room = max(height - 1 - len(rows_of(prompt, columns)), 1)
+    while len(rows) > room:
+        page, rows = rows[:room], rows[room:]
         read_answer("\n".join([*page, f"-- Enter shows {len(rows)} more lines -- "]))
     return read_answer("\n".join([*rows, prompt]))
 
 
+def rows_of(line, columns):
+    """Break a line as a terminal does. Chinese characters are two columns wide."""
+    rows, used = [""], 0
+    for character in line.expandtabs():
+        width = 2 if unicodedata.east_asian_width(character) in "WF" else 1
+        if used + width > columns:
+            rows.append("")
+            used = 0
+        rows[-1] += character
+        used += width
+    return rows
+
+
 def type_at(prompt):
     """Read a line from the keyboard. If stdout is not a terminal, print the prompt to stderr."""
-    if sys.stdout.isatty():
-        return input(prompt)
-    print(prompt, end="", file=sys.stderr, flush=True)
-    return input()
+    if not sys.stdout.isatty():
+        print(prompt, end="", file=sys.stderr, flush=True)
+        prompt = ""
+    line = input(prompt)
+    if line == "\x04":  # Ctrl-D and Enter on Windows, where the end is Ctrl-Z
+        raise EOFError
+    return line
 
 
 def typed_lines():
@@ -543,6 +579,7 @@ class CLI(Channel):
         match message.kind:
             case "delta" if self.live:
                 self._streamed += message.content
+                self.waiting.end()  # if it were drawn again, it would erase this text
                 self._print(message.content)
             case "final":
                 self._end_text(message.content)
@@ -590,6 +627,8 @@ class CLI(Channel):
         self.queued.append(text)
         self.waiting.erase("\x1b[A")  # Enter has moved the cursor down
         self._print_dim(f"queued: {text}")
+        if any(len(line.encode()) >= 4_095 for line in text.split("\n")):
+            self.note("A terminal passes on 4,095 bytes of a line. Send the rest after the turn.")
 
     def heard(self) -> list[dict]:
         """Take what the running turn gets from the queue; a command waits for the turn's end."""
@@ -629,6 +668,8 @@ class CLI(Channel):
         if self.queued:
             self.note(f"{prompt}{self.queued[0]}")
             return self.queued.pop(0)
+        if self.draft and (late := typed_lines()):  # typed after Ctrl-C, before this prompt
+            self.draft += f"\n{late}"
         # there is no readline on Windows; other systems have one without some of the functions
         missing = (ImportError, OSError, AttributeError)
         with contextlib.suppress(*missing):
@@ -1467,8 +1508,7 @@ class CronService:
         """Reminders and regular tasks. Each job runs later as a turn; this chat gets the answer.
 
         `add` needs a message and one of `every_seconds`, `cron_expr`, `at` and `in_seconds`. For
-        "daily at 8", `cron_expr` is "0 8 * * *". Tell the user the job's time. To change a job,
-        remove it, then add another.
+        "daily at 8", `cron_expr` is "0 8 * * *". Tell the user the job's time.
         """
         if action == "list":
             return "\n".join(map(self._line, self.jobs())) or "There are no jobs."

@@ -584,11 +584,13 @@ def remember_terminals(sessions):
     """
     store = sessions.store
     with locked(store.folder / ".terminals"):  # two programs may start at the same time
-        done = max([entry.get("used", 0.0) for entry in store.entries()], default=0.0)
+        now = time.time()
+        earlier = [entry.get("used", 0.0) for entry in store.entries()]
+        # the marks decide; a day's slack because clocks are set back. The first time: of a month
+        done = max([now - 30 * 86_400, *(moment for moment in earlier if moment < now)])
         for key, used in reversed(sessions.by_last_use()):
             first = sessions.first_line(key)
-            # the marks decide; a day's slack because clocks are set back
-            if not first.get("typed") or not done - 86_400 < used < time.time() - 3_600:
+            if not first.get("typed") or not done - 86_400 < used < now - 3_600:
                 continue
             session = sessions.load(key)
             said = [message for message in session.messages if message["n"] > session.remembered]

@@ -239,21 +239,6 @@ class RunState:
         self.steps_in_a_row = {}
         return min(self.steps_before.values(), default=0)
 
-    def prepare_request(self):
-        """Choose the tools of the next request: none if the model must answer in words. Tell the
-        model if a tool is new, because an MCP server has connected, or if few steps are left."""
-        known = names_of(self.tools)
-        may_call = self.has_tools and not self.is_over_limit
-        self.tools = self.spec.tools.get_definitions() if may_call else []
-        new = [name for name in names_of(self.tools) if known and name not in known]
-        limit = self.spec.max_iterations
-        if self.is_over_limit:
-            self.note = template("out_of_iterations", limit=limit)
-        elif new and not self.note:
-            self.note = f"[New tools: {', '.join(new)}]"
-        elif limit - self.context.iteration == 5 and not self.note:
-            self.note = "[Five more steps are allowed in this turn.]"
-
 
 # ---- The runner: prepare a request, ask the model, run its calls, repeat ----
 
@@ -274,7 +259,7 @@ class AgentRunner:
                 state.context.iteration += 1
                 if spec.make_room:  # the caller may remove old turns from the messages
                     state.context.messages = await spec.make_room(state.context.messages)
-                state.prepare_request()
+                self.prepare(state)
                 request = self.govern(state)
                 response = await self._ask(state, request)
                 outcome = verdict(state, response)
@@ -294,6 +279,21 @@ class AgentRunner:
             model=model,
             tools_used=list(dict.fromkeys(event["name"] for event in state.result.tool_events)),
         )
+
+    def prepare(self, state: RunState):
+        """Choose the tools of the next request: none if the model must answer in words. Tell the
+        model if a tool is new, because an MCP server has connected, or if few steps are left."""
+        known = names_of(state.tools)
+        may_call = state.has_tools and not state.is_over_limit
+        state.tools = state.spec.tools.get_definitions() if may_call else []
+        new = [name for name in names_of(state.tools) if known and name not in known]
+        limit = state.spec.max_iterations
+        if state.is_over_limit:
+            state.note = template("out_of_iterations", limit=limit)
+        elif new and not state.note:
+            state.note = f"[New tools: {', '.join(new)}]"
+        elif limit - state.context.iteration == 5 and not state.note:
+            state.note = "[Five more steps are allowed in this turn.]"
 
     def govern(self, state: RunState) -> memory.Governed:
         """Copy the messages; if they exceed the context window, leave out old parts: [system, old
@@ -1061,7 +1061,7 @@ class Project:
     part of the prompt only if the user has allowed this version."""
 
     def __init__(self, config: Config, turn: tools.Turn):
-        # tools may not open files whose name begins like that of the settings: Turn.is_secret
+        # tools may not open files whose name begins like that of the settings: `tools.is_secret`
         self.file = config.path.with_name(f"{config.path.name}.trust")
         self.path, self.text = self._find(turn)
         self.version = f"{self.path} {hashlib.sha256(self.text.encode()).hexdigest()}"
@@ -1244,15 +1244,16 @@ class CostTrackingHook(AgentHook):
 
 
 def what_always_allows(call):
-    """The tool, or the first words of a command: git status, but all of rm -f a.txt. "" if "always"
-    is not possible, because the command has operators."""
+    """The tool, or the first words of a command: `$ git status`, but all of `$ rm -f a.txt`. "" if
+    "always" is not possible: the command has operators, is long, or runs in another folder."""
     if call.name != "exec":
         return call.name
     command = str(call.arguments.get("command"))
-    if re.search(r"[;&|<>`$(){}\n]", command):
+    has_more = len(call.arguments) > 1 or len(command) > 80
+    if has_more or re.search(r"[;&|<>`$(){}\n]", command):
         return ""
     words = re.match("(git|npm|cargo|go|pip|uv|docker) [a-z][a-z-]*(?= |$)", command)
-    return words[0] if words else command
+    return f"$ {words[0] if words else command}"
 
 
 NOBODY = (
@@ -1321,7 +1322,8 @@ class EventHook(AgentHook):
     async def after_tool(
         self, call: providers.ToolCallRequest, result: tools.ToolResult, seconds: float
     ):
-        hint = tool_hint(call).replace(f"{self.turn.cwd}{os.sep}", "")
+        folder = json.dumps(f"{self.turn.cwd}{os.sep}", ensure_ascii=False)[1:-1]  # as in the hint
+        hint = tool_hint(call).replace(folder, "")
         await self.send("tool_hint", f"{hint} · {result.shown}")
 
 
@@ -2088,7 +2090,7 @@ class Commands:
         history = self.loop.sessions.get(turn.session_key).history(*later)
         spec = self.loop.run_spec(history, [], EventHook(None, turn, self.loop.program.streaming))
         state = RunState(spec, AgentHookContext(spec.messages))
-        state.prepare_request()
+        self.loop.runner.prepare(state)
         return self.loop.runner.govern(state)
 
 
@@ -2568,7 +2570,10 @@ def recorded(file):
                 described(event)  # raises an exception if a field is odd
                 events.append(event)
     except FileNotFoundError:
-        raise ConfigError(f"{file} is no file and no shipped run like two-tools") from None
+        raise ConfigError(
+            f"{file}: No such file, and no shipped run has this name, like two-tools. "
+            "Record a run with `nanobot agent --trace FILE`."
+        ) from None
     except Exception as fault:
         raise ConfigError(
             f"{file}, line {len(events) + 1} is no event of a run, as this version records it: "
@@ -2735,11 +2740,9 @@ class Talk:
             self.terminal.note(f"{closed}; nanobot works in {loop.workspace}.")
         self.begin_day()
         status = self.converse() if self.is_conversation else self.answer_once()
-        self.terminal.waiting.begin("the memory")
+        self.terminal.waiting.begin("the memory (Ctrl-C leaves it for next time)")
         with contextlib.suppress(KeyboardInterrupt):  # a later turn does the cancelled memory work
             seconds = 5.0 if self.is_conversation else 60.0  # a single message seldom has such work
-            if not self.is_conversation and loop.background.tasks:
-                self.terminal.note("The memory is put in order. Ctrl-C leaves it for next time.")
             if self.background.complete(self.loop.background.settled(seconds)):
                 self.terminal.note("The work for the memory goes on next time.")
         return status
@@ -2835,11 +2838,12 @@ class Talk:
         message does so only if ten entries are unread, because its end waits for the dream."""
         await self.show_reports()
         loop = self.loop
-        memory.remember_terminals(loop.sessions)
+        await tools.in_thread(memory.remember_terminals, loop.sessions)
         unread = loop.memory.unread()
         last = self.folder / "last-dream"
         today = time.strftime("%Y-%m-%d")
-        if len(unread) < (1 if self.is_conversation else 10) or not self.is_watched:
+        is_read_only = loop.config.read_only or not self.is_watched
+        if is_read_only or len(unread) < (1 if self.is_conversation else 10):
             return
         is_due = max(unread[0]["timestamp"], loop.memory.text_of(last)) < today
         if is_due and loop.config.defaults.dream.interval_h:

@@ -346,14 +346,10 @@ class OpenAIProvider(LLMProvider):
         """Remember the changes that this model needed. Warn once if the server cut the request."""
         known = self.learnt.setdefault(request.model, [])
         known += [remedy for remedy in tried if remedy.is_remembered and remedy not in known]
-        seen = answer.usage["prompt_tokens"]
-        sent = estimate_usage(request, answer)["prompt_tokens"]
-        # Ollama silently cuts a request that exceeds its context window (4,096 tokens by default)
-        is_cut = self.is_local and 1_000 < seen < 5_000 and sent > 2 * seen
-        if is_cut and not self.is_warned:
+        notice = cut_notice(request, answer) if self.is_local and not self.is_warned else ""
+        if notice:
             self.is_warned = True
-            fix = "Set a larger context. For Ollama: OLLAMA_CONTEXT_LENGTH=64000 ollama serve"
-            await request.tell(f"The server read {seen:,} of about {sent:,} tokens. {fix}")
+            await request.tell(notice)
 
     def warm_up(self):
         with contextlib.suppress(ImportError):  # the first request reports a missing package
@@ -1546,6 +1542,16 @@ def read_usage(usage):
     cached = cached or usage.get("cached_tokens") or usage.get("prompt_cache_hit_tokens")
     received = usage.get("completion_tokens") or 0
     return counted(sent, received, cached or 0, False) if sent else {}
+
+
+def cut_notice(request, answer):
+    """Ollama silently cuts a request that exceeds its context window (4,096 tokens by default)."""
+    seen = answer.usage["prompt_tokens"]
+    sent = estimate_usage(request, answer)["prompt_tokens"]
+    if not 1_000 < seen < 5_000 or sent <= 2 * seen:
+        return ""
+    fix = "Set a larger context. For Ollama: OLLAMA_CONTEXT_LENGTH=64000 ollama serve"
+    return f"The server read {seen:,} of about {sent:,} tokens. {fix}"
 
 
 def estimate_usage(request, answer):

@@ -338,7 +338,7 @@ class Turn:
         """Resolve "~/a.txt", "../b" or a link; raises ToolError if the real path is not allowed."""
         try:
             real = (self.cwd / os.path.expanduser(text)).resolve()
-            holds_keys = self.is_secret(real)
+            holds_keys = is_secret(real, self.secret)
             if real.is_symlink():  # since 3.13, `resolve` accepts a link that leads to itself
                 raise OSError("it is a link that leads to itself")
             if os.name == "nt" and ":" in real.name:
@@ -358,18 +358,6 @@ class Turn:
             if not any(real.is_relative_to(root.resolve()) for root in roots):
                 raise Refused(f"{real} is outside of {home} and {here}. Use a path inside them.")
         return real
-
-    def is_secret(self, real: Path) -> bool:
-        if str(real).startswith("/proc/") and real.name in ("environ", "mem"):
-            return True  # /proc/1/environ and /proc/1/mem can contain API keys
-        for secret in self.secret:
-            if str(real).startswith(str(secret)):  # it, a copy like config.json.bak, a file in it
-                return True
-            # `samefile` also finds hard links, and CONFIG.JSON on systems that ignore case
-            with contextlib.suppress(OSError):  # one of them does not exist
-                if real.samefile(secret):
-                    return True
-        return False
 
     def store(self, name: str) -> Path:
         """The folder `results` or `undo`."""
@@ -739,6 +727,19 @@ def is_binary(data):
     return b"\0" in data[:8_192] and not data.startswith(UTF16_MARKS)
 
 
+def is_secret(real, secrets):
+    if str(real).startswith("/proc/") and real.name in ("environ", "mem"):
+        return True  # /proc/1/environ and /proc/1/mem can contain API keys
+    for secret in secrets:
+        if str(real).startswith(str(secret)):  # it, a copy like config.json.bak, a file in it
+            return True
+        # `samefile` also finds hard links, and CONFIG.JSON on systems that ignore case
+        with contextlib.suppress(OSError):  # one of them does not exist
+            if real.samefile(secret):
+                return True
+    return False
+
+
 def similar_names(path):
     """For an error: what there is instead, such as " In /home/ada: a.txt, b.txt" """
     if path.exists():
@@ -910,10 +911,11 @@ def change_file(turn, path, old, new):
     }
     # one file for each path and turn; is_secret knows the start of the name, also in a search
     kept = turn.store("undo") / f"undo-{turn.started}-{digest(str(path).encode())[:16]}"
-    note, is_first = "", not kept.exists()
+    note, before = "", b""
     try:
-        if not is_first:
-            description, _, version = kept.read_bytes().partition(b"\n")
+        if kept.exists():
+            before = kept.read_bytes()
+            description, _, version = before.partition(b"\n")
             change = json.loads(description)
         if len(version) > UNDO_FILE_BYTES:
             note, version = " (too large to undo)", b""
@@ -922,13 +924,15 @@ def change_file(turn, path, old, new):
         kept.parent.mkdir(0o700, parents=True, exist_ok=True)
         kept.touch(0o600)
         write_atomic(kept, json.dumps(change).encode() + b"\n" + version)
-        forget_old_changes(kept.parent)
+        forget_old_changes(kept)
     except (OSError, ValueError, ToolError) as problem:
         note = f" (cannot be undone: {problem})"
     try:
         write_atomic(path, new)
     except ToolError:  # nothing was changed
-        if is_first:
+        if before:
+            write_atomic(kept, before)
+        else:
             kept.unlink(missing_ok=True)
         raise
     if was_known:
@@ -940,11 +944,18 @@ def digest(data):
     return hashlib.sha256(data).hexdigest()
 
 
-def forget_old_changes(store):
+def forget_old_changes(kept):
+    """Forget the changes of old turns. If the turn of `kept` alone has too many, forget `kept`."""
     room = UNDO_BYTES
-    for number, entry in enumerate(sorted(store.glob("undo-*"), reverse=True)):  # newest first
+    turn = kept.name.rpartition("-")[0]
+    for number, entry in enumerate(
+        sorted(kept.parent.glob("undo-*"), reverse=True)
+    ):  # newest first
         room -= entry.stat().st_size
         if number >= UNDO_CHANGES or room < 0:
+            if entry.name.startswith(turn):
+                kept.unlink()
+                raise ToolError("this turn has changed too much")
             entry.unlink()
 
 
@@ -1018,8 +1029,8 @@ def notebook_edit(
     *,
     turn: Turn,
 ):
-    """Change or delete a cell of a Jupyter notebook (.ipynb), or insert one before it. To append a
-    cell, insert it at the number after the last one."""
+    """Change or delete a cell of a Jupyter notebook (.ipynb), or insert one before it. To
+    append, insert after the last one."""
     result = rewrite(path, turn, lambda text: change_cell(text, cell, source, cell_type, mode))
     result.text = f"{mode} of cell {cell}: done. read_file shows the cells with their numbers."
     return result
@@ -1081,7 +1092,7 @@ def find_files(turn, path, *globs):
     if not root.is_dir():
         raise ToolError(f"There is no folder {root}.{similar_names(root)}")
     wanted = [plain_globs(glob) for glob in globs if glob not in ("", "*")]
-    prefix = "" if path in ("", ".") else os.path.join(path, "")
+    prefix = "" if path in ("", ".") else os.path.join(path, "").replace(os.sep, "/")
     start, deadline = len(os.path.join(root, "")), time.monotonic() + SEARCH_SECONDS
     secret = ("/proc/", *map(str, turn.secret))  # as in `is_secret`, but fast
     inodes = {path.stat().st_ino for path in turn.secret if path.is_file()}
@@ -1090,7 +1101,10 @@ def find_files(turn, path, *globs):
         if time.monotonic() > deadline:
             raise ToolError(f"{root} has too many files: search in one of its folders.")
         name = entry.path[start:].replace(os.sep, "/")  # on Windows: src\a.py → src/a.py
-        is_linked = os.name != "nt" and entry.inode() in inodes  # fails if a path is too long
+        try:
+            is_linked = entry.inode() in inodes
+        except OSError:  # on Windows, if a path is too long
+            is_linked = False
         if entry.path.startswith(secret) or is_linked:
             continue
         if all(any(is_match(name, glob) for glob in choices) for choices in wanted):
@@ -1142,13 +1156,16 @@ BEFORE_PATTERN = r"[^*?\[{]*(/|$)|"  # src/ in src/*.py, the whole of src/a.py, 
 
 def plain_globs(glob):
     """Replace braces, which Python's globs do not know: src/*.{py,js} → src/*.py, src/*.js"""
-    if glob.startswith("!") or glob.count(",") > 20:
+    choices = math.prod(part.count(",") + 1 for part in glob.split("}"))
+    if glob.startswith("!") or choices > 200:
         raise ToolError(f"{glob[:99]}: name the files to find, with few commas, like *.{{js,ts}}.")
-    start, brace, rest = glob.partition("{")
-    options, _, end = rest.partition("}")
-    if not brace:
+    inner = re.search(r"\{([^{}]*)\}", glob)  # *.{p,{py,js}} → {py,js}
+    if not inner:
         return [glob]
-    return [start + option + more for option in options.split(",") for more in plain_globs(end)]
+    globs = []
+    for option in inner[1].split(","):
+        globs += plain_globs(glob[: inner.start()] + option + glob[inner.end() :])
+    return globs
 
 
 def is_match(name, glob):
@@ -1156,7 +1173,8 @@ def is_match(name, glob):
     glob = glob.removeprefix("./") if "/" in glob else f"**/{glob}"
     names = name.split("/")
     places = {0}  # how many of the names the glob can have matched so far
-    for part in re.sub(r"\\([*?[])", r"[\1]", glob).split("/"):  # a\*b → a[*]b
+    glob = re.sub(r"\\([*?[])", r"[\1]", glob)  # a\*b → a[*]b
+    for part in glob.replace("[^", "[!").split("/"):
         if part == "**":  # any number of folders
             places = {after for place in places for after in range(place, len(names) + 1)}
         else:
@@ -1429,7 +1447,8 @@ def check_command(command: str, turn: Turn, *, confined: bool = False):
         outputs = names if re.match(WRITES, line) else []
         if re.match(WRITES_LAST, line):
             outputs = names[-1:]
-        written.update(os.path.join(here or "", word) for word in outputs)
+        for word in outputs:  # on Windows, `join` would make C:/dev/null of /dev/null
+            written.add(word if word[:1] == "/" else os.path.join(here or "", word))
         named.update(words)
         if "/" in names and name not in ("awk", "cut", "sed", "tr"):
             named.add("/.")
@@ -1511,6 +1530,8 @@ def without_here_documents(command):
 def check_paths(words, turn, *, writes):
     """Raise ToolError if a path in the words may not be written, or exists and may not be read."""
     for path in {path for word in words for path in paths_in(word)}:
+        if turn.cwd.drive:  # in Git's bash, /c/x is C:/x
+            path = re.sub(r"^/([A-Za-z])(?=/)", r"\1:", path)
         if writes and path.startswith("/dev/"):
             raise Refused(f"{path} is a device.")
         if writes or path[0] == "~" or os.path.lexists(turn.cwd / path):

@@ -49,7 +49,6 @@ from channels import (
     plain_text,
     printable,
     split_html,
-    text_of_pipe,
 )
 from fake_telegram import CONFLICT, PATIENCE, FakeTelegram, Parser, Refusal, units
 from memory import locked, write_atomically
@@ -62,29 +61,20 @@ DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 
 
 class Talk(Channel):
-    """Publishes what it is given; a chat in `trouble` fails with its exceptions first, one a try."""
+    """A chat in `trouble` fails with its exceptions first, one a try."""
 
-    def __init__(self, name: str = "talk", *lines: str, **trouble: list[Exception]):
+    def __init__(self, name: str = "talk", **trouble: list[Exception]):
         super().__init__(["*"])
-        self.name, self.lines, self.trouble = name, lines, trouble
+        self.name, self.trouble = name, trouble
         self.arrived: list[OutboundMessage] = []
-        self.ended = False
-
-    async def start(self, bus: MessageBus) -> None:
-        try:
-            for line in self.lines:
-                await bus.publish(InboundMessage(self.name, "7", "ann", line))
-            await asyncio.Event().wait()
-        finally:
-            self.ended = True
 
     async def send(self, message: OutboundMessage) -> None:
         if self.trouble.get(message.chat_id):
             raise self.trouble[message.chat_id].pop(0)
         self.arrived.append(message)
 
-    def texts(self, chat: str = "ann") -> list[str]:
-        return [message.content for message in self.arrived if message.chat_id == chat]
+    def texts(self) -> list[str]:
+        return [message.content for message in self.arrived]
 
 
 async def settled(condition) -> None:
@@ -124,14 +114,11 @@ def test_an_event_is_tried_once_and_what_fails_behind_a_delivery_sends_nothing_t
     async def test(bus: MessageBus) -> None:
         bus.send(to("ann", "looking", "progress"))
         bus.send(to("ann", "the answer", on_delivered=broken))
-        bus.send(OutboundMessage("nowhere", "1", "lost", "progress"))
-        bus.send(OutboundMessage("nowhere", "1", "lost"))
         await settled(lambda: phone.texts() == ["the answer"])
 
     phone = Talk(ann=[ConnectionError("no network")])
     assert talk(test, phone) == []
     assert "a delivery could not be recorded: No space left" in caplog.text
-    assert caplog.text.count("There is no channel 'nowhere': the answer is dropped") == 1
 
 
 def test_a_channel_that_fails_stops_no_other_and_one_that_hangs_does_not_hold_the_end(caplog):
@@ -144,25 +131,15 @@ def test_a_channel_that_fails_stops_no_other_and_one_that_hangs_does_not_hold_th
 
     async def test(bus: MessageBus) -> None:
         bus.send(OutboundMessage("deaf", "1", "never"))
-        (await bus.next()).confirm()
         bus.send(OutboundMessage("other", "ann", "hello"))
         await settled(lambda: other.texts() == ["hello"])
 
-    other = Talk("other", "hi")
+    other = Talk("other")
     talk(test, Deaf("deaf"), other)
-    assert other.ended
     assert "deaf: the channel has stopped listening: no such host" in caplog.text
 
 
-def test_who_may_write():
-    assert not Channel([]).is_allowed("7") and Channel(["*"]).is_allowed("7")
-    assert Channel([7]).is_allowed("7") and Channel(["8", "7"]).is_allowed(7)
-    assert not any(Channel([other]).is_allowed("7") for other in ("77", "7|maria", ""))
-
-
 # ---- What came from a model is made harmless ----
-
-ASKED = "Run it? [y/n/always] (always: allow every exec until the program ends) "
 
 
 @pytest.mark.parametrize(
@@ -170,8 +147,6 @@ ASKED = "Run it? [y/n/always] (always: allow every exec until the program ends) 
     [
         ("plain\tand\nlines Grüße, 你好 🙂", "plain\tand\nlines Grüße, 你好 🙂"),
         ("\x1b[31mred\x1b]0;title\x07", "\\x1b[31mred\\x1b]0;title\\x07"),
-        ("hidden\rshown back\b\x7f\x00", "hidden\\rshown back\\x08\\x7f\\x00"),
-        ("C1 \x9b31m \x85", "C1 \\x9b31m \\x85"),
         (
             "\u202egpj.exe\u202c \u2066x\u2069 \u200f",
             "\\u202egpj.exe\\u202c \\u2066x\\u2069 \\u200f",
@@ -180,8 +155,6 @@ ASKED = "Run it? [y/n/always] (always: allow every exec until the program ends) 
             "zero\u200bwidth\ufeff tag\U000e0041 \u061c",
             "zero\\u200bwidth\\ufeff tag\\U000e0041 \\u061c",
         ),
-        ("one\u2028two\u2029", "one\\u2028two\\u2029"),
-        ("lone \ud800", "lone ?"),
         ("می\u200cخواهم 👩\u200d💻 Donau\xaddampf", "می\u200cخواهم 👩\u200d💻 Donau\xaddampf"),
     ],
 )
@@ -209,11 +182,7 @@ def test_a_log_line_is_made_harmless_with_its_traceback():
     ("arguments", "shown"),
     [
         ({"command": "ls\nRun it?"}, "act\n$ ls\n$ Run it?"),
-        ({"command": "Grüße \x1b[2J \x9b\u202e"}, "act\n$ Grüße \\x1b[2J \\x9b\\u202e"),
-        ({"command": "a\u2800\u115f\uffa0"}, "act\n$ a\\u2800\\u115f\\uffa0"),
         ({"command": "r\u200dm\xad", "n": 1}, 'act {"n": 1}\n$ r\\u200dm\\xad'),
-        ({"url": "a\nRun it?", "n": 1}, 'act {"url": "a\\nRun it?", "n": 1}'),
-        ({"path": "a", "content": "x\n\n  y"}, 'act {"path": "a"}\n+x\n+\n+  y'),
         (
             {"path": "a", "old_text": "1\n2\n3", "new_text": "1\nRun it?\n3"},
             'act {"path": "a"}\n-1\n-2\n-3\n+1\n+Run it?\n+3',
@@ -222,9 +191,9 @@ def test_a_log_line_is_made_harmless_with_its_traceback():
     ],
 )
 def test_a_call_to_be_approved_is_shown_whole_and_cannot_imitate_the_question(arguments, shown):
-    always = "[y/n/always] (n REASON says why not; always: git status until you quit) "
+    always = "[y/n/always] (n REASON; always: git status until you quit) "
     assert approval_question("act", arguments, "git status") == f"{shown}\nRun it? {always}"
-    only_once = f"{shown}\nRun it? [y/n] (n REASON says why not) "
+    only_once = f"{shown}\nRun it? [y/n] (or n REASON) "
     assert approval_question("act", arguments) == only_once
 
 
@@ -284,14 +253,6 @@ TURN = [
 ]
 
 
-def test_into_a_file_an_answer_goes_byte_for_byte(tmp_path):
-    answer = "\x1b[31mred\x1b[0m \u202e می\u200cخواهم\r\n\ttab \x00 \ufeff"
-    with (tmp_path / "review.md").open("w", encoding="utf-8", newline="") as out:
-        send(CLI(out, io.StringIO()), event("delta", answer), event("final", answer))
-        send(CLI(out, io.StringIO()), event("final", "lone \ud800\n"))
-    assert (tmp_path / "review.md").read_bytes() == f"{answer}\nlone ?\n".encode()
-
-
 def test_on_a_terminal_a_turn_reads_from_top_to_bottom_with_nothing_twice_and_a_job_comes_between(
     terminal,
 ):
@@ -304,40 +265,16 @@ def test_on_a_terminal_a_turn_reads_from_top_to_bottom_with_nothing_twice_and_a_
     )
 
 
-@pytest.mark.parametrize(
-    ("pieces", "final", "screen"),
-    [
-        ([], "Hello.", "Hello.\n"),
-        (["\n\nHel", "lo. "], "Hello.", "\n\nHello. \n"),
-        (["Hello."], "Hello.\n\n(2 tokens)", "Hello.\n\n(2 tokens)\n"),
-        (["Hello"], "Bye.", "Hello\nBye.\n"),
-        (["\n"], "Hello.", "\nHello.\n"),
-    ],
-)
-def test_on_a_terminal_the_final_answer_adds_only_what_was_not_streamed(
-    terminal, pieces, final, screen
-):
-    cli = CLI(terminal.stream, terminal.stream)
-    send(cli, *(event("delta", piece) for piece in pieces), event("final", final))
-    assert terminal.read() == screen
-
-
-def test_on_a_terminal_each_piece_is_shown_at_once_also_without_blanks_between_words(terminal):
-    cli = CLI(terminal.stream, terminal.stream)
-    send(cli, event("delta", "你好，"), event("delta", "世界"))
-    assert terminal.read() == "你好，世界"
-
-
 def test_a_note_begins_a_line_of_its_own_and_is_dimmed_on_a_terminal_only(terminal):
     err = io.StringIO()
     CLI(err, err).note("note \x1b[1m")
     assert err.getvalue() == "note \\x1b[1m\n"
     cli = CLI(terminal.stream, terminal.stream)
-    send(cli, event("delta", "Half an ans"))
+    send(cli, event("delta", "你好，"), event("delta", "世界"))
+    assert terminal.read_raw() == "你好，世界", "each piece at once, also without blanks"
     cli.note("the connection broke")
     send(cli, event("final", "A whole one."))
-    raw = terminal.read_raw()
-    assert raw == f"Half an ans\n{DIM}the connection broke{PLAIN}\nA whole one.\n"
+    assert terminal.read_raw() == f"\n{DIM}the connection broke{PLAIN}\nA whole one.\n"
 
 
 # ---- The keyboard ----
@@ -422,15 +359,8 @@ class Keyboard:
     ("lines", "failures", "asked", "err"),
     [
         (["hello\n", "\n", "  what?  \n"], [], ["hello", "what?"], "> > > > \n"),
-        (["exit\n", "hello\n"], [], [], "> "),
-        (["exit now\n", " /quit \n"], [], ["exit now"], "> > "),
+        (["\x04\n", "hello\n"], [], [], "> \n"),  # Ctrl-D on Windows
         ([KeyboardInterrupt(), "hello\n"], [], ["hello"], "> \n> > \n"),
-        (
-            ["one\n", "two\n"],
-            [KeyboardInterrupt()],
-            ["one", "two"],
-            "> \nstopped; /continue resumes the turn\n> > \n",
-        ),
         (["one\n"], [LookupError("no model.")], ["one"], "> Sorry, that failed: no model.\n> \n"),
         (["one\n", "two\n"], [Terminated()], ["one"], "> "),
         ([OSError("the terminal is gone"), "one\n"], [], [], "> "),
@@ -501,45 +431,31 @@ def test_ctrl_c_waits_until_the_work_has_put_things_in_order_a_second_one_does_n
 
 
 def test_a_question_from_beside_the_turn_is_answered_or_refused_and_a_given_up_one_harms_nobody(
-    monkeypatch, capsys, caplog
+    monkeypatch, capsys
 ):
     keyboard, asides = Keyboard(), []
     monkeypatch.setattr(sys, "stdin", keyboard)
 
     async def turn() -> str:
-        at_the_keyboard = asyncio.create_task(background.ask("first? "))
+        given_up = asyncio.create_task(background.ask("given up? "))
         await asyncio.to_thread(keyboard.is_read.wait, 20)
-        in_the_queue = asyncio.create_task(background.ask("given up? "))
         asides.append(asyncio.create_task(background.ask("aside? ")))
         await asyncio.sleep(0)
-        at_the_keyboard.cancel()
-        in_the_queue.cancel()
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
+        given_up.cancel()
         for line in ("for nobody\n", "one\n", "two\n"):
             keyboard.lines.put(line)
         return await background.ask("a line?\nturn? ")
 
-    async def never_answered() -> None:
-        asides.append(asyncio.create_task(background.ask("nobody answers? ")))
-        keyboard.lines.put("")
-        await asyncio.Event().wait()
-
-    async def outcomes() -> list:
-        return await asyncio.gather(*asides, return_exceptions=True)
+    async def outcome() -> str:
+        return await asides[0]
 
     with BackgroundLoop() as background:
         assert background.complete(turn()) == "two"
-        with pytest.raises(KeyboardInterrupt):
-            background.complete(never_answered())
+        assert background.complete(outcome()) == "one"
         late = asyncio.run_coroutine_threadsafe(background.ask("more? "), background.loop)
-        with pytest.raises(RuntimeError, match="no turn is running"):
+        with pytest.raises(RuntimeError, match="Nobody can be asked: no turn is running"):
             late.result(timeout=10)
-        answered, refused = background.complete(outcomes())
-    nobody = "Nobody can be asked: no turn is running at the terminal."
-    assert (answered, str(refused)) == ("one", nobody)
-    assert capsys.readouterr().err == "first? aside? a line?\nturn? nobody answers? "
-    assert caplog.records == []
+    assert capsys.readouterr().err == "given up? aside? a line?\nturn? "
 
 
 # ---- Waiting is shown ----
@@ -550,32 +466,25 @@ def test_what_is_waited_for_is_shown_after_a_second_and_is_gone_before_anything_
     cli.waiting = waiting = Waiting(terminal.stream, lambda: clock.now)
 
     def shown() -> str:
-        """A line that waits begins with `<`; `|` erases it, and `^` erases it one line above."""
-        text = terminal.read().replace("\r\x1b[K", "<").replace("\x1b[A\r\x1b[J", "^")
-        return text.replace("\r\x1b[J", "|")
+        """A line that waits begins with `<`; `|` erases it."""
+        return terminal.read().replace("\r\x1b[K", "<").replace("\r\x1b[J", "|")
 
     def drawn_after(seconds: float) -> str:
         clock.now += seconds
         waiting.draw()
         return shown()
 
-    assert drawn_after(9) == ""
     waiting.begin("the model")
     assert drawn_after(0.9) == ""
     assert drawn_after(1.2) == "<waiting for the model … "
     assert drawn_after(57) == "", "the user may be typing behind it"
-    waiting.begin('read_file("a\x1b[2J.txt")\n' + "x" * 99)
-    assert drawn_after(61) == '|<waiting for read_file("a\\x1b[2J.txt") ' + "x" * 24 + " … "
-    cli.note("a note")
-    assert shown() == "|a note\n"
-    assert drawn_after(0).startswith("<waiting for read_file")
+    waiting.begin('read_file("a\x1b[2J.txt")\n')
+    assert drawn_after(1).startswith('|<waiting for read_file("a\\x1b[2J.txt")')
     send(cli, event("final", "The answer."))
     assert shown() == "|The answer.\n"
     assert drawn_after(1).startswith("<waiting for read_file")
-    cli.hear("and b.txt")
-    assert (shown(), cli.heard()) == ("^queued: and b.txt\n", [{"content": "and b.txt"}])
     waiting.end()
-    assert drawn_after(10) == ""
+    assert drawn_after(10) == "|"
 
 
 # ---- What the program inherits, and what is piped in ----
@@ -596,14 +505,14 @@ print(cli.read_piped(True, None))
 def test_pipes_are_utf8_whatever_the_code_page_is_and_the_null_device_is_no_terminal():
     program = """
 import sys
-from channels import prepare_streams
+from channels import CLI, prepare_streams
 prepare_streams()
-print("→ ü", [each.isatty() for each in (sys.stdin, sys.stdout, sys.stderr)], ascii(sys.stdin.read()))
+print("→ ü", [each.isatty() for each in (sys.stdin, sys.stdout, sys.stderr)], ascii(CLI().read_piped(False, None)))
 """
     settings = {"PYTHONIOENCODING": "", "PYTHONUTF8": "0"}
-    for given, read in (("→ ü", r"'\u2192 \xfc'"), (None, "''")):
+    for given, read in (("\ufeff→ ü", r"'\u2192 \xfc'"), (None, "''")):
         source = {"input": given} if given else {"stdin": subprocess.DEVNULL}
-        done = subprocess.run(
+        done = subprocess.run(  # PowerShell begins with a BOM
             [sys.executable, "-c", program],
             cwd=ROOT,
             env=os.environ | settings,
@@ -617,63 +526,17 @@ print("→ ü", [each.isatty() for each in (sys.stdin, sys.stdout, sys.stderr)],
 @pytest.mark.skipif(os.name != "posix", reason="a closed descriptor is a POSIX thing")
 @pytest.mark.parametrize("closed", [(1,), (0, 1, 2)])
 def test_closed_streams_are_nothing_to_read_and_nowhere_to_write(closed):
-    def close() -> None:
-        for number in closed:
-            os.close(number)
-
     done = subprocess.run(
         [sys.executable, "-c", INHERITED],
         cwd=ROOT,
         input="",
         encoding="utf-8",
         capture_output=True,
-        preexec_fn=close,
+        preexec_fn=lambda: [os.close(number) for number in closed],
         timeout=30,
     )
-    assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
-    assert done.stdout.startswith("Hello.\n") == (1 not in closed)
-    assert "an error" not in done.stdout
-    assert ("a note" in done.stderr) == (2 not in closed)
-
-
-def test_a_pipe_beside_a_message_is_read_if_it_begins_within_three_seconds(tmp_path, monkeypatch):
-    cli = CLI(io.StringIO(), io.StringIO())
-    for beside, written, expected in (
-        (True, b"\xef\xbb\xbf a log \n", "a log"),  # PowerShell begins with a BOM
-        (True, "→ ü".encode(), "→ ü"),
-        (False, b" a log \n", "a log"),  # alone it is waited for, however long it takes
-        (True, None, ""),  # silent
-    ):
-        reading, writing = os.pipe()
-        with open(reading, encoding="ascii") as stdin, open(writing, "wb") as pipe:
-            monkeypatch.setattr(sys, "stdin", stdin)
-            if written is not None:
-                pipe.write(written)
-                pipe.close()
-            start = time.monotonic()
-            assert cli.read_piped(beside, tmp_path) == expected
-            assert (time.monotonic() - start >= 2.9) == (written is None)
-    said = cli.err.getvalue()
-    assert said.endswith("nanobot: standard input is open but silent, going on without it\n")
-
-
-def test_more_than_a_message_should_hold_goes_into_a_file_and_the_model_gets_its_beginning(
-    tmp_path,
-):
-    folder, raw = tmp_path / "w" / "piped", ("🙂" * 100_001).encode() + b"\xff" * 1_000_000
-    assert (
-        text_of_pipe(b"", io.BytesIO(raw[:400_000]), folder) == "🙂" * 100_000
-        and not folder.exists()
-    )
-    beginning, last = text_of_pipe(raw[:7], io.BytesIO(raw[7:]), folder).splitlines()
-    [file] = folder.iterdir()
-    assert file.read_bytes() == raw and beginning == "🙂" * 10_000
-    assert (
-        last.startswith("[standard input is longer: all 1,400,004 bytes are in ")
-        and str(file) in last
-    )
-    if os.name == "posix":
-        assert folder.stat().st_mode & 0o777 == 0o700, "it may hold what is nobody else's business"
+    assert (done.returncode, done.stdout, "Traceback" in done.stderr) == (0, "", False)
+    assert ("a note" in done.stderr) == ("an error" in done.stderr) == (2 not in closed)
 
 
 # ---- Telegram ----
@@ -684,22 +547,13 @@ GROUP = {"id": -100, "type": "supergroup", "title": "Friends"}
 class Desk:
     """A bot in a test: the server, the bus, a clock that does not wait, and the journal."""
 
-    def __init__(self, server: FakeTelegram, folder: Path, allow_from=(7,), **options):
+    def __init__(self, server, folder, allow_from=(7,), token="", poll=50, slack=15, **options):
         self.server, self.folder, self.naps = server, folder, []
         self.bus = MessageBus(self.pause)
-        settings = {
-            "api_base": server.base_url,
-            "media_folder": folder / "w" / "media",
-            "sleep": self.sleep,
-        }
-        seconds = {
-            "poll_seconds": options.pop("poll", 50),
-            "slack_seconds": options.pop("slack", 15),
-        }
-        self.bot = Telegram(
-            options.pop("token", server.token), allow_from, **{**settings, **options}
-        )
-        vars(self.bot).update(seconds)
+        places = {"api_base": server.base_url, "media_folder": folder / "w" / "media"}
+        settings = {**places, "sleep": self.sleep, **options}
+        self.bot = Telegram(token or server.token, allow_from, **settings)
+        self.bot.poll_seconds, self.bot.slack_seconds = poll, slack
 
     async def sleep(self, seconds: float) -> None:
         if seconds == 4.0:
@@ -771,34 +625,27 @@ async def test_a_telegram_message_is_typed_at_answered_and_confirmed(server, des
     server.say("What is in a.txt?")
     message = await desk.take()
     assert (message.session_key, message.sender_id) == ("telegram:7", "7")
-    assert (message.content, message.message_id, message.speaker) == (
-        "What is in a.txt?",
-        "2/99",
-        "",
-    )
+    assert (message.content, message.message_id) == ("What is in a.txt?", "2/99")
     await desk.until(lambda: server.calls("sendChatAction"))
     await desk.send("**Hello** & bye.", reply_to=message.message_id)
     await desk.until_confirmed()
-    reply = {"message_id": 2, "allow_sending_without_reply": True}
     assert server.calls("sendMessage") == [
         {
             "chat_id": "7",
             "text": "<b>Hello</b> &amp; bye.",
             "parse_mode": "HTML",
-            "reply_parameters": reply,
+            "reply_parameters": {"message_id": 2, "allow_sending_without_reply": True},
         }
     ]
     assert server.calls("sendChatAction") == [{"chat_id": "7", "action": "typing"}]
-    first = server.calls("getUpdates")[0]
-    assert first == {"offset": 0, "timeout": 50, "allowed_updates": ["message"]}
+    assert server.calls("getUpdates")[0]["offset"] == 0
 
 
 def test_an_update_is_confirmed_only_when_it_is_in_the_journal_and_comes_again_until_then(
     tmp_path,
 ):
     async def test(server):
-        people = (7, 8)
-        async with Desk(server, tmp_path, people) as desk:
+        async with Desk(server, tmp_path) as desk:
             for text in ("one", "two", "three"):
                 server.say(text)
             await desk.take()
@@ -807,11 +654,10 @@ def test_an_update_is_confirmed_only_when_it_is_in_the_journal_and_comes_again_u
             await desk.until(lambda: len(server.calls("getUpdates")) > 2)
             assert server.updates[0]["message"]["text"] == "two"
         # the next start: all that is not stored comes again, by the same names
-        async with Desk(server, tmp_path, people) as desk:
+        async with Desk(server, tmp_path) as desk:
             again = await desk.next()
             assert (again.content, again.message_id) == ("two", message.message_id)
-            server.say("elsewhere", sender=8)
-            assert [(await desk.take()).content for _ in range(2)] == ["three", "elsewhere"]
+            assert (await desk.take()).content == "three"
             again.confirm()
             await desk.until_confirmed()
             server.say("four")
@@ -820,18 +666,14 @@ def test_an_update_is_confirmed_only_when_it_is_in_the_journal_and_comes_again_u
     in_telegram(test)
 
 
-@pytest.mark.parametrize("allow_from", [(), (8, "ann", "77")])
-def test_strangers_get_no_sign_of_life(tmp_path, allow_from):
+def test_strangers_get_no_sign_of_life(tmp_path):
     async def test(server):
-        async with Desk(server, tmp_path, allow_from) as desk:
+        async with Desk(server, tmp_path, (8, "ann", "77", "7|ann", "")) as desk:
             server.say("hi", document=server.file("a.pdf", b"%PDF"))
             await desk.until_confirmed()
         assert not (tmp_path / "w").exists()
-        assert {request.method for request in server.requests} == {
-            "getMe",
-            "deleteWebhook",
-            "getUpdates",
-        }
+        methods = {request.method for request in server.requests}
+        assert methods == {"getMe", "deleteWebhook", "getUpdates"}
 
     in_telegram(test)
 
@@ -840,19 +682,11 @@ def test_strangers_get_no_sign_of_life(tmp_path, allow_from):
 async def test_in_a_group_only_what_is_for_the_bot(server, desk, caplog):
     bot, human = {"id": 99, "is_bot": True}, {"id": 8, "is_bot": False}
     for is_heard, parts in [
-        (True, {"text": "@kit_bot what is this?"}),
         (True, {"text": "what is this, @Kit_Bot?"}),
         (True, {"text": "/stop@kit_bot"}),
-        (
-            True,
-            {
-                "caption": "@kit_bot look",
-                "photo": [server.file("1.jpg", b"1"), server.file("2.jpg", b"2")],
-            },
-        ),
+        (True, {"caption": "@kit_bot look"}),
         (True, {"text": "no", "reply_to_message": {"message_id": 1, "from": bot}}),
         (False, {"text": "no", "reply_to_message": {"message_id": 1, "from": human}}),
-        (False, {"text": "no", "reply_to_message": {"message_id": 1}}),
         (False, {"text": "@kit_bot2 hello"}),
         (False, {"text": "/stop"}),
     ]:
@@ -877,48 +711,36 @@ async def test_a_group_may_be_open_but_only_to_allowed_people(server, desk, capl
 async def test_noise_is_confirmed_and_left_alone(server, desk, caplog):
     sender, chat = {"id": 7, "is_bot": False}, {"id": 7, "type": "private"}
     server.update(edited_message={"message_id": 2, "from": sender, "chat": chat, "text": "edited"})
-    server.update(callback_query={"id": "1", "from": sender, "data": "x"})
-    for odd in (
-        {"from": sender, "chat": chat, "new_chat_members": [sender]},
-        {"from": sender, "text": "no chat"},
-        {"from": {}, "chat": chat, "text": "nobody"},
-    ):
+    for odd in ({"from": sender, "text": "no chat"}, {"from": {}, "chat": chat, "text": "nobody"}):
         server.update(message={"message_id": 4, **odd})
     server.say("a word")
     assert (await desk.take()).content == "a word"
     await desk.until_confirmed()
-    [record] = caplog.records
-    assert record.getMessage() == "Telegram: an unreadable message is skipped"
-    assert record.exc_info[0] is KeyError, "the one without a chat"
+    assert caplog.messages == ["Telegram: an unreadable message is skipped"]
 
 
 def test_an_album_that_comes_in_pieces_is_one_message(tmp_path):
     async def test(server):
-        def photo(number: int, sender: int = 7, **parts) -> None:
+        def photo(number: int, **parts) -> None:
             sizes = [
                 server.file(f"photos/{number}{size}.jpg", size.encode()) for size in ("s", "large")
             ]
-            server.say(media_group_id=f"A{sender}", sender=sender, photo=sizes, **parts)
+            server.say(media_group_id="A", photo=sizes, **parts)
 
         async def sleep(seconds: float) -> None:
             if seconds == 2.0:
                 photo(2)
-                photo(9, sender=8)
                 photo(3)
             await desk.sleep(seconds)
 
         desk = Desk(server, tmp_path)
         desk.bot.sleep = sleep
-        photo(0, sender=8)  # a stranger's album is waited for by nobody
         async with desk:
-            await desk.until_confirmed()
             photo(1, caption="Where is this?")
             message = await desk.take()
             assert (message.content, len(message.media)) == ("Where is this?", 3)
             assert [path.read_bytes() for path in message.media] == [b"large"] * 3
             await desk.until_confirmed()
-            server.say("next")
-            assert (await desk.take()).content == "next"
         assert desk.naps == [2.0], "an album waits 3 s at most"
 
     in_telegram(test)
@@ -926,53 +748,29 @@ def test_an_album_that_comes_in_pieces_is_one_message(tmp_path):
 
 @telegram()
 async def test_files_come_in_under_names_of_their_own(server, desk, caplog):
-    server.say(
-        "", caption="two", document=server.file("documents/1.pdf", b"one", file_name="a b.pdf")
-    )
-    server.say("", document=server.file("documents/2.pdf", b"two", file_name="a b.pdf"))
-    server.say("", voice=server.file("voice/3.oga", b"three"))
-    server.say("", document=server.file("documents/4", b"four", file_name="../../../evil"))
-    server.say("", document=server.file("documents/5", b"", file_name="é" * 200 + ".txt"))
-    server.say("", document=server.file("documents/6", b"six", file_name=f"x.{'y' * 99}"))
-    messages = [await desk.take() for _ in range(6)]
+    for name in ("a b.pdf", "a b.pdf", "../../../evil", "é" * 200 + ".txt", f"x.{'y' * 99}"):
+        server.say(caption="look", document=server.file("documents/1", b"one", file_name=name))
+    messages = [await desk.take() for _ in range(5)]
     names = [message.media[0].name for message in messages]
-    assert names[:4] == ["U1-a_b.pdf", "U2-a_b.pdf", "U3-3.oga", "U4-.._.._.._evil"]
-    assert names[4:] == ["U5-" + "é" * 56 + ".txt", "U6-" + "y" * 60], "the id stays"
-    assert {message.media[0].parent for message in messages} == {desk.bot.media_folder}
-    contents = [message.media[0].read_bytes() for message in messages]
-    assert contents == [b"one", b"two", b"three", b"four", b"", b"six"]
-    assert [message.content for message in messages] == ["two", "", "", "", "", ""]
-
-
-@telegram()
-async def test_a_file_that_cannot_be_fetched_is_told_and_holds_up_nothing(server, desk, caplog):
-    server.refuse("getFile", Refusal(400, "Bad Request: file is too big"))
-    server.say(caption="this", document=server.file("a.bin", b"x"))
-    message = await desk.take()
-    assert (message.content.splitlines()[0], message.media) == ("this", [])
-    assert "cannot be fetched: getFile: 400 Bad Request: file is too big" in message.content
-    server.say(document=server.file("a lost.bin", b"x"))  # its place has to be quoted
-    assert "it cannot be fetched: HTTP 404]" in (await desk.take()).content
-    server.say(document=server.file("b.bin", b"x"))
-    assert (await desk.take()).media
+    assert names[:3] == ["U1-a_b.pdf", "U2-a_b.pdf", "U3-.._.._.._evil"]
+    assert names[3:] == ["U4-" + "é" * 56 + ".txt", "U5-" + "y" * 60], "the id stays"
+    for message in messages:
+        [path] = message.media
+        assert (path.parent, message.content) == (desk.bot.media_folder, "look")
+        assert path.read_bytes() == b"one"
 
 
 PLACE = {"latitude": 52.5, "longitude": 13.4}
 REPLIES = [
-    ({"location": PLACE}, '[location: {"latitude": 52.5, "longitude": 13.4}]'),
     (
         {"venue": {"title": "Café", "location": PLACE}, "location": PLACE},
         '[venue: {"title": "Café",',
     ),
-    ({"contact": {"first_name": "Ada", "phone_number": "+49 30"}}, '"phone_number": "+49 30"}]'),
-    ({"text": "why?", "reply_to_message": {"text": "It rains."}}, "It rains.]\nwhy?"),
-    ({"text": "why?", "reply_to_message": {"caption": "a cat"}}, "a cat]\nwhy?"),
     (
         {"text": "?", "reply_to_message": {"text": "a b", "from": {"first_name": "Bob"}}},
         "[in reply to: a b]\n?",
     ),
     ({"text": "/stop", "reply_to_message": {"text": "It rains."}}, "/stop"),
-    ({"text": "hi", "reply_to_message": {"photo": []}}, "hi"),
 ]
 
 
@@ -988,10 +786,14 @@ async def test_what_is_no_text_becomes_a_line_and_a_reply_comes_with_what_it_quo
 
 @telegram()
 async def test_a_rival_a_webhook_and_an_outage_are_told_once_and_waited_for(server, desk, caplog):
-    """A flood wait is kept to the second."""
-    rival, trouble = Refusal(409, CONFLICT), Refusal(500, "Internal Server Error")
+    """A flood wait is kept to the second, and a 404 of a moment does not end the bot."""
     flood = Refusal(429, "Too Many Requests: retry after 77", {"retry_after": 77})
-    for refusals in ([rival] * 3, [trouble] * 13, [flood]):
+    for refusals, naps, hint in (
+        ([Refusal(409, CONFLICT)] * 3, [10] * 3, "Another program also reads this bot's messages"),
+        ([Refusal(500, "Internal Server Error")] * 13, [10] * 13, "Retried every 10 s"),
+        ([Refusal(404, "Not Found")], [60], "Retried every 60 s"),
+        ([flood], [77], "Retried every "),
+    ):
         desk.naps.clear()
         caplog.clear()
         server.refuse("getUpdates", *refusals)
@@ -999,43 +801,13 @@ async def test_a_rival_a_webhook_and_an_outage_are_told_once_and_waited_for(serv
             server.say(text)
             assert (await desk.take()).content == text
         await desk.until_confirmed()
-        if refusals == [flood]:
-            assert desk.naps == [77]
-        else:
-            assert desk.naps == [10] * len(refusals)
-        hint = (
-            "Another program also reads this bot's messages"
-            if rival in refusals
-            else "Retried every "
-        )
-        assert [hint in line for line in caplog.messages] == [True]
+        assert desk.naps == naps
+        [line] = caplog.messages
+        assert hint in line
     server.webhook = "https://elsewhere"
     for text in ("three", "four"):
         server.say(text)
         assert (await desk.take()).content == text
-
-
-@pytest.mark.parametrize("token", ["123456:AAE-wrong", "nonsense", "12 34:x\ny"])
-def test_a_wrong_token_is_told_once_with_what_to_do_and_tried_again_each_minute(
-    tmp_path, token, caplog
-):
-    async def test(server):
-        async with Desk(server, tmp_path, token=token) as desk:
-            await settled(lambda: len(desk.naps) > 2)
-        assert set(desk.naps) == {60}
-        [line] = caplog.messages
-        assert "does not know this bot token. Copy it again from @BotFather" in line
-
-    in_telegram(test)
-
-
-@telegram()
-async def test_a_404_of_a_moment_does_not_end_the_bot(server, desk, caplog):
-    server.refuse("getUpdates", Refusal(404, "Not Found"), Refusal(401, "Unauthorized"))
-    for text in ("one", "two"):  # the first call may be under way
-        server.say(text)
-        assert (await desk.take()).content == text
-    assert desk.naps == [60, 60] and "Retried every 60 s" in caplog.text
 
 
 def test_typing_ends_with_the_answer_and_with_the_next_message(tmp_path):
@@ -1050,15 +822,15 @@ def test_typing_ends_with_the_answer_and_with_the_next_message(tmp_path):
 
     async def test(server):
         async with Desk(server, tmp_path, sleep=sleep) as desk:
-            for turn in range(3):
+            for number in range(3):
                 server.say("hi")
                 await desk.take()
-                await settled(lambda turn=turn: states.count("begun") > turn)
+                await settled(lambda number=number: states.count("begun") > number)
                 await desk.send("looking", kind="progress")
                 await desk.send("for somebody else", "8")
-                if turn == 1:
-                    await desk.send("It says hello.")
             assert states == ["begun", "ended", "begun", "ended", "begun"]
+            await desk.send("It says hello.")
+            await settled(lambda: states[-1] == "ended")
 
     in_telegram(test)
 
@@ -1078,22 +850,15 @@ async def test_what_is_worth_a_message_is_sent_as_plain_text_only_if_the_html_wa
 ):
     for kind in ("delta", "retry", "progress", "tool_hint"):
         await desk.send(kind, kind=kind)
-    for blank in ("", " \n ", "**", "``` ```", "```\n \n```"):
+    for blank in (" \n ", "```\n \n```"):
         await desk.send(blank)
-    assert server.texts() == ["progress", "tool_hint", "**"]
+    assert server.texts() == ["progress", "tool_hint"]
     server.requests.clear()
-    server.refuse(
-        "sendMessage", Refusal(400, "Bad Request: can't parse entities: Unexpected end tag")
-    )
+    server.refuse("sendMessage", Refusal(400, "Bad Request: can't parse entities: Unexpected end"))
     await desk.send("**a** < b")
     assert server.texts() == ["<b>a</b> &lt; b", "a < b"]
     assert "parse_mode" not in server.calls("sendMessage")[1]
-    for refusal in (
-        Refusal(500, "x"),
-        Refusal(0),
-        Refusal(0, after=True),
-        Refusal(400, body=b"a proxy"),
-    ):
+    for refusal in (Refusal(500, "x"), Refusal(0, after=True), Refusal(400, body=b"a proxy")):
         server.requests.clear()
         server.refuse("sendMessage", refusal)
         with pytest.raises(TelegramError):
@@ -1111,24 +876,20 @@ async def test_chats_that_block_flood_or_fail_delay_no_other_and_nothing_comes_t
     server.chats["9"] = Refusal(429, "Too Many Requests", {"retry_after": 3_600})
     server.chats["10"] = Refusal(502, body=b"<html>bad gateway</html>")
     for chat in ("9", "10"):
-        desk.bus.send(OutboundMessage("telegram", chat, long))
-        desk.bus.send(OutboundMessage("telegram", chat, "the end"))
+        for text in (long, "the end"):
+            desk.bus.send(OutboundMessage("telegram", chat, text))
     await desk.until(lambda: len(server.texts("9")) > 7 and len(server.texts("10")) > 7)
-    for number in range(3):
-        await desk.deliver(f"report {number}", "8")  # it counts as delivered
-        await desk.deliver(f"{number}")
-    assert server.texts("7") == ["0", "1", "2"]
+    await desk.deliver("report", "8")  # it counts as delivered
+    await desk.deliver("hello")
+    assert server.texts("7") == ["hello"] and "chat 8 refuses a message" in caplog.text
     pauses = [nap for nap in desk.naps if nap != 3_600]
     assert pauses[:8] == [1, 2, 4, 8, 16, 32, 60, 60] and desk.naps.count(3_600) > 6
-    server.refuse("sendMessage", *[Refusal(500, "x")] * 5)
     server.chats.clear()
     await desk.until(lambda: all("the end" in server.texts(chat) for chat in ("9", "10")))
     for chat in ("9", "10"):
         texts = [text[:3] for text in server.texts(chat)]
-        first = [texts.index(part) for part in ("aaa", "bbb", "ccc", "the")]
-        assert first == sorted(first)
-    assert len([line for line in caplog.messages if "chat 8 refuses a message" in line]) == 3
-    assert caplog.text.count("bad gateway") == 0 and caplog.text.count("502 not the Bot API") == 1
+        assert [*dict.fromkeys(texts)] == ["aaa", "bbb", "ccc", "the"]
+    assert caplog.text.count("502 not the Bot API") == 1
 
 
 @telegram()
@@ -1149,8 +910,7 @@ async def test_photos_and_files_go_out_and_one_that_cannot_is_told_of(server, de
     async def sent(*media: Path) -> list[str]:
         server.requests.clear()
         await desk.send("", media=media)
-        methods = [request.method for request in server.requests]
-        return [method for method in methods if method in ("sendPhoto", "sendDocument")]
+        return [request.method for request in server.requests if request.files]
 
     photo, file = desk.folder / "a.PNG", desk.folder / "odd&näme.txt"
     photo.write_bytes(b"\x89PNG\r\n--\r\n")
@@ -1158,7 +918,6 @@ async def test_photos_and_files_go_out_and_one_that_cannot_is_told_of(server, de
     assert await sent(photo, file) == ["sendPhoto", "sendDocument"]
     first, second = [request for request in server.requests if request.files]
     assert first.files == {"photo": ("a.PNG", b"\x89PNG\r\n--\r\n")}
-    assert first.fields["chat_id"] == "7"
     assert second.files["document"][1] == b"hello\r\n" * 100_000
     server.refuse("sendPhoto", Refusal(400, "Bad Request: PHOTO_INVALID_DIMENSIONS"))
     assert await sent(photo) == ["sendPhoto", "sendDocument"]
@@ -1166,11 +925,8 @@ async def test_photos_and_files_go_out_and_one_that_cannot_is_told_of(server, de
     with pytest.raises(TelegramError):
         await sent(photo)
     assert server.calls("sendDocument") == [], "it may have arrived"
-    server.refuse("sendDocument", Refusal(413, "Request Entity Too Large"))
-    await sent(file, desk.folder / "gone")
-    first, second = server.texts()
-    assert first == "[odd&amp;näme.txt cannot be sent: sendDocument: 413 Request Entity Too Large]"
-    assert re.match(r"\[gone cannot be sent: \[(Errno|WinError) 2\]", second)
+    await sent(desk.folder / "a&b")
+    assert re.match(r"\[a&amp;b cannot be sent: \[(Errno|WinError) 2\]", server.texts()[-1])
 
 
 def sparse(path: Path, size: int) -> Path:
@@ -1220,11 +976,12 @@ async def test_a_file_outlasts_an_outage_in_which_its_chat_waits_and_no_other(se
     message = await desk.take()
     assert (message.content, message.media[0].read_bytes()) == ("this", b"x")
     assert (await desk.take()).content == "after the file"
-    await desk.until_confirmed()
     assert desk.naps == [10, 10, 33]
-    server.refuse("getFile", *[Refusal(502, "Bad Gateway")] * 30)
+    server.refuse("getFile", Refusal(400, "Bad Request: file is too big"))
     server.say(caption="lost", document=server.file("a.bin", b"x"))
-    assert "cannot be fetched: getFile: 502 Bad Gateway" in (await desk.take()).content
+    message = await desk.take()
+    assert message.content.startswith("lost\n") and message.media == []
+    assert "cannot be fetched: getFile: 400 Bad Request: file is too big" in message.content
 
 
 @telegram()
@@ -1250,7 +1007,7 @@ async def test_a_file_outlasts_an_outage_and_delays_no_text(server, desk, caplog
     assert server.texts("7") == ["the answer"] and len(desk.naps) == 9
 
 
-@pytest.mark.parametrize("base", ["http://127.0.0.1:1/ x", "gopher://x", "{}"])
+@pytest.mark.parametrize("base", ["http://127.0.0.1:1/ x", "{}"])
 def test_the_token_is_in_no_log_and_no_error(tmp_path, caplog, base):
     caplog.set_level(logging.DEBUG)
 
@@ -1263,9 +1020,9 @@ def test_the_token_is_in_no_log_and_no_error(tmp_path, caplog, base):
             await desk.send("x")
         async with desk:
             await settled(lambda: len(desk.naps) > 1)
-        shown = "".join(traceback.format_exception(failure.value))
-        while error := failure.value.__context__:
-            failure.value.__context__ = error.__context__
+        error = failure.value
+        shown = "".join(traceback.format_exception(error))
+        while error := error.__context__:
             shown += repr(error)
         assert secret not in shown + caplog.text
         if base == "{}":
@@ -1280,23 +1037,18 @@ def test_the_token_is_in_no_log_and_no_error(tmp_path, caplog, base):
         ("a < b & c > d <b>&amp;</b>", "a &lt; b &amp; c &gt; d &lt;b&gt;&amp;amp;&lt;/b&gt;"),
         ("**bold** and *italic* and _italic_", "<b>bold</b> and <i>italic</i> and <i>italic</i>"),
         ("**bold *and italic* too**", "<b>bold <i>and italic</i> too</b>"),
-        ("*italic **and bold** too*", "<i>italic <b>and bold</b> too</i>"),
-        ("**a *b** c*", "<b>a *b</b> c*"),
         ("a lone * stays, 2 * 3 * 4, a*b, **open", "a lone * stays, 2 * 3 * 4, a*b, **open"),
         ("snake_case_name __init__ _x", "snake_case_name __init__ _x"),
-        ("`a < *b*` ``a ` b``", "<code>a &lt; *b*</code> <code>a ` b</code>"),
         ("# Plan\n#hashtag\n## **Next** \nx", "<b>Plan</b>\n#hashtag\n<b>Next</b>\nx"),
         ('[a](https://a.b/c_d_(e)?x="2")', '<a href="https://a.b/c_d_(e)?x=&quot;2&quot;">a</a>'),
         (
             "```py\na < b\n*x*\n```\nend",
             '<pre><code class="language-py">a &lt; b\n*x*\n</code></pre>\nend',
         ),
-        ("\ue0000\ue001 lone \ud800", "0 lone ?"),
         (
             "[`run.py`](https://x.y) is `it`",
             '<a href="https://x.y">`run.py`</a> is <code>it</code>',
         ),
-        ("```npm install\nnpm test\n```", "<pre><code>npm install\nnpm test\n</code></pre>"),
         ("```npm install```\nand **more**", "<code>npm install</code>\nand <b>more</b>"),
     ],
 )
@@ -1338,28 +1090,21 @@ def test_whatever_the_markdown_its_parts_can_be_parsed_fit_and_lose_nothing():
 WORST = [
     "`",
     "` ",
-    "`` ",
     "```a",
     "```\n",
     "[",
-    "[a",
     "[a](http://",
     "[x](http://(",
     "# ",
-    "#  ",
     "* ",
-    "*a ",
     "**a ",
 ]
 WORST += [
     "**a",
     "*a**b ",
     "***a ",
-    "_a ",
     "_a*b ",
     "<b>",
-    "(",
-    "&",
     "\t",
     "\n",
     "- [x] ",
@@ -1380,25 +1125,6 @@ def test_whatever_its_letters_a_text_is_read_in_no_time(piece):
     assert time.process_time() - before < 1
 
 
-@pytest.mark.parametrize(
-    ("text", "limit", "parts"),
-    [
-        ("one two\nthree", 10, ["one two\n", "three"]),
-        ("one two three", 10, ["one two ", "three"]),
-        ("<b>one two</b>", 10, ["<b>one </b>", "<b>two</b>"]),
-        (
-            '<a href="https://x.y">one</a>',
-            24,
-            ['<a href="https://x.y">on</a>', '<a href="https://x.y">e</a>'],
-        ),
-        ("a&lt;b", 4, ["a", "&lt;", "b"]),
-        ("🙂🙂🙂", 5, ["🙂🙂", "🙂"]),
-    ],
-)
-def test_where_a_text_is_cut(text, limit, parts):
-    assert split_html(text, limit) == parts
-
-
 # ---- The calendar ----
 
 BERLIN = ZoneInfo("Europe/Berlin")
@@ -1411,11 +1137,8 @@ def local(text: str) -> datetime:
 @pytest.mark.parametrize(
     ("expr", "after", "expected"),
     [
-        ("30 9 * * *", "2026-11-21T09:30", "2026-11-22T09:30"),
         ("0 9 * * MON,Wed", "2026-11-23T10:00", "2026-11-25T09:00"),
-        ("0 9 * * sat-sun", "2026-11-21T10:00", "2026-11-22T09:00"),
         ("0 9 * * sun-tue", "2026-11-21T10:00", "2026-11-22T09:00"),
-        ("0 0 1 jan,jul *", "2027-01-01T10:00", "2027-07-01T00:00"),
         ("0 0 29 2 *", "2026-11-21T10:00", "2028-02-29T00:00"),
         (
             "0 9 13 * fri",
@@ -1423,10 +1146,8 @@ def local(text: str) -> datetime:
             "2026-11-20T09:00",
         ),  # either day, if neither is a star,
         ("0 9 */2 * mon", "2026-11-24T10:00", "2026-12-07T09:00"),  # else both have to fit
-        ("0-59/59 0-23/23 1-31/30 1-12/11 0-7/7", "2027-01-01T10:00", "2027-01-01T23:00"),
         ("30 2 * * *", "2026-03-28T12:00", "2026-03-29T03:30"),  # 02:30 does not exist
         ("30 2 * * *", "2026-10-25T02:30", "2026-10-26T02:30"),  # 02:30 exists twice
-        ("0 9 * * *", "2026-03-28T12:00", "2026-03-29T09:00"),
     ],
 )
 def test_when_an_expression_comes_next(expr, after, expected):
@@ -1436,15 +1157,9 @@ def test_when_an_expression_comes_next(expr, after, expected):
 @pytest.mark.parametrize(
     ("expr", "complaint"),
     [
-        ("", "has 0 fields instead of five: minute, hour"),
         ("60 * * * *", "minute: '60' is not like .*within 0-59"),
-        ("* * * * 8", "day of week: '8' is not like .*within 0-7"),
-        ("* * * mon *", "month: 'mon' is not like"),
-        ("*/0 * * * *", "minute: './0' is not like"),
         ("0 22-2 * * *", "hour: '22-2' .*within 0-23; 22-2 is written as 22-23,0-2"),
-        ("5/15 * * * *", "minute: '5/15' is not like"),
         ("١ * * * *", "minute: '١' is not like"),
-        ("0 0 31 2 *", "it never runs"),
     ],
 )
 def test_a_bad_expression_says_what_is_wrong(expr, complaint):
@@ -1466,7 +1181,6 @@ def random_field(random: Random, lowest: int, highest: int, most: int = 59) -> t
             (f"*/{step}", set(range(lowest, highest + 1, step))),
             (f"{low}", {low}),
             (f"{low},{high}", {low, high}),
-            (f"{low}-{high}", set(range(low, high + 1))),
             (f"{low}-{high}/{step}", set(range(low, high + 1, step))),
         ]
     )
@@ -1505,15 +1219,13 @@ def by_the_minute(
 
 def test_the_calendar_agrees_with_a_clock_that_is_looked_at_every_minute():
     """In zones and weeks in which clocks are set: by an hour, by half of one, at midnight. Not here:
-    a job of every hour in the night in which Lord Howe skips half an hour."""
+    a night in which Lord Howe skips half an hour."""
     changes = [
         ("Europe/Berlin", "2026-03-28"),
         ("Europe/Berlin", "2026-10-24"),
         ("America/New_York", "2026-03-07"),
         ("Australia/Lord_Howe", "2026-04-04"),
-        ("Australia/Lord_Howe", "2026-10-03"),
         ("Africa/Cairo", "2026-04-23"),
-        ("Africa/Cairo", "2026-10-29"),
         ("Asia/Kolkata", "2026-01-01"),
         ("America/Nuuk", "2026-10-24"),
     ]
@@ -1529,8 +1241,6 @@ def test_the_calendar_agrees_with_a_clock_that_is_looked_at_every_minute():
         after = datetime.fromisoformat(f"{day}T00:00Z") + timedelta(
             minutes=random.randint(0, 2_000)
         )
-        if day == "2026-10-03" and texts[1] in ("*", "*/1"):
-            continue
         expected = by_the_minute(texts, sets, after, ZoneInfo(name))
         found = next_run(" ".join(texts), after.timestamp(), ZoneInfo(name))
         moment = datetime.fromtimestamp(found, UTC)
@@ -1617,7 +1327,6 @@ class Office:
 def test_every_cron_and_at_each_in_its_time_and_by_a_name_that_a_kill_does_not_change(tmp_path):
     office = Office(tmp_path)
     drink = office.add("drink", every_seconds=600)
-    office.add("lunch", cron_expr="30 12 * * *")
     office.add("stretch", at="2026-11-21T12:25")
     before = office.path.read_bytes()
     assert office.pass_time(1_800, step=60) == [
@@ -1625,116 +1334,50 @@ def test_every_cron_and_at_each_in_its_time_and_by_a_name_that_a_kill_does_not_c
         ("drink", "21 12:20:00"),
         ("stretch", "21 12:25:00"),
         ("drink", "21 12:30:00"),
-        ("lunch", "21 12:30:00"),
     ]
-    assert [row["message"] for row in office.rows()] == ["drink", "lunch"]
+    assert [row["message"] for row in office.rows()] == ["drink"]
     assert office.names[0] == f"{drink}@{local('2026-11-21T12:10').timestamp():.0f}"
+    assert len({*office.names}) == 4, "else a report is taken for a repetition and dropped"
     office.path.write_bytes(before)  # the file as it was when a kill kept the runs from being noted
     again = Office(tmp_path, local("2026-11-21T12:09"))
     again.pass_time(1_260, step=60)
     assert again.names == office.names
 
 
-NIGHTS = {
-    "Europe/Berlin": ("2026-03-29T00:00", "2026-10-25T00:00"),
-    "Australia/Lord_Howe": ("2026-10-04T00:00", "2026-04-05T00:00"),
-}
-
-
-@pytest.mark.parametrize("name", NIGHTS)
-@pytest.mark.parametrize("number", [0, 1], ids=["clocks go forward", "clocks go back"])
-def test_in_the_nights_when_clocks_are_set_each_job_runs_as_often_as_it_should(
-    tmp_path, name, number
-):
-    """Jobs of every half hour follow the real time, whether `every_seconds` or `cron_expr` says so."""
-    zone = ZoneInfo(name)
-    begin = datetime.fromisoformat(NIGHTS[name][number]).replace(tzinfo=zone)
-    office = Office(tmp_path, begin, zone)
-    office.service.add_system("heartbeat", 1_800)
-    office.add("every", every_seconds=1_800)
-    office.add("half hours", cron_expr="*/30 * * * *")
-    office.add("daily", cron_expr="30 4 * * *")
-    moment = begin.astimezone(UTC) + timedelta(minutes=95)
-    office.add("at", at=moment.isoformat())
-    office.add("local", at=moment.astimezone(zone).isoformat())
-    office.pass_time(60, step=60)  # the first heartbeat of a new workspace comes at once
-    fired = office.pass_time(6 * 3_600, step=60)
-    counts = [
-        [message for message, _ in fired].count(name) for name in ("every", "daily", "heartbeat")
-    ]
-    assert counts == [12, 1, 12]
-    if name == "Europe/Berlin":
-        assert [message for message, _ in fired].count("half hours") == 12
-    wall = moment.astimezone(zone).strftime("%d %H:%M:%S")
-    assert [each for each in fired if each[0] in ("at", "local")] == [("at", wall), ("local", wall)]
-
-
 @pytest.mark.parametrize(
     ("schedule", "started"),
     [
         ({"cron_expr": "0 13 * * *"}, "2026-11-21T13:05"),  # 61 s late was too late once
-        ({"cron_expr": "0 13 * * *"}, "2026-11-25T13:30"),  # of several days
-        ({"cron_expr": "0 13 * * mon"}, "2026-11-26T01:30"),
-        ({"every_seconds": 3_600}, "2026-11-21T15:31"),
         ({"at": "2026-11-21T13:00"}, "2026-11-24T12:45"),
     ],
 )
 def test_a_job_that_is_late_runs_once(tmp_path, schedule, started):
     Office(tmp_path).add("water", **schedule)
     office = Office(tmp_path, local(started))
+    assert f"{office.now:next %a %Y-%m-%d %H:%M}" in office.cron("list"), "never in the past"
     assert [message for message, _ in office.pass_time(20)] == ["water"]
     assert Office(tmp_path, office.now).pass_time(20) == []
 
 
-def test_each_of_two_runs_a_day_has_its_own_name(tmp_path):
-    """With one name for both, the second report was taken for a repetition and dropped."""
-    office = Office(tmp_path, local("2026-11-21T08:00"))
-    id = office.add("walk", cron_expr="0 9,13 * * *")
-    office.pass_time(86_400, step=600)
-    moments = [local(f"2026-11-21T{hour}:00") for hour in ("09", "13")]
-    assert office.names == [f"{id}@{moment.timestamp():.0f}" for moment in moments]
-
-
-def test_the_list_never_shows_the_past(tmp_path):
-    office = Office(tmp_path)
-    office.add("old", at="2026-11-21T12:30")
-    id = office.add("daily", cron_expr="0 13 * * *")
-    office = Office(tmp_path, local("2026-11-22T13:45"))
-    listed = office.cron("list").splitlines()
-    assert " · next Sun 2026-11-22 13:45 CET · " in listed[0], "both were missed, and run now"
-    assert listed[1] == f"{id} · 0 13 * * * · next Sun 2026-11-22 13:45 CET · telegram:42 · daily"
-
-
 def test_rows_written_by_hand_run_odd_ones_are_told_once_and_all_are_kept(tmp_path, caplog):
     office = Office(tmp_path)
-    odd = [{}, {"id": "x"}, {"id": "s1", "every_seconds": -1}]
-    odd += [{"id": "n", "every_seconds": "often"}, {"id": "z", "cron_expr": "x"}]
-    odd += [
+    odd = [
+        {},
+        {"id": "s1", "every_seconds": -1},
+        {"id": "n", "every_seconds": "often"},
         {"id": "t", "cron_expr": "1 1 * * *", "tz": "Mars/Olympus"},
         {"id": "q", "since": 5, "at": [1]},
+        {"id": "f", "cron_expr": "0 0 31 2 *"},
     ]
-    odd += [{"id": "f", "cron_expr": "0 0 31 2 *"}]
-    by_hand = {"id": 1, "message": 7, "every_seconds": 60, "tz": None, "colour": "red", "runs": [7]}
-    past = {"id": "p", "message": "past", "at": "2026-11-21T11:59"}
-    office.write(*odd, by_hand, past)
-    assert office.pass_time(150) == [
-        ("7", "21 12:00:01"),
-        ("past", "21 12:00:01"),
-        ("7", "21 12:01:01"),
-        ("7", "21 12:02:01"),
-    ]
-    rows = office.rows()
-    assert rows[: len(odd)] == odd and (rows[-1]["colour"], rows[-1]["runs"]) == ("red", [7])
+    by_hand = {"id": 1, "message": 7, "every_seconds": 60, "tz": None, "colour": "red"}
+    office.write(*odd, by_hand, {"id": "p", "message": "past", "at": "2026-11-21T11:59"})
+    moments = [("7", "21 12:00:01"), ("past", "21 12:00:01"), ("7", "21 12:01:01")]
+    assert office.pass_time(90) == moments
+    *rows, row = office.rows()
+    assert rows == odd and row["colour"] == "red"
     assert caplog.text.count("is no job") == len(odd)
-    assert (
-        "cron: {'id': 's1', 'every_seconds': -1} is no job: the schedule is missing or negative"
-        in caplog.messages
-    )
-    assert office.cron("list").startswith("1 · every 60 s · next ")
-    assert office.cron("remove", job_id="1") == "Removed job 1."
-    with pytest.raises(CronError, match="No job '' can be removed: `list` shows the ids."):
-        office.cron("remove")
-    assert office.rows() == odd
+    assert "cron: {'id': 's1', 'every_seconds': -1} is no job: the schedule" in caplog.text
+    assert office.cron("remove", job_id="1") == "Removed job 1." and office.rows() == odd
 
 
 def test_jobs_that_are_added_side_by_side_are_all_kept(tmp_path):
@@ -1751,113 +1394,93 @@ def test_a_clock_that_was_ahead_stops_nothing(tmp_path):
     assert len(office.pass_time(60, step=60)) == 1
     office.now = START  # the same program: the clock is set back; the last run is repeated
     assert len(office.pass_time(130)) == 3
-    row = office.rows()[0]
-    ahead = local("2030-01-01T12:00").timestamp()
-    office.write(row | {"after": ahead})
+    office.write(office.rows()[0] | {"after": local("2030-01-01T12:00").timestamp()})
     assert len(Office(tmp_path).pass_time(121)) == 3
 
 
-def test_a_job_that_hangs_fails_or_is_stopped_keeps_its_times_and_holds_up_no_other(
-    tmp_path, caplog
-):
+def test_a_job_that_hangs_fails_or_is_stopped_keeps_its_times_and_holds_up_no_other(tmp_path):
     office = Office(tmp_path)
 
     async def fire(job: CronJob) -> None:
+        if job.message == "slow":
+            await asyncio.Event().wait()
         if job.message == "stopped":
             asyncio.current_task().cancel()
-        await asyncio.sleep(3_600 if job.message == "slow" else 0)
-        if job.message in ("bad", "once"):
+            await asyncio.sleep(0)
+        if job.message == "bad":
             raise ConnectionError("no model")
 
     async def test() -> None:
         office.fire = fire
-        for name in ("slow", "good", "bad", "stopped"):
+        names = ("slow", "good", "bad", "stopped")
+        for name in names:
             office.add(name, every_seconds=60)
-        office.add("once", at="2026-11-21T12:01")
         for minute in range(1, 4):
             office.now = START + timedelta(minutes=minute)
             await office.service.tick()
             slow, *tasks = office.service.running.values()
             await asyncio.wait(tasks, timeout=PATIENCE)
         slow.cancel()
+        messages = [message for message, _ in office.fired]
+        assert [messages.count(name) for name in names] == [1, 3, 3, 3]
 
     asyncio.run(test())
-    messages = [message for message, _ in office.fired]
-    counts = [messages.count(name) for name in ("slow", "good", "bad", "stopped", "once")]
-    assert counts == [1, 3, 3, 3, 1]
-    failed = "ConnectionError('no model')"
-    assert [row["error"] for row in office.rows()] == ["", "", failed, "", failed]
-    last = office.cron("list").splitlines()[-1]
-    assert last.endswith(
-        f" · 2026-11-21T12:01:00+01:00 · off · telegram:42 · once · failed: {failed}"
-    )
-    assert caplog.records[0].exc_info[0] is ConnectionError
+    *_, failed, _ = office.cron("list").splitlines()
+    assert failed.endswith(" · bad · failed: ConnectionError('no model')")
 
 
 def test_other_programs_changes_are_picked_up_and_not_undone(tmp_path):
     office, other = Office(tmp_path), Office(tmp_path)
-    kept, removed, off = [office.add(name, every_seconds=60) for name in ("kept", "removed", "off")]
-    assert len(office.pass_time(60, step=60)) == 3
+    kept, removed = [office.add(name, every_seconds=60) for name in ("kept", "removed")]
+    assert len(office.pass_time(60, step=60)) == 2
 
     async def meanwhile(job: CronJob) -> None:  # while the jobs run
         if job.id == kept:
             other.cron("remove", job_id=removed)
             other.now = office.now
             other.add("new", every_seconds=60)
-            rows = other.rows()
-            next(row for row in rows if row["id"] == off)["enabled"] = False
-            other.write(*rows)
 
     office.fire = meanwhile
     office.pass_time(60, step=60)
     office.fire = None
-    assert sorted(row["message"] for row in office.rows()) == ["kept", "new", "off"]
+    assert sorted(row["message"] for row in office.rows()) == ["kept", "new"]
     assert sorted(message for message, _ in office.pass_time(60, step=60)) == ["kept", "new"]
 
 
 def test_system_jobs_keep_their_pace_are_listed_and_protected(tmp_path):
-    def started(now: datetime, seconds: float, enabled: bool = True) -> Office:
+    def beats(now: datetime, seconds: float, pace: float, enabled: bool = True) -> list:
         office = Office(tmp_path, now)
-        office.service.add_system("heartbeat", seconds, enabled)
-        return office
-
-    def beats(office: Office, seconds: float) -> list:
+        office.service.add_system("heartbeat", pace, enabled)
+        assert (" · off · " in office.cron("list")) is not enabled
+        with pytest.raises(CronError, match="No job 'heartbeat' can be removed"):
+            office.cron("remove", job_id="heartbeat")
         return [moment[3:8] for _, moment in office.pass_time(seconds, step=600)]
 
-    office = started(START, 1_800)
-    assert beats(office, 3_600) == ["12:10", "12:40"]  # the first one at once
-    listed = "heartbeat · every 1800 s · next Sat 2026-11-21 13:10 CET · system: · "
-    assert office.cron("list") == listed
-    with pytest.raises(CronError, match="No job 'heartbeat' can be removed"):
-        office.cron("remove", job_id="heartbeat")
-    office.write(office.rows()[0] | {"enabled": False})  # by hand; the settings decide
+    assert beats(START, 3_600, 1_800) == ["12:10", "12:40"]  # the first one at once
     later = local("2026-11-21T15:30")  # it missed some: one at once, then in its rhythm
-    assert beats(started(later, 1_200), 1_800) == ["15:40", "16:00"]
-    office = started(START + timedelta(days=30, minutes=50), 7_200)
-    assert beats(office, 600) == ["13:00"], "a machine that is seldom on never misses a dream"
-    office = started(START + timedelta(days=40), 7_200, enabled=False)
-    assert beats(office, 7_200) == [] and " · off · " in office.cron("list")
+    assert beats(later, 1_800, 1_200) == ["15:40", "16:00"]
+    later = START + timedelta(days=30, minutes=50)
+    assert beats(later, 600, 7_200) == ["13:00"], "a machine that is seldom on misses no dream"
+    assert beats(START, 7_200, 7_200, enabled=False) == []
 
 
 def test_a_disk_that_refuses_makes_nothing_run_twice(tmp_path, caplog):
     """Nothing can be written there, until the third attempt to record the runs."""
     office, naps = Office(tmp_path), []
-    office.add("drink", every_seconds=60)
     once = office.add("once", at="2026-11-21T12:01")
     temporary = office.path.with_name(".jobs.json.tmp")
     temporary.mkdir()
 
     async def nap(seconds: float) -> None:
         naps.append(seconds)
-        if len(naps) >= 5 and once in caplog.text and temporary.exists():  # both have tried
+        if len(naps) == 3:
             temporary.rmdir()
         await office.service.tick()
 
     office.service.sleep = nap
-    drinks = [("drink", f"21 12:0{minute}:00") for minute in range(1, 4)]
-    assert office.pass_time(60, step=60) == [drinks[0], ("once", "21 12:01:00")]
+    assert office.pass_time(60, step=60) == [("once", "21 12:01:00")]
     assert f"cron: the run of {once} cannot be recorded: " in caplog.text
-    assert office.pass_time(120, step=60) == drinks[1:]
+    assert len(naps) == 3 and office.pass_time(120, step=60) == office.rows() == []
 
 
 def test_a_run_that_ends_while_the_file_is_read_is_not_started_again(tmp_path):
@@ -1893,77 +1516,64 @@ def test_a_run_that_ends_while_the_file_is_read_is_not_started_again(tmp_path):
 def test_a_damaged_file_is_told_kept_and_never_taken_for_no_jobs(tmp_path, caplog, damage):
     office = Office(tmp_path)
     office.add("drink", every_seconds=60)
-    office.pass_time(60, step=60)
+    whole = office.path.read_bytes()
     office.path.write_bytes(damage)
-    for ask in (lambda: office.cron("list"), lambda: office.add("new", at="2027-01-01")):
-        with pytest.raises(OSError, match="jobs.json is damaged: "):
-            ask()
-    whole = json.dumps({"jobs": [{"id": "x", "message": "x", "every_seconds": 60}]})
+    with pytest.raises(OSError, match="jobs.json is damaged: "):
+        office.add("new", at="2027-01-01")
     assert office.pass_time(120) == []
     assert caplog.text.count("jobs.json is damaged: ") == 1
     assert office.path.read_bytes() == damage
-    office.path.write_text(whole)  # it was repaired
+    office.path.write_bytes(whole)  # it was repaired
     assert len(office.pass_time(61)) == 2
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="only POSIX can fork")
 def test_a_kill_between_any_two_steps_of_writing_leaves_all_or_nothing(tmp_path):
-    def change_and_die(path: Path, step: int) -> None:
-        kept = []
+    def change_and_die(store: JobStore, step: int) -> None:
+        steps = itertools.count()
 
         def audit(event: str, arguments: tuple) -> None:
-            where = str(arguments[0]) if arguments else ""
-            if (event in ("open", "os.rename") and "jobs" in where) or event == "fcntl.flock":
-                kept.append(event)
-                if len(kept) > step:
-                    os._exit(9)
+            is_ours = event in ("open", "os.rename") and "jobs" in str(arguments[0])
+            if (is_ours or event == "fcntl.flock") and next(steps) == step:
+                os._exit(9)
 
         sys.addaudithook(audit)
-        JobStore(path, locked, write_atomically).edit(
-            "new", {"message": "x" * 100_000}, is_new=True
-        )
+        store.edit("new", {"message": "x" * 100_000}, is_new=True)
         os._exit(0)
 
-    ends = set()
+    ends = []
     for step in itertools.count():
         path = tmp_path / str(step) / "jobs.json"
         path.parent.mkdir()
         path.write_text('{"jobs": [{"id": "old"}]}')
+        store = JobStore(path, locked, write_atomically)
         child = os.fork()
         if not child:
-            change_and_die(path, step)
+            change_and_die(store, step)
         status = os.waitpid(child, 0)[1]
-        store = JobStore(path, locked, write_atomically)
-        ids = [row["id"] for row in store.read()]
-        assert ids in (["old"], ["old", "new"])
-        ends.add(tuple(ids))
+        ends.append([row["id"] for row in store.read()])
         store.edit("next", {}, is_new=True)  # no lock and no rest is in the way
-        assert [row["id"] for row in store.read()] == [*ids, "next"]
+        assert [row["id"] for row in store.read()] == [*ends[-1], "next"]
         if status == 0:
             break
-    assert step >= 3 and len(ends) == 2
+    assert step >= 3 and ends == sorted(ends)
+    assert (ends[0], ends[-1]) == (["old"], ["old", "new"])
 
 
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        ({"message": " ", "every_seconds": 60}, "message is empty"),
-        ({"message": "x", "every_seconds": 60, "at": "2026-12-01"}, "exactly one of"),
         ({"message": "x", "every_seconds": -5}, "the schedule is missing or negative"),
-        ({"message": "x", "every_seconds": 10**15}, "No job was added"),
         (
             {"message": "x", "cron_expr": "0 9 * * *", "tz": "Mars/Olympus"},
             "no time zone 'Mars/Olympus'",
         ),
-        ({"message": "x", "at": "2026-12-01", "tz": "../etc/passwd"}, "no time zone"),
         (
             {"message": "x", "cron_expr": "0 0 31 2 *"},
             "No job was added for '0 0 31 2 \\*': it never runs",
         ),
         ({"message": "x", "at": "tomorrow"}, "No job was added for 'tomorrow'"),
         ({"message": "x", "at": "2026-11-20"}, "never runs. It is now Sat 2026-11-21 12:00 CET"),
-        ({"message": "x", "in_seconds": -60}, "never runs. It is now Sat 2026-11-21 12:00 CET"),
-        ({"message": "x", "in_seconds": 60, "at": "2026-12-01"}, "exactly one of"),
     ],
 )
 def test_a_wish_that_cannot_be_met_says_why(tmp_path, arguments, complaint):
@@ -1977,15 +1587,12 @@ def test_a_wish_that_cannot_be_met_says_why(tmp_path, arguments, complaint):
     ("schedule", "shown", "answer"),
     [
         ({"in_seconds": 600}, "2026-11-21T12:10:00+01:00", "Sat 2026-11-21 12:10 CET"),
-        ({"at": "2026-11-21T17:00"}, "2026-11-21T17:00:00+01:00", "Sat 2026-11-21 17:00 CET"),
         (
             {"at": "2026-11-21T17:00", "tz": "UTC"},
             "2026-11-21T18:00:00+01:00",
             "Sat 2026-11-21 18:00 CET",
         ),
-        ({"at": "2027-07-01T15:00Z"}, "2027-07-01T17:00:00+02:00", "Thu 2027-07-01 17:00 CEST"),
         ({"cron_expr": "0 9 1 1 *", "tz": "UTC"}, "0 9 1 1 * UTC", "Fri 2027-01-01 10:00 CET"),
-        ({"every_seconds": 2_592_000}, "every 2592000 s", "Mon 2026-12-21 12:00 CET"),
     ],
 )
 def test_the_model_is_told_when_a_job_comes(tmp_path, schedule, shown, answer):
@@ -2000,15 +1607,12 @@ def test_the_model_is_told_when_a_job_comes(tmp_path, schedule, shown, answer):
 
 def test_the_tool_removes_and_makes_no_job_in_a_job(tmp_path):
     office = Office(tmp_path)
-    assert office.cron("list") == "There are no jobs."
     id = office.add("water the plants", cron_expr="0 9 * * *")
     in_a_job = SimpleNamespace(channel="cron", chat_id=id)
     with pytest.raises(CronError, match="A running job cannot add jobs"):
         office.service.cron("add", "more", every_seconds=60, turn=in_a_job)
-    with pytest.raises(CronError, match="No job 'x' can be removed"):
-        office.cron("remove", job_id="x")
     assert office.service.cron("remove", job_id=id, turn=in_a_job) == f"Removed job {id}."
-    assert office.rows() == []
+    assert office.cron("list") == "There are no jobs."
 
 
 # ---- Heartbeat ----
@@ -2020,9 +1624,7 @@ def test_the_tool_removes_and_makes_no_job_in_a_job(tmp_path):
         ("# Heartbeat\r\n\n## Tasks\n---\n- [ ]\n-\n", ""),
         ("<!-- write tasks here\n- [ ] like this -->\n", ""),
         ("- [x] call Ann\n  her number is 555\n* [X] done\n", ""),
-        ("- [x] call Ann\n  - [ ] ask for Bob", "- [ ] ask for Bob"),
         ("# Tasks\n- [x] call Ann\n- [ ] water the plants\n", "# Tasks\n\n- [ ] water the plants"),
-        ("#5 is open", "#5 is open"),
     ],
 )
 def test_what_is_to_be_done_at_a_heartbeat(text, active):

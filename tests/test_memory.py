@@ -96,18 +96,10 @@ def say(loop: AgentLoop, *texts: str, key: str = KEY) -> list[str]:
     async def talk():
         answers = []
         for text in texts:
-            answers.append((await loop.process_direct(text, key, note)).final_content)
+            answers.append((await loop.process_direct(text, key)).final_content)
             await loop.background.settled()
         return answers
 
-    async def note(event):
-        loop.shown = [*getattr(loop, "shown", []), (event.kind, event.content)]
-
-    async def tell(text):
-        loop.shown.append(("retry", text))
-
-    if key == KEY:  # a terminal's
-        loop.tell = tell
     return asyncio.run(talk())
 
 
@@ -177,33 +169,6 @@ def chat(workspace: Path, model: LLMProvider, *texts: str) -> list[str]:
     return serve(workspace, model, work).finals()
 
 
-def test_undo_in_a_chat_takes_back_its_own_changes_and_is_delivered_once(own_home, tmp_path):
-    seen = []
-
-    def talk(request):
-        seen.append(said(request.messages)[-1])
-        is_first = request.messages[-1]["role"] == "user" and "write" in seen[-1]
-        return call("write_file", path="x", content="y") if is_first else "<done>"
-
-    async def work(chats):
-        await chats.say("write", id_="1")
-        await chats.answered(1)
-        assert (tmp_path / "x").exists()
-        await chats.say("/undo", id_="2")
-        await chats.say("/undo", id_="2")
-        await chats.answered(2)
-        await chats.say("what now?", id_="3")
-        await chats.answered(3)
-        await chats.at_rest()
-
-    model = Model(talk)
-    texts = serve(tmp_path, model, work).finals()
-    assert texts[1].startswith("Took back the changes to x.") and len(texts) == 3
-    assert "undo: the user took back your changes to x]" in seen[-1]
-    assert not (tmp_path / "x").exists()
-    assert serve(tmp_path, model, lambda chats: chats.at_rest()).finals() == []
-
-
 # ---- The journal on disk ----
 
 
@@ -222,24 +187,20 @@ def test_a_conversation_stands_in_its_journal_like_this(tmp_path):
     gate = Gate()
 
     def talk(request):
-        replies = {"Read a.txt": call("slow"), "And b.txt?": "a.txt says hello, b.txt too"}
-        return replies.get(said(request.messages)[-1], DOWN)
+        is_first = request.messages[-1]["role"] == "user" and len(request.messages) == 2
+        return call("slow") if is_first else "a.txt says hello, b.txt too"
 
     async def work(chats):
         await chats.say("Read a.txt", id_="501")
         await gate.reached.wait()
         await chats.say("And b.txt?", id_="502")
-        inbox = chats.loop.sessions.inbox(CHAT)
-        line = {"id": "502", "kind": "user", "sender": "7", "content": "And b.txt?", "media": []}
-        assert plain(lines_of(inbox.path)[-1]) == line
         gate.open.set()
         await chats.answered(1)
         await chats.at_rest()
-        assert not inbox.path.exists(), "removed when it is empty"
-        await chats.say("fail", id_="503")
+        for _ in range(2):
+            await chats.say("/new", id_="504")
         await chats.answered(2)
-        await chats.say("/new", id_="504")
-        await chats.answered(3)
+        await chats.at_rest()
 
     serve(tmp_path, Model(talk), work, waiting_tool(gate))
     path = tmp_path / "sessions" / "desk%3A1.jsonl"
@@ -259,57 +220,23 @@ def test_a_conversation_stands_in_its_journal_like_this(tmp_path):
         {"n": 4, "role": "user", "content": "And b.txt?", "id": "502"},
         {"n": 5, "role": "assistant", "content": "a.txt says hello, b.txt too"},
         {"mark": "delivered", "upto": 5},
-        {"n": 6, "role": "user", "content": "fail", "id": "503"},
-        {"mark": "ended", "why": "the endpoint is down"},
-        {"mark": "delivered", "upto": 6},
         {"mark": "new", "id": "504"},
-        {"mark": "delivered", "upto": 6},
+        {"mark": "delivered", "upto": 5},
     ]
 
 
-def test_an_append_changes_no_earlier_byte_and_holds_no_image(tmp_path):
-    session = loaded(tmp_path)
-    before = b""
-    for n in range(5):
-        session.append(user(f"{n} \u2028 \x85 \ud800 \0 end"), answer("yes"))
-        now = session.path.read_bytes()
-        assert now.startswith(before) and len(lines_of(session.path)) == 2 * n + 3
-        before = now
-    assert "\u2028 \x85 ? \0 end" in contents(loaded(tmp_path).messages)[0], (
-        "a lone surrogate stops nothing"
-    )
-    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
-    blocks = [image, {"type": "text", "text": "[image: cat.png]\nWhat is it?"}]
-    session.append(user(blocks, timestamp="2026-04-03T10:00:00+0200"))
-    assert b"AAAA" not in session.path.read_bytes()
-    shown = SessionManager(tmp_path).transcript(KEY)[-1]
-    assert shown == "[2026-04-03T10:00:00+0200] user: [image: cat.png]\nWhat is it?"
-    if os.name == "posix":
-        assert (
-            session.path.stat().st_mode & 0o077 == 0 == session.path.parent.stat().st_mode & 0o077
-        )
-
-
-@contextlib.contextmanager
-def full_disk(size: int):
-    """No file gets longer than so many bytes."""
-    resource = pytest.importorskip("resource")
-    old = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size, old[1]))
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, old)
-        signal.signal(signal.SIGXFSZ, handler)
-
-
 def test_a_write_that_fails_is_said_and_leaves_no_trace(tmp_path):
+    resource = pytest.importorskip("resource")
     session = loaded(tmp_path)
     session.append(user("before"))
     before = session.path.read_bytes()
-    with full_disk(len(before) + 5_000), pytest.raises(OSError, match=re.escape(session.path.name)):
-        session.append(user("x" * 20_000))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 5_000, limits[1]))  # a full disk
+    try:
+        with pytest.raises(OSError, match=re.escape(session.path.name)):
+            session.append(user("x" * 20_000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert session.path.read_bytes() == before and contents(session.messages) == ["before"]
     session.append(user("after"))
     assert contents(loaded(tmp_path).messages) == ["before", "after"]
@@ -317,27 +244,27 @@ def test_a_write_that_fails_is_said_and_leaves_no_trace(tmp_path):
 
 KEYS = [
     "cli:direct",
-    "telegram:a_b",
     "telegram:-100",
-    "x:a/b",
     "x:../../etc",
     "x:..",
     "x:a\\b",
     "x:A",
     "x:a",
+    "x:AÄaB",
+    "x:aÄab",
     "x:ü 日本",
     "x:a%3Ab",
+    "x:%3A:B",
     "x:con",
     "x:" + "y" * 40,
     "x:a\0b",
-    "x:a*?b",
 ]
 
 
 def test_every_key_has_a_file_of_its_own_and_the_one_used_last_is_listed_first(tmp_path):
     sessions = SessionManager(tmp_path)
     for age, key in enumerate(KEYS):
-        sessions.get(key).append(user(f"in {key!a}"))
+        sessions.get(key).append(user(f"in {key!a} \u2028 \x85 \ud800 \0"))
         os.utime(sessions.path(key), (1_000_000 - age, 1_000_000 - age))
         assert sessions.path(key).parent == tmp_path / "sessions"
     if os.name == "posix":
@@ -345,10 +272,10 @@ def test_every_key_has_a_file_of_its_own_and_the_one_used_last_is_listed_first(t
             "me@host.4711:1775174400"
         )  # Emacs, while it edits
     assert SessionManager(tmp_path).list_keys() == KEYS
-    assert len({sessions.path(key).name for key in KEYS}) == len(KEYS)
-    assert [contents(loaded(tmp_path, key).messages) for key in KEYS] == [
-        [f"in {key!a}"] for key in KEYS
-    ]
+    names = {os.path.normcase(sessions.path(key).name) for key in KEYS}
+    assert len(names) == len(KEYS), "also where upper and lower case are one"
+    for key in KEYS:
+        assert contents(loaded(tmp_path, key).messages) == [f"in {key!a} \u2028 \x85 ? \0"]
 
 
 # ---- Damage ----
@@ -366,6 +293,7 @@ AFTER_NEW = [
     user("<99> Well?", id="33"),
     answer("<00> Fine"),
 ]
+OLD_TOKENS = {"<33>", "<55>", "<66>"}
 NEW_TOKENS = {"<77>", "<88>", "<99>", "<00>"}
 
 
@@ -407,9 +335,9 @@ def check_damaged(workspace: Path, path: Path, whole: bytes, data: bytes) -> Non
     assert undamaged <= set(shown), "no undamaged line is lost"
     sent = tokens_in(session.conversation())
     is_new = any(line.get("mark") == "new" for line in intact)
-    hidden = {"<33>", "<55>", "<66>"} if is_new else set()
+    hidden = {*OLD_TOKENS} if is_new else set()
     hidden |= {"<11>", "<22>"} if b'"saved"' in data else set()  # else it was cut before that
-    wanted = NEW_TOKENS if b'"new"' in whole else {"<33>", "<55>", "<66>", *NEW_TOKENS}
+    wanted = NEW_TOKENS if b'"new"' in whole else OLD_TOKENS | NEW_TOKENS
     assert wanted & undamaged <= set(sent), "none is hidden"
     assert not hidden & undamaged & set(sent), "and none comes back"
     session.append(user("<11> go on"))
@@ -423,30 +351,20 @@ def check_damaged(workspace: Path, path: Path, whole: bytes, data: bytes) -> Non
         assert is_kept, "a line that cannot be read is put aside, not deleted"
 
 
-def has_other_numbers(whole: bytes, data: bytes) -> bool:
-    """A number that is another number now: nothing shows that this line is damaged."""
-    for line, changed in zip(whole.split(b"\n"), data.split(b"\n"), strict=False):
-        with contextlib.suppress(ValueError):
-            before, after = json.loads(line), json.loads(changed)
-            names = [name for name in ("n", "upto") if isinstance(after.get(name), int)]
-            if any(after[name] != before.get(name) for name in names):
-                return True
-    return False
-
-
 @pytest.mark.parametrize("count", [150, pytest.param(0, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("with_new", [True, False])
 def test_of_a_journal_with_one_damaged_byte_every_other_line_goes_on(tmp_path, with_new, count):
+    """Not of its numbers: nothing shows that a number was another one."""
     path = damaged_sample(tmp_path, with_new)
     whole = path.read_bytes()
+    numbers = re.finditer(rb'(?:(?<="n": )|(?<="upto": ))\d+', whole)
+    skipped = {place for number in numbers for place in range(*number.span())}
     changes = []
     for place, byte in enumerate(whole):
         others = {byte ^ 1, byte ^ 0x20, byte ^ 0x80, ord("\n"), 0, ord("9"), ord("-")} - {byte}
-        changes += [(place, other) for other in sorted(others)]
+        changes += [(place, other) for other in sorted(others) if place not in skipped]
     for place, byte in random.Random(17).sample(changes, count or len(changes)):
         data = whole[:place] + bytes([byte]) + whole[place + 1 :]
-        if has_other_numbers(whole, data):
-            continue
         with told(f"byte {place} is {byte}: {data[max(place - 60, 0) : place + 30]}"):
             check_damaged(tmp_path, path, whole, data)
 
@@ -465,7 +383,6 @@ def test_a_journal_that_is_cut_at_any_byte_goes_on(tmp_path, with_new, every):
 ODD_LINES = [
     ("a torn line", '{"n": 2, "role": "assistant", "cont'),
     ("a number that is no JSON", '{"n": 2, "role": "user", "content": "x", "y": NaN}'),
-    ("a content that is a number", '{"n": 2, "role": "user", "content": 1.5}'),
     ("a function that is none", '{"n": 2, "role": "assistant", "tool_calls": [{"function": "f"}]}'),
     ("nested too deep", "[" * 50_000),
     (
@@ -479,18 +396,17 @@ ODD_LINES = [
 def test_a_line_that_is_no_message_is_skipped_put_aside_once_and_told(tmp_path, caplog, what, line):
     """One such line made every later turn fail."""
     loop = make_loop(tmp_path, Model())
-    assert say(loop, "before") == ["Fine."]
+    say(loop, "before")
     path = loop.sessions.path(KEY)
     with open(path, "a", encoding="utf-8") as file:
         file.write(line + "\n")
     for _ in range(2):
-        assert say(make_loop(tmp_path, Model()), "after") == ["Fine."]
+        model = Model()
+        assert say(make_loop(tmp_path, model), "after") == ["Fine."]
+    assert said(model.asked[0].messages) == ["before", "after", "after"]
     aside = path.with_name(f"{path.name}.corrupt")
     assert aside.read_text(encoding="utf-8") == line + "\n"
     assert "1 unreadable line skipped, and copied to cli%3Adirect.jsonl.corrupt" in caplog.text
-    model = Model()
-    say(make_loop(tmp_path, model), "now")
-    assert said(model.asked[0].messages) == ["before", "after", "after", "now"]
 
 
 @pytest.mark.parametrize(
@@ -507,32 +423,15 @@ def test_a_file_in_which_nothing_can_be_read_is_moved_aside(tmp_path, caplog, ju
 
 
 MARKS = [
-    (
-        "a damaged upto hides nothing that comes later",
-        {"mark": "saved", "upto": 99},
-        2,
-        ["c", "d"],
-    ),
-    ("what is remembered is still sent", {"mark": "remembered", "upto": 2}, 0, [*"abcd"]),
-    (
-        "an upto that is no number is no mark",
-        {"mark": "saved", "upto": "2"},
-        0,
-        ["a", "b", "c", "d"],
-    ),
-    (
-        "a smaller upto takes nothing back",
-        {"mark": "saved", "upto": 1},
-        1,
-        ["b", "c", "d"],
-    ),
+    ("a damaged upto hides nothing that comes later", {"mark": "saved", "upto": 99}, 2, [*"cd"]),
+    ("an upto that is no number is no mark", {"mark": "saved", "upto": "2"}, 0, [*"abcd"]),
     (
         "a delivery of what is not there hides nothing",
         {"mark": "delivered", "upto": 99},
         0,
         [*"abcd"],
     ),
-    ("a mark that nobody knows is skipped", {"mark": "folded", "upto": 4}, 0, ["a", "b", "c", "d"]),
+    ("a mark that nobody knows is skipped", {"mark": "folded", "upto": 4}, 0, [*"abcd"]),
 ]
 
 
@@ -542,48 +441,31 @@ def test_marks(tmp_path, law, mark, saved, left):
     session.append(user("a"), answer("b"))
     with open(session.path, "a") as file:
         file.write(json.dumps(mark) + "\n")
-    session = loaded(tmp_path)
-    session.append(user("c"), answer("d"))
+    loaded(tmp_path).append(user("c"), answer("d"))
     again = loaded(tmp_path)
     assert (again.saved, contents(again.messages)) == (saved, left)
-    upto = (
-        mark["upto"]
-        if isinstance(mark["upto"], int) and mark["mark"] in ("saved", "delivered")
-        else 0
-    )
-    assert again.messages[-2]["n"] > max(upto, 2), "the next number is above all that were seen"
-    assert [message["content"] for message in again.undelivered][-1] == "d"
+    assert contents(again.undelivered)[-1] == "d"
 
 
 def test_a_round_that_the_history_has_and_the_journal_not_is_marked_with_its_summary(tmp_path):
     """A kill between the two writes, or a `saved` mark that is damaged."""
     memory = MemoryStore(tmp_path)
-    sessions = SessionManager(tmp_path, memory)
-    session = sessions.get(KEY)
+    session = SessionManager(tmp_path, memory).get(KEY)
     session.append(user("<aa>"), answer("one"), user("<bb>"), answer("two"))
     origin = {"session": KEY, "created_at": session.created_at}
-    memory.append_history(f"{HOUR}They talked.", **origin, upto=2, summary="It was about aa.")
+    memory.append_history("They talked.", **origin, upto=2, summary="It was about aa.")
     memory.append_history("Of a session that was deleted", session=KEY, created_at="2020", upto=4)
-    for damage in (b"", b'{"mark": "saved", "upto": 2, "summ'):
-        session.path.write_bytes(session.path.read_bytes() + damage)
-        history = loaded(tmp_path).history()
-        assert tokens_in(history) == ["<bb>"] and "It was about aa." in history[0]["content"]
-    memory.append_history(f"{HOUR}A journal that lost its end.", **origin, upto=40)
+    history = loaded(tmp_path).history()
+    assert tokens_in(history) == ["<bb>"] and "It was about aa." in history[0]["content"]
+    memory.append_history("A journal that lost its end.", **origin, upto=40)
     again = loaded(tmp_path)
     again.append(user("next"))
     assert again.messages[-1]["n"] == 41, "above every number of the history, too"
-    assert tokens_in(again.history()) == ["<bb>"]
 
 
 # ---- What is sent of a journal ----
 
 GAPS = [
-    ("nothing is said of a whole answer", [user("a"), answer("b"), user("c")], ["a", "b", "c"]),
-    (
-        "runtime facts stand before the text",
-        [user("a", runtime="It is Monday")],
-        ["It is Monday\n\na"],
-    ),
     (
         "what broke off is told where the user goes on",
         [user("a"), answer("b", cut="no network"), user("c")],
@@ -600,11 +482,6 @@ GAPS = [
         ["a", "b", "[the answer above broke off: it was stopped] Go on where the answer stops."],
     ),
     ("a rest without its question is left out", [answer("b"), result("c1", "x"), user("c")], ["c"]),
-    (
-        "two messages wait for one answer",
-        [user("a"), user("b"), answer("to both")],
-        ["a", "b", "to both"],
-    ),
 ]
 
 
@@ -613,25 +490,9 @@ def test_what_is_sent_of_a_conversation(tmp_path, law, lines, sent):
     session = loaded(tmp_path)
     for line in lines:
         session.append(line) if isinstance(line, dict) else session.end_open_turn(line)
-    before = session.path.read_bytes()
     assert contents(session.history()) == contents(loaded(tmp_path).history()) == sent
-    assert not any(
-        {"runtime", "cut", "id", "timestamp"} & set(message) for message in session.history()
-    )
-    assert session.path.read_bytes() == before
-
-
-def test_the_request_grows_at_its_end_only_so_that_prompt_caches_hold(tmp_path):
-    def talk(request):
-        return call("list_dir", path=".") if request.messages[-1]["role"] == "user" else "Done."
-
-    model = Model(talk)
-    loop = make_loop(tmp_path, model)
-    say(loop, "one", "two")
-    say(make_loop(tmp_path, model), "three")
-    requests = [json.dumps(request.messages)[:-1] for request in model.asked]
-    assert len(requests) == 6
-    assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(requests))
+    own = {"runtime", "cut", "id", "timestamp"}
+    assert not any(own & set(message) for message in session.history())
 
 
 # ---- Journals of the system that this kit re-creates ----
@@ -640,16 +501,6 @@ def test_the_request_grows_at_its_end_only_so_that_prompt_caches_hold(tmp_path):
 def old_journals(folder: Path) -> Path:
     shutil.copytree(DATA / "old_journals", folder)
     return folder
-
-
-def test_sessions_whose_names_differ_only_in_case_share_no_file(tmp_path):
-    sessions = SessionManager(tmp_path)
-    keys = ["cli:work", "cli:Work", "cli:AÄaB", "cli:aÄab", "x:%3A:B"]
-    for key in keys:
-        sessions.get(key).append(user(f"I am {key}"))
-    again = SessionManager(tmp_path)
-    assert sorted(again.list_keys()) == sorted(keys)
-    assert [again.get(key).messages[-1]["content"] for key in keys] == [f"I am {k}" for k in keys]
 
 
 @pytest.mark.parametrize(
@@ -662,32 +513,17 @@ def test_sessions_whose_names_differ_only_in_case_share_no_file(tmp_path):
 def test_a_journal_of_the_earlier_system_goes_on_where_it_was(tmp_path, key, sent, unfinished):
     """They are read in place and never rewritten."""
     workspace = old_journals(tmp_path / "ws")
-    path = SessionManager(workspace).path(key)
-    before = path.read_bytes()
     session = loaded(workspace, key)
-    assert [message["content"] for message in session.conversation()] == sent
+    before = session.path.read_bytes()
+    assert contents(session.conversation()) == sent
     assert (session.unfinished, session.is_open) == (unfinished, False)
-    was_said = [
-        line["content"] for line in map(json.loads, before.splitlines()) if line.get("content")
-    ]
-    shown = "\n".join(SessionManager(workspace).transcript(key))
-    assert all(text in shown for text in was_said), "nothing is lost"
     assert key in SessionManager(workspace).list_keys()
     model = Model()
-    say(make_loop(workspace, model), "and now?", key=key)
-    assert (
-        path.read_bytes().startswith(before)
-        and loaded(workspace, key).messages[-1]["content"] == "Fine."
-    )
+    say(make_loop(workspace, model), "and now?", "/new", "afresh", key=key)
     asked = " ".join(said(model.asked[0].messages))
-    assert asked.endswith("and now?") and all(
-        text in str(model.asked[0].messages) for text in sent if text
-    )
-    with open(path, "a") as file:
-        file.write(json.dumps(user("a line without its number")) + "\n")
-    say(make_loop(workspace, model), "/new", "afresh", key=key)
+    assert asked.startswith(sent[0]) and asked.endswith("and now?")
     assert said(model.asked[-1].messages) == ["afresh"]
-    assert "without its number" in str(SessionManager(workspace).transcript(key))
+    assert session.path.read_bytes().startswith(before)
 
 
 def test_an_import_sends_nothing_again_and_resumes_nothing(tmp_path):
@@ -698,24 +534,22 @@ def test_an_import_sends_nothing_again_and_resumes_nothing(tmp_path):
 # ---- The inbox ----
 
 
-def waiting(id_: str, text: str = "x", kind: str = "user") -> dict:
-    return {"id": id_, "kind": kind, "sender": "7", "content": text, "media": []}
+def waiting(id_: str) -> dict:
+    return {"id": id_, "kind": "user", "content": "x"}
 
 
 def test_an_inbox_keeps_order_ignores_known_ids_and_goes_when_it_is_empty(tmp_path):
     inbox = Inbox(tmp_path / "sessions" / "desk%3A1.inbox")
-    for n in (1, 2, 1, 3, 2):
-        inbox.append(waiting(str(n), f"text {n}"))
-    assert [line["id"] for line in Inbox(inbox.path).read()] == ["1", "2", "3"]
+    for id_ in "12132":
+        inbox.append(waiting(id_))
     inbox.remove({"2", "unknown"})
-    assert [line["content"] for line in inbox.read()] == ["text 1", "text 3"]
     with open(inbox.path, "a") as file:
         file.write('{"id": "4", "kind": "us')
     inbox.append(waiting("5"))
-    assert [line["id"] for line in inbox.read()] == ["1", "3", "5"], "a torn line costs only itself"
-    inbox.remove({"1", "3", "5"})
+    ids = [line["id"] for line in Inbox(inbox.path).read()]
+    assert ids == ["1", "3", "5"], "a torn line costs only itself"
+    inbox.remove({*ids})
     assert not inbox.path.exists() and inbox.read() == []
-    assert SessionManager(tmp_path).list_keys() == []
 
 
 APPEND = """
@@ -727,20 +561,18 @@ for n in range(int(sys.argv[2])):
 
 def test_programs_that_append_and_remove_at_once_lose_nothing(tmp_path):
     path = tmp_path / "x.inbox"
-    count = 40
-    programs = [another_program(APPEND, path, count, name) for name in ("a", "b")]
+    programs = [another_program(APPEND, path, 40, name) for name in "ab"]
     inbox, seen = Inbox(path), []
-    while len(seen) < 2 * count:
-        lines = inbox.read()[:3]
-        seen += [line["id"] for line in lines]
-        inbox.remove({line["id"] for line in lines})
-        assert lines or any(program.poll() is None for program in programs) or inbox.read(), "lost"
+    while len(seen) < 80:
+        ids = [line["id"] for line in inbox.read()[:3]]
+        seen += ids
+        inbox.remove({*ids})
+        assert ids or any(program.poll() is None for program in programs) or inbox.read(), "lost"
     for program in programs:
         program.communicate()
-    assert sorted(seen) == sorted(f"{name}.{n}" for name in "ab" for n in range(count))
     for name in "ab":
         own = [each for each in seen if each.startswith(name)]
-        assert own == sorted(own, key=lambda each: int(each[2:])), "in order"
+        assert own == [f"{name}.{n}" for n in range(40)], "in order"
     assert not path.exists()
 
 
@@ -765,18 +597,14 @@ def test_a_session_is_one_programs_and_a_killed_one_holds_nothing(tmp_path):
         assert other.stdout.readline() == "held\n"
         with pytest.raises(SessionBusy, match=f"Session {KEY} is in use by another program. .* -s"):
             say(make_loop(tmp_path, Model()), "hi")
-        assert say(make_loop(tmp_path, Model()), "hi", key="cli:other") == ["Fine."]
         assert not sessions.path(KEY).exists(), "nothing of it is journalled"
         other.kill()
     with sessions.lock(KEY):
         with sessions.lock(KEY):  # of the same program, inside a turn
-            sessions.get(KEY).append(user("hi"))
+            pass
         with pytest.raises(SessionBusy), SessionManager(tmp_path).lock(KEY):
             pytest.fail("the inner block released it")
-    with pytest.raises(ZeroDivisionError), sessions.lock(KEY):
-        print(1 / 0)
-    with SessionManager(tmp_path).lock(KEY):
-        assert contents(sessions.get(KEY).messages) == ["hi"]
+    assert say(make_loop(tmp_path, Model()), "hi") == ["Fine."]
 
 
 def test_a_session_that_another_program_wrote_to_is_read_again(tmp_path):
@@ -784,14 +612,8 @@ def test_a_session_that_another_program_wrote_to_is_read_again(tmp_path):
     ours.get(KEY).append(user("one"))
     theirs.get(KEY).append(answer("two"))
     ours.get(KEY).append(user("three"))
-    assert (
-        contents(theirs.get(KEY).messages)
-        == contents(ours.get(KEY).messages)
-        == ["one", "two", "three"]
-    )
+    assert contents(theirs.get(KEY).messages) == ["one", "two", "three"]
     assert [line["n"] for line in lines_of(ours.path(KEY))[1:]] == [1, 2, 3]
-    ours.path(KEY).unlink()
-    assert ours.get(KEY).messages == []
 
 
 @posix
@@ -840,14 +662,13 @@ GIVEN_UP = (
     "Your last message was not answered: nanobot was interrupted. /continue resumes the turn."
 )
 OPEN_TURNS = [
-    ("a question without an answer", [], 0, 0, ["Fine."]),
-    ("a call without its result", [calling("c1")], 0, 0, ["Fine."]),
-    ("results that nobody has looked at", [calling("c1"), result("c1", "x")], 0, 0, ["Fine."]),
-    ("resumed once", [], 1, 0, ["Fine."]),
-    ("resumed twice: it may be what kills the program", [], 2, 0, [GIVEN_UP]),
-    ("almost a day old", [], 0, 23, ["Fine."]),
-    ("more than a day old", [], 0, 25, [GIVEN_UP]),
-    ("answered, and perhaps not delivered", [answer("yes")], 0, 0, ["yes"]),
+    ("a question without an answer", [], 0, 0, "Fine."),
+    ("a call without its result", [calling("c1")], 0, 0, "Fine."),
+    ("resumed once", [], 1, 0, "Fine."),
+    ("resumed twice: it may be what kills the program", [], 2, 0, GIVEN_UP),
+    ("almost a day old", [], 0, 23, "Fine."),
+    ("more than a day old", [], 0, 25, GIVEN_UP),
+    ("answered, and perhaps not delivered", [answer("yes")], 0, 0, "yes"),
 ]
 
 
@@ -869,36 +690,20 @@ def test_what_the_next_gateway_does_with_a_killed_turn(tmp_path, what, lines, re
         session.mark("resumed")
     os.utime(session.path, (time.time() - hours * 3_600,) * 2)
     model = Model()
-    assert restarted(tmp_path, model) == sent
-    assert chat(tmp_path, model, "next") == ["Fine."]
-    assert len(model.asked) == (2 if sent == ["Fine."] else 1)
+    assert restarted(tmp_path, model) == [sent]
+    assert len(model.asked) == (sent == "Fine.")
+    marks = [line.get("mark") for line in lines_of(session.path)]
+    assert marks.count("resumed") == resumes + (sent == "Fine.")
+    assert chat(tmp_path, model, "/continue" if hours == 25 else "next") == ["Fine."]
     assert tokens_in(model.asked[-1].messages) == ["<q>"]
-    is_given_up = sent == [GIVEN_UP]
-    assert ("not answered: interrupted" in str(model.asked[-1].messages)) is is_given_up
-    lines = lines_of(session.path)
-    assert [line["content"] for line in lines if "report" in line] == [GIVEN_UP] * is_given_up
-    marks = [line.get("mark") for line in lines]
-    assert marks.count("resumed") == resumes + (sent == ["Fine."])
-
-
-def test_a_turn_that_is_not_resumed_any_more_goes_on_with_continue(tmp_path):
-    session = loaded(tmp_path, CHAT)
-    session.append(user("<q>"), calling("c1"))
-    os.utime(session.path, (time.time() - 90_000,) * 2)
-    model = Model()
-    assert restarted(tmp_path, model) == [GIVEN_UP] and model.asked == []
-    assert chat(tmp_path, model, "/continue") == ["Fine."]
-    assert tokens_in(model.asked[0].messages) == ["<q>"]
-    assert legal(model.asked[0].messages)[-1]["role"] == "tool", "the call reads as interrupted"
+    assert ("not answered: interrupted" in str(model.asked[-1].messages)) is (resumes == 2)
 
 
 def test_a_terminal_session_waits_for_continue(tmp_path):
     loaded(tmp_path).append(user("<q>"), calling("c1"))
     model = Model()
     assert chat(tmp_path, model) == model.asked == []
-    answers = say(make_loop(tmp_path, model), "/continue", "/continue")
-    assert answers == ["Fine.", "There is no interrupted turn to resume."]
-    assert legal(model.asked[0].messages)[-1]["role"] == "tool", "the call reads as interrupted"
+    assert say(make_loop(tmp_path, model), "/continue") == ["Fine."]
 
 
 def test_a_gateway_that_ends_writes_no_end_and_its_turn_goes_on_at_the_next_start(tmp_path):
@@ -914,77 +719,57 @@ def test_a_gateway_that_ends_writes_no_end_and_its_turn_goes_on_at_the_next_star
         await chats.at_rest()
 
     serve(tmp_path, Model(lambda request: gate.wait()), work)
-    assert loaded(tmp_path, CHAT).is_open
     model = Model(lambda request: " ".join(tokens_in(said(request.messages))))
-    chats = serve(tmp_path, model, both)
-    assert chats.finals() == ["<q>", "<q> <r>"] and not loaded(tmp_path, CHAT).undelivered
-    assert not chats.loop.sessions.inbox(CHAT).path.exists()
+    assert serve(tmp_path, model, both).finals() == ["<q>", "<q> <r>"]
     assert chat(tmp_path, model) == [] and len(model.asked) == 2
 
 
-@pytest.mark.parametrize("where", ["before a word", "in a tool"])
-def test_stop_ends_a_turn_for_good_continue_takes_it_up_and_what_waited_is_answered(
-    tmp_path, where
-):
+def test_stop_ends_a_turn_for_good_and_continue_takes_it_up(tmp_path):
     gate = Gate()
 
     def talk(request):
-        if len(model.asked) == 1:
-            return call("slow") if where == "in a tool" else gate.wait()
-        return " ".join(tokens_in(said(request.messages)))
+        is_first = len(model.asked) == 1
+        return call("slow") if is_first else " ".join(tokens_in(said(request.messages)))
 
     async def work(chats):
-        await chats.say("/stop")
-        await chats.answered(1)
         await chats.say("<a>")
         await gate.reached.wait()
         await chats.say("/stop")
-        await chats.answered(2)
+        await chats.answered(1)
         await chats.until(lambda: not chats.loop.turns.tasks)
 
     model = Model(talk)
     chats = serve(tmp_path, model, work, waiting_tool(gate))
-    assert chats.finals() == ["Nothing is running.", "Stopped; resume with /continue."]
-    assert "it was stopped" in [
-        line.get("why") for line in lines_of(chats.loop.sessions.path(CHAT))
-    ]
+    assert chats.finals() == ["Stopped; resume with /continue."]
     assert chat(tmp_path, model) == [] and len(model.asked) == 1, (
         "a restart does not begin it again"
     )
     sent = chat(tmp_path, model, "/continue", "/continue", "<b>")
     assert sent == ["<a>", "There is no interrupted turn to resume.", "<a> <b>"]
-    assert "not answered" not in str(model.asked[-1].messages)
 
 
-def test_new_and_continue_wait_for_what_came_before_them(tmp_path):
+def test_new_waits_for_what_came_before_it(tmp_path):
     gate = Gate()
 
     async def work(chats):
         await chats.say("<a>")
         await gate.reached.wait()
-        for text in ("<b>", "/new", "<c>", "/continue"):
+        for text in ("<b>", "/new", "<c>"):
             await chats.say(text)
         gate.open.set()
-        await chats.answered(5)
+        await chats.answered(4)
 
-    model = Model(
-        lambda r: gate.wait("one") if len(model.asked) == 1 else str(tokens_in(said(r.messages)))
-    )
-    chats = serve(tmp_path, model, work)
-    first, second, new, third, nothing = chats.finals()
+    def talk(request):
+        return gate.wait("one") if len(model.asked) == 1 else str(tokens_in(said(request.messages)))
+
+    model = Model(talk)
+    first, second, new, third = serve(tmp_path, model, work).finals()
     assert (first, second, third) == ("one", "['<a>', '<b>']", "['<c>']")
-    assert new.startswith("A new conversation begins") and nothing.startswith(
-        "There is no interrupted"
-    )
+    assert new.startswith("A new conversation begins")
 
 
 FAILURES = [
     ("the endpoint fails", DOWN, "Sorry, that failed: the endpoint is down"),
-    (
-        "a mistake in our own code",
-        lambda _: 1 / 0,
-        "Sorry, that failed: ZeroDivisionError: division by zero",
-    ),
     (
         "an answer that broke off",
         LLMResponse("Half", finish_reason="error", error="cut off"),
@@ -1000,48 +785,6 @@ def test_a_turn_that_fails_is_told_once_and_not_begun_again(tmp_path, what, repl
     assert chat(tmp_path, model) == [] and len(model.asked) == 1
     session = loaded(tmp_path, CHAT)
     assert session.unfinished and not session.is_open
-    model = Model()
-    assert chat(tmp_path, model, "again") == ["Fine."]
-    gap = (
-        "answer above broke off: cut off"
-        if "Half" in told_text
-        else "message above was not answered"
-    )
-    assert gap in said(model.asked[0].messages)[-1]
-
-
-def test_an_answer_that_did_not_arrive_is_sent_at_the_next_start_and_one_that_did_is_not(tmp_path):
-    async def shut(chats):
-        chats.desk.is_shut = True
-        await chats.say("<b>")
-        await chats.until(lambda: len(loaded(tmp_path, CHAT).messages) == 4)
-
-    model = Model(lambda request: tokens_in(said(request.messages))[-1])
-    assert chat(tmp_path, model, "<a>") == ["<a>"]
-    serve(tmp_path, model, shut)
-    assert [chat(tmp_path, model), chat(tmp_path, model)] == [["<b>"], []] and len(model.asked) == 2
-
-
-def test_a_message_is_confirmed_when_it_is_on_the_disk_and_never_taken_twice(tmp_path):
-    async def work(chats):
-        for _ in range(2):
-            await chats.say("one", id_="5")
-        await chats.answered(1)
-        await chats.say("one", id_="5")
-        inbox = chats.loop.sessions.inbox("desk:2").path
-        inbox.mkdir(parents=True)
-        saying = asyncio.create_task(chats.say("lost?", "2", "6"))
-        await asyncio.sleep(0.2)
-        assert not saying.done()
-        inbox.rmdir()
-        await saying
-        await chats.answered(1, "2")
-        assert inbox.parent.exists() and len(chats.finals()) == 1
-
-    model = Model()
-    serve(tmp_path, model, work)
-    serve(tmp_path, model, lambda chats: chats.say("one", id_="5"))
-    assert chat(tmp_path, model) == [] and len(model.asked) == 2
 
 
 def test_a_thousand_ids_are_remembered_whatever_went_into_the_memory(tmp_path):
@@ -1060,38 +803,6 @@ def test_a_thousand_ids_are_remembered_whatever_went_into_the_memory(tmp_path):
         await chats.answered(1)
 
     serve(tmp_path, model, work)
-
-
-def test_what_a_job_tells_stands_in_the_chat_and_what_a_helper_found_starts_a_turn(tmp_path):
-    async def work(chats):
-        await chats.say("<a>")
-        await chats.answered(1)
-        await chats.bus.publish(InboundMessage("system", "job", CHAT, "<job> it rains"))
-        await chats.answered(2)
-        await chats.bus.publish(InboundMessage("system", "subagent", CHAT, "<helper> found it"))
-        await chats.answered(3)
-
-    chats = serve(tmp_path, Model(), work)
-    assert chats.finals() == ["Fine.", "<job> it rains", "Fine."]
-    assert tokens_in(chats.model.asked[-1].messages) == ["<a>", "<job>", "<helper>"]
-
-
-def test_a_disk_that_is_full_for_a_moment_loses_no_message(tmp_path):
-    """It waits in the inbox, and is answered when there is room for it in the journal."""
-    session = loaded(tmp_path, CHAT)
-    session.append(user("x" * 20_000), answer("y"))
-    session.mark("delivered", upto=2)
-
-    async def work(chats):
-        with full_disk(session.path.stat().st_size):
-            await chats.say("<a>")
-            await chats.say("<b>")
-            await asyncio.sleep(0.05)
-        assert chats.model.asked == []
-        await chats.until(lambda: "Fine." in chats.finals())
-
-    chats = serve(tmp_path, Model(), work)
-    assert tokens_in(chats.model.asked[0].messages) == ["<a>", "<b>"]
 
 
 @pytest.mark.parametrize("is_stopped", [True, False])
@@ -1114,35 +825,6 @@ def test_what_a_chat_was_not_shown_of_an_answer_is_not_kept_as_said(tmp_path, is
     model = Model()
     assert chat(tmp_path, model, *["/continue"] * is_stopped) == ["Fine."]
     assert not re.search("Half|Go on where", str(model.asked[0].messages))
-
-
-def test_a_photo_that_came_in_mid_turn_may_go_but_not_what_was_said_with_it(tmp_path):
-    photo = tmp_path / "cat.png"
-    photo.write_bytes(b"\x89PNG\r\n\x1a\n" + b"\0" * 40)
-    gate = Gate()
-
-    def talk(request):
-        steps = len(model.asked)
-        thoughts = "word " * 1_500
-        name = "slow" if steps == 1 else "list_dir"
-        return "Done." if steps == 9 else replace(call(name), content=thoughts)
-
-    async def work(chats):
-        await chats.say("<a>")
-        await gate.reached.wait()
-        await chats.bus.publish(
-            InboundMessage("desk", "7", "1", "<b> look", [photo], message_id="p")
-        )
-        gate.open.set()
-        await chats.answered(1)
-
-    model = Model(talk)
-    serve(tmp_path, model, work, waiting_tool(gate), context_window_tokens=11_000, max_tokens=2_000)
-    assert "image_url" in str(model.asked[1].messages), "shown"
-    assert "earlier messages left out. The calls" in str(model.asked[-1].messages)
-    assert all(
-        {"<a>", "<b>"} <= set(tokens_in(said(request.messages))) for request in model.asked[1:]
-    )
 
 
 # ---- Consolidation: from the journal into the memory ----
@@ -1168,27 +850,16 @@ def test_after_a_turn_the_oldest_turns_move_until_half_the_window_is_left(tmp_pa
     say(loop, "seventh")
     [request] = model.saves
     assert saved_tokens(request) == tokens_in([f"<q.{n}><a.{n}>" for n in range(4)])
-    system, question = request.messages
-    assert [each["function"]["name"] for each in request.tools] == ["save_memory"]
-    parameters = request.tools[0]["function"]["parameters"]
-    assert list(parameters["properties"]) == ["history_entry", "memory_update", "summary"]
-    assert re.search(r"\[\d{4}-\d\d-\d\dT[\d:+-]+\] user: <q.0>", question["content"]), (
-        "with its time"
-    )
+    assert re.search(r"\[\d{4}-\d\d-\d\dT[\d:+-]+\] user: <q.0>", request.messages[1]["content"])
     session = loaded(tmp_path)
     assert (session.saved, len(session.messages)) == (8, 6)
     [entry] = MemoryStore(tmp_path).entries()
-    assert (entry["timestamp"], entry["content"]) == ("2026-04-03 00:02", "They talked.")
+    assert entry["timestamp"] == "2026-04-03 00:02"
     assert {"session": KEY, "upto": 8, "summary": "About a boat."}.items() <= entry.items()
-    mark = next(line for line in lines_of(session.path) if line.get("mark") == "saved")
-    assert plain(mark) == {"mark": "saved", "upto": 8, "summary": "About a boat."}
-    assert MemoryStore(tmp_path).read_facts() == "- The boat is Vesta\n"
     say(make_loop(tmp_path, model, memory_window=12), "eighth")
     system, summary, *rest = model.asked[-1].messages
-    assert "The boat is Vesta" in system["content"] and "<q.0>" not in str(model.asked[-1].messages)
-    about = "[Summary of the earlier part of this conversation]"
-    assert summary["content"].startswith(f"{about}\n\nAbout a boat.")
-    assert "About a boat" not in system["content"] and "They talked." in system["content"]
+    assert "The boat is Vesta" in system["content"] and "They talked." in system["content"]
+    assert "About a boat." in summary["content"] and "<q.0>" not in str(rest)
 
 
 def test_a_turn_runs_within_80_percent_of_the_budget_and_its_system_prompt_stays_the_same(tmp_path):
@@ -1196,98 +867,58 @@ def test_a_turn_runs_within_80_percent_of_the_budget_and_its_system_prompt_stays
 
     def talk(request):
         steps = len([m for m in request.messages if m["role"] == "tool"])
-        return (
-            "Done."
-            if steps == 6
-            else call("read_file", path="large.txt", offset=steps + 1, limit=180)
-        )
+        page = call("read_file", path="large.txt", offset=steps + 1, limit=180)
+        return "Done." if steps == 6 else page
 
     talk_of(tmp_path, 12, 3_200)
-    model = Model(
-        talk, lambda request: saving(f"{HOUR}{saved_tokens(request)}", "- new", "Earlier things.")
-    )
+    model = Model(talk, saving(f"{HOUR}They talked.", "- new", "Earlier things."))
     loop = make_loop(tmp_path, model, context_window_tokens=16_000, max_tokens=2_000)
     (tmp_path / "large.txt").write_text("some words of a line\n" * 200)
     assert say(loop, "<task> read it") == ["Done."]
     assert len(model.saves) > 1, "before the turn, and between its steps"
     systems = {request.messages[0]["content"] for request in model.asked}
     assert len(systems) == 1, "although MEMORY.md has changed meanwhile"
-    budget = 16_000 - 2_000 - 1_024
     for request in model.asked:
         size = total_tokens(request.messages) + estimate(json.dumps(request.tools))
-        assert size <= 0.8 * budget + 50
+        assert size <= 0.8 * (16_000 - 2_000 - 1_024) + 100
         assert "<task>" in str(request.messages) and "left out" not in str(request.messages)
-    moved = [kind for kind, text in loop.shown if "moved to the memory" in text]
-    assert set(moved) == {"retry"} and 1 <= len(moved) <= len(model.saves)
 
 
-@pytest.mark.parametrize("key", [KEY, CHAT])
-def test_what_moves_is_told_in_one_line_except_in_chats(tmp_path, key):
-    talk_of(tmp_path, 12, 1_600, key)
-    loop = make_loop(
-        tmp_path,
-        Model(save=saving(f"{HOUR}They talked.")),
-        context_window_tokens=10_000,
-        max_tokens=2_000,
-        memory_window=4,
-    )
-    loop.shown = []
-    say(loop, "hi", "and now?", key=key)
-    told = [text for _, text in loop.shown if "memory" in text]
-    assert len(told) == (2 if key == KEY else 0) and loop.memory.entries()
-    line = r"\d+ older messages moved to the memory(; memory: \d lines? removed, \d added)?"
-    assert all(re.fullmatch(line, text) for text in told)
-
-
-def test_what_goes_to_save_memory_names_folder_tools_and_calls_with_results_in_order(tmp_path):
-    def talk(request):
-        is_first = request.messages[-1]["role"] == "user"
-        return call("read_file", path="a.txt") if is_first else "It says hello."
-
-    (tmp_path / "a.txt").write_text("hello\n")
-    loop = make_loop(tmp_path, model := Model(talk, saving("They read a.txt.")))
-    say(loop, "Read a.txt", "/new")
+def test_what_goes_to_save_memory_has_calls_and_results_in_order(tmp_path):
+    loaded(tmp_path).append(*BEFORE_NEW)
+    model = Model(save=saving("They read a.txt."))
+    say(make_loop(tmp_path, model), "/new")
     text = model.saves[0].messages[1]["content"].partition("# Conversation")[2]
-    wanted = (
-        "user: Read a.txt",
-        f"Working folder: {tmp_path}",
-        'calls read_file({"path": "a.txt"})',
-        "tool read_file: 1| hello",
-        "assistant: It says hello.",
-    )
-    places = [text.index(each) for each in wanted]
-    assert places == sorted(places)
+    wanted = "user: <33>.*assistant: calls read_file.*tool read_file: <55>.*assistant: <66>"
+    assert re.search(f"(?s){wanted}", text)
 
 
 @needs_git
 def test_a_consolidation_is_a_commit_that_can_be_shown_and_undone_by_its_id(tmp_path):
     loop = make_loop(tmp_path, Model(save=saving("They talked.", "- one\n- three\n- four")))
     loop.memory.facts.write_text("- one\n- two\n")
+    shown = []
+
+    async def tell(text: str) -> None:
+        shown.append(text)
+
+    loop.tell = tell
     say(loop, "hi", "/new", "hi")
-    assert (
-        "retry",
-        "2 older messages moved to the memory; memory: 1 line removed, 2 added",
-    ) in loop.shown
+    assert "2 older messages moved to the memory; memory: 1 line removed, 2 added" in shown
     last, first = say(loop, "/dream-log")[0].split("\n")
-    assert re.search(r"^[0-9a-f]{7,} .* saved from a conversation: 1 line removed, 2 added$", last)
+    assert last.endswith("saved from a conversation: 1 line removed, 2 added")
     assert "edited by you or the agent" in first, "what the user wrote is a commit of its own"
-    assert "-- two\n+- three\n" in say(loop, f"/dream-log {last.split()[0]}")[0]
-    with open(tmp_path / "SOUL.md", "a") as file:
-        file.write("Be kind.\n")
+    id_ = last.split()[0]
+    assert "-- two\n+- three\n" in say(loop, f"/dream-log {id_}")[0]
     loop.memory.facts.write_text("- 1\n- three\n- four\n")  # the line before the change
-    told_text = say(loop, f"/dream-restore {last.split()[0]}")[0]
-    assert told_text == "Undone: 2 lines removed, 1 added."
+    assert say(loop, f"/dream-restore {id_}") == ["Undone: 2 lines removed, 1 added."]
     assert loop.memory.read_facts() == "- 1\n- two\n"
-    assert (tmp_path / "SOUL.md").read_text().endswith("Be kind.\n")
-    assert "is undone already" in say(loop, f"/dream-restore {last.split()[0]}")[0]
 
 
 ANSWERS = [
     ("an answer without a call is no help: raw at once", [USELESS], 1, "raw"),
     ("a call with wrong arguments neither", [call("save_memory", history_entry=5)], 1, "raw"),
-    ("nor one without an entry", [saving("  ", "- x")], 1, "raw"),
     ("nor one with thoughts alone", [saving("<think>hm</think>", "- x")], 1, "raw"),
-    ("nor a call of something else", [call("exec", command="ls")], 1, "raw"),
     ("a cut answer is asked for again", [CUT, saving("Saved.")], 2, "Saved."),
     ("three times at most", [CUT] * 5, 3, "raw"),
     ("too long for the model: raw", [replace(DOWN, is_overflow=True)] * 2, 1, "raw"),
@@ -1319,46 +950,29 @@ def test_whatever_the_model_says_nothing_is_lost(tmp_path, law, replies, asks, e
         assert kept == entry
 
 
-@pytest.mark.parametrize("save", [DOWN, USELESS], ids=["unreachable", "of no use"])
-def test_new_without_a_model_puts_at_most_4000_characters_into_later_prompts(tmp_path, save):
+def test_new_without_a_model_puts_at_most_4000_characters_into_later_prompts(tmp_path):
     """It was 31,878."""
     talk_of(tmp_path, 30, 1_500)
-    loop = make_loop(tmp_path, Model(save=save))
+    loop = make_loop(tmp_path, Model(save=USELESS))
     say(loop, "one more", "/new", "hello")
-    size = len(loop.context.parts(loop.turn(KEY)).get("Recent History", ""))
-    assert size <= 4_100 and len(loop.provider.asked[-1].messages) == 2
+    assert len(loop.context.parts(loop.turn(KEY)).get("Recent History", "")) <= 4_100
     everything = SessionManager(tmp_path).transcript(KEY)
     assert set(tokens_in(everything)) >= {f"<q.{n}>" for n in range(30)}, "the journal has it all"
-    assert all(len(text) < 2_100 and text.count("[RAW]") == 1 for text in history_of(tmp_path))
-
-
-def test_an_unreachable_model_makes_requests_shorter_and_costs_nothing(tmp_path):
-    session = talk_of(tmp_path, 40, 1_500)
-    before = session.path.read_bytes()
-    model = Model(save=DOWN)
-    loop = make_loop(tmp_path, model, context_window_tokens=12_000, max_tokens=2_000)
-    assert say(loop, "now?") == ["Fine."]
-    assert session.path.read_bytes().startswith(before) and loaded(tmp_path).saved == 0
-    [left_out] = [text for _, text in loop.shown if "left out" in text]
-    assert re.fullmatch(r"\d+ messages left out \(~[\d,]+ tokens\)", left_out)
 
 
 def test_memory_that_changes_meanwhile_is_asked_for_again_and_never_overwritten(tmp_path):
     facts = MemoryStore(tmp_path).facts
-    counts = itertools.count()
+    for changes, text in ((2, "- By hand, 1\n- New\n"), (9, "- By hand, 2\n")):
+        counts = itertools.count()
 
-    def save(request):
-        seen = request.messages[1]["content"]
-        if (count := next(counts)) < changes:
-            facts.write_text(f"- By hand, {count}\n")
-        return saving("Entry.", "- By hand, 1\n- New" if "By hand, 1" in seen else "- Old")
+        def save(request, counts=counts, changes=changes):
+            seen = request.messages[1]["content"]
+            if (count := next(counts)) < changes:
+                facts.write_text(f"- By hand, {count}\n")
+            return saving("Entry.", "- By hand, 1\n- New" if "By hand, 1" in seen else "- Old")
 
-    changes = 2
-    for more, text in ((0, "- By hand, 1\n- New\n"), (9, "- By hand, 5\n")):
-        changes += more
         model = Model(save=save)
-        loop = make_loop(tmp_path, model)
-        say(loop, "hello", "/new")
+        say(make_loop(tmp_path, model), "hello", "/new")
         assert facts.read_text() == text and len(model.saves) == 3
     assert history_of(tmp_path)[0] == "Entry." and history_of(tmp_path)[1].startswith("[RAW]")
 
@@ -1368,9 +982,7 @@ def test_a_summary_that_is_missing_is_the_entry_and_the_earlier_one_is_carried_o
     replies = iter([saving("First entry.", summary="It began."), saving("Second entry.")])
     model = Model(save=lambda _: next(replies))
     loop = make_loop(tmp_path, model, memory_window=8)
-    say(loop, "a")
-    assert "It began." in loaded(tmp_path).history()[0]["content"]
-    say(loop, "b", "c", "d")
+    say(loop, "a", "b", "c", "d")
     assert "It began." in model.saves[1].messages[1]["content"]
     summary = loaded(tmp_path).history()[0]["content"]
     assert "It began." in summary and "Second entry." in summary
@@ -1389,7 +1001,6 @@ def test_a_turn_that_fits_and_new_wait_for_no_memory(tmp_path):
         await gate.reached.wait()
         for text in ("question 3", "/new", "question 4", "/status"):
             assert (await loop.process_direct(text, KEY)).stop_reason == "completed"
-        await loop.process_direct("hello", "cli:other")
         gate.open.set()
         await loop.background.settled()
         assert loop.sessions.get(KEY).start == 8
@@ -1425,7 +1036,8 @@ def random_conversation(dice: random.Random) -> tuple[list[dict], dict]:
             ids = [f"{n}.{step}.{k}" for k in range(dice.randint(1, 3))]
             messages += [calling(*ids), *(result(id_, text()) for id_ in ids)]
             if dice.random() < 0.2:
-                messages.append(user("<said>" + " x" * 20 if is_last else text()))
+                more = dice.choice([image, "<said>" + " x" * 20])
+                messages.append(user(more if is_last else text()))
         if not is_last:
             messages.append(answer(text()))
     return messages, messages[begin]
@@ -1487,16 +1099,11 @@ def test_a_turn_that_is_longer_than_the_window_keeps_what_it_did(tmp_path):
     loop = make_loop(tmp_path, model, context_window_tokens=11_000, max_tokens=2_000)
     assert say(loop, "<task> Read all pages") == ["Done."]
     _, task, *rest = model.asked[-1].messages
-    _, told_of = task["content"].split("<task> Read all pages\n\n")
-    assert len(rest) >= 2
-    listed, *lines = told_of.split("\n")
-    assert re.fullmatch(
-        r"\[\d+ earlier messages left out. The calls, and the first line of each message:\]", listed
-    )
+    lines = task["content"].partition("<task> Read all pages\n\n")[2].split("\n")
+    assert "earlier messages left out. The calls, and the first line" in lines[0] and rest
     for n in range(1, 9):
         place = lines.index(f'assistant: calls read_file({{"path": "page{n}.txt"}})')
         assert lines[place + 1] == f"tool read_file: 1| Title {n}"
-    assert "done" not in told_of.lower()
     assert all(total_tokens(request.messages) < 8_000 for request in model.asked)
 
 
@@ -1505,19 +1112,17 @@ def test_a_turn_that_is_longer_than_the_window_keeps_what_it_did(tmp_path):
 
 def test_cursors_rise_whatever_happened_to_the_files(tmp_path):
     memory = MemoryStore(tmp_path)
-    append(memory, f"{HOUR}One.", "Two.")
+    append(memory, "One.", "Two.")
     with open(memory.history, "a") as file:
         file.write(
             '{"cursor": 40, "timestamp": "x", "content": 5}\n{"cursor": true}\n{"cursor": 9, "time'
         )
-    MemoryStore(tmp_path).append_history("Three.")
+    append(MemoryStore(tmp_path), "Three.")
     (memory.folder / ".dream_cursor").write_text("50")
-    append(memory, "Four.", "x" * 100_000)
+    append(memory, "Four.", "Five.")
     entries = MemoryStore(tmp_path).entries()
     assert [entry["cursor"] for entry in entries] == [1, 2, 3, 51, 52]
-    assert entries[0]["timestamp"] == "2026-04-03 00:02" and len(entries[-1]["content"]) == 64_000
-    assert re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d$", entries[1]["timestamp"])
-    assert [entry["content"][:4] for entry in memory.unread()] == ["Four", "xxxx"]
+    assert [entry["cursor"] for entry in memory.unread()] == [51, 52]
     for damage in (b"", b"nonsense", b"-5", b"\xff", b"9" * 5_000):
         (memory.folder / ".dream_cursor").write_bytes(damage)
         assert len(memory.unread()) == 5, "then nothing counts as read"
@@ -1530,29 +1135,27 @@ for n in range(60):
 
 
 def test_programs_that_write_the_history_at_once_lose_and_double_nothing(tmp_path):
-    programs = [another_program(APPEND_HISTORY, tmp_path, name) for name in "ab"]
     memory = MemoryStore(tmp_path)
+    append(memory, "before")
+    programs = [another_program(APPEND_HISTORY, tmp_path, name) for name in "ab"]
     while any(program.poll() is None for program in programs):
-        (tmp_path / "memory").mkdir(exist_ok=True)
-        (tmp_path / "memory" / ".dream_cursor").write_text("1000000")
+        (memory.folder / ".dream_cursor").write_text("1000000")
         memory.archive_old(keep=10)
     for program in programs:
         program.communicate()
-    archived = lines_of(memory.archive) if memory.archive.exists() else []
-    entries = archived + memory.entries()
-    assert sorted(contents(entries)) == sorted(f"{name}.{n}" for name in "ab" for n in range(60))
-    assert len({entry["cursor"] for entry in entries}) == 120
+    entries = lines_of(memory.archive) + memory.entries()
+    texts = [f"{name}.{n}" for name in "ab" for n in range(60)]
+    assert sorted(contents(entries)) == sorted(["before", *texts])
+    assert len({entry["cursor"] for entry in entries}) == 121
 
 
 def test_read_entries_beyond_1000_go_to_the_archive_and_unread_ones_never(tmp_path):
     memory = MemoryStore(tmp_path)
-    append(memory, *(f"{'so ' * 80}entry {n}" for n in range(1_005)))
+    append(memory, *(f"entry {n}" for n in range(1_005)))
     (memory.folder / ".dream_cursor").write_text("3")
     memory.archive_old()
-    assert contents(lines_of(memory.archive)) == [f"{'so ' * 80}entry {n}" for n in range(3)]
-    assert len(memory.entries()) == 1_002 and len(memory.unread()) == 1_002
-    assert 1_000 < estimate("\n".join(memory.recent_history())) <= 2_000
-    assert memory.recent_history()[-1].endswith("entry 1004")
+    assert contents(lines_of(memory.archive)) == ["entry 0", "entry 1", "entry 2"]
+    assert len(memory.entries()) == len(memory.unread()) == 1_002
 
 
 def test_recent_history_is_what_dream_has_not_read_and_the_last_five_anyway(tmp_path):
@@ -1571,20 +1174,16 @@ def test_an_entry_of_a_terminal_has_all_that_the_user_said_and_the_names_of_file
     sessions = SessionManager(tmp_path, MemoryStore(tmp_path))
     session = sessions.get("cli:a")
     session.origin = {"folder": "/a", "typed": True}
-    said = "The tax number is 231/140/07755. " + "Two members sign. " * 60 + "Due on 3 December."
+    text = "The tax number is 231/140/07755. " + "Two members sign. " * 60 + "Due on 3 December."
+    wrote = calling("c", name="write_file")
     arguments = json.dumps({"path": "annex.md", "content": "x" * 900})
-    wrote = {"id": "c", "type": "function"}
-    wrote["function"] = {"name": "write_file", "arguments": arguments}
-    for _ in range(15):
-        session.append({"role": "user", "content": "Go on."})
-        session.append({"role": "assistant", "content": "Done. " * 500})
-    session.append({"role": "user", "content": said})
-    session.append({"role": "assistant", "content": None, "tool_calls": [wrote]})
+    wrote["tool_calls"][0]["function"]["arguments"] = arguments
+    session.append(*[user("Go on."), answer("Done. " * 500)] * 15, user(text), wrote)
     os.utime(session.path, (time.time() - 7_200,) * 2)
     remember_terminals(sessions)
-    [entry] = sessions.store.entries()
-    assert said in entry["content"] and '"annex.md"' in entry["content"]
-    assert "not answered" in entry["content"] and estimate(entry["content"]) < 6_500
+    [entry] = history_of(tmp_path)
+    assert text in entry and '"annex.md"' in entry
+    assert "not answered" in entry and estimate(entry) < 6_500
 
 
 FACTS = [
@@ -1602,12 +1201,9 @@ def test_memory_md(tmp_path, law, before, new, after):
     elsewhere.write_text(before)
     elsewhere.chmod(0o600)
     memory.facts.symlink_to(elsewhere)
-    (tmp_path / ".elsewhere.md.tmp").write_text("left by a kill")
     assert memory.write_facts(new, instead_of=before)
     assert elsewhere.read_text() == after and memory.facts.is_symlink(), "a link stays a link"
-    is_written = after != before
     assert elsewhere.stat().st_mode & 0o777 == 0o600
-    assert is_written is not (tmp_path / ".elsewhere.md.tmp").exists(), "one draft at most"
     assert not memory.write_facts("- other", instead_of="- what it was not")
     assert elsewhere.read_text() == after
 
@@ -1626,8 +1222,6 @@ PLACES = [
     "HEARTBEAT.md",
     "memory/MEMORY.md",
     "SOUL.md",
-    "USER.md",
-    "AGENTS.md",
     "skills/odd/SKILL.md",
 ]
 
@@ -1709,37 +1303,21 @@ def test_a_dream_reads_what_is_unread_edits_and_is_one_commit_and_the_users_edit
         "Dreamt about 3 entries: 1 line removed, 1 added. /dream-log shows the changes."
     ]
     find, phase_2 = (request.messages[1]["content"] for request in loop.provider.asked[:2])
-    assert (
-        "[2026-04-03 00:02] Thing 2." in find
-        and GREEN in find
-        and time.strftime("%Y-%m-%d") in find
-    )
-    assert (
-        "# Findings\n\n[MEMORY] blue\n\n[MEMORY-REMOVE] green" in phase_2 and "- memory:" in phase_2
-    )
+    assert "[2026-04-03 00:02] Thing 2." in find and GREEN in find
+    assert "# Findings\n\n[MEMORY] blue\n\n[MEMORY-REMOVE] green" in phase_2
     assert loop.memory.read_facts() == BLUE and loop.memory.unread() == []
     first, second = say(loop, "/dream-log")[0].split("\n")
-    assert re.fullmatch(r"[0-9a-f]{7,} [\d: +-]+ dream: 1 line removed, 1 added", first)
-    assert "edited by you" in second
+    assert first.endswith("dream: 1 line removed, 1 added") and "edited by you" in second
     assert f"-{GREEN}+{BLUE}".strip() in say(loop, f"/dream-log {first.split()[0]}")[0]
-    assert say(loop, "/dream") == ["There is nothing new to dream about."]
-    assert "blue" in loop.context.system_prompt(loop.turn(KEY)), "known in a new session"
-    loop.memory.append_history("One more.")
-    say(loop, "/dream")
-    assert "Thing" not in loop.provider.asked[-2].messages[1]["content"]
 
 
 FINDINGS = [
     ("[USER] a", "edits"),
-    ("- [SOUL] a\n* [SKILL-REMOVE] b", "edits"),
-    ("[SKIP]\n[USER-REMOVE] a", "edits"),
     ("[SKIP]", "nothing"),
     ("<think>\n[MEMORY] no\n</think>\n[SKIP]", "nothing"),
     ("<think>maybe [SKIP]?</think>Hello", "failed"),
     ("<think>[MEMORY] never ends", "failed"),
-    ("[OTHER] a", "failed"),
     ("I noted [MEMORY] a", "failed"),
-    ("", "failed"),
 ]
 
 
@@ -1756,40 +1334,27 @@ def test_what_a_dream_finds(home, monkeypatch, found, outcome):
 def test_three_failures_in_a_row_skip_the_entries_and_an_endpoint_that_is_down_never_does(
     home, caplog
 ):
-    assert (
-        "did not reach the model. Nothing is lost"
-        in say(dreamer(home, found=DOWN), *["/dream"] * 5)[-1]
-    )
-    assert "did not reach the model" in say(dreamer(home, end=DOWN), "/dream")[0]
-    loop = dreamer(home, found="What a nice day.")
-    told_texts = say(loop, *["/dream"] * 3)
-    assert [text.split(".")[0] for text in told_texts[:2]] == ["The dream failed"] * 2
-    assert (
-        told_texts[2].startswith("Dreamt about 3 entries")
-        and "these entries are skipped" in caplog.text
-    )
+    for trouble in ({"found": DOWN}, {"end": DOWN}):
+        told_text = say(dreamer(home, **trouble), *["/dream"] * 4)[-1]
+        assert "did not reach the model. Nothing is lost" in told_text
+    *failed, skipped = say(dreamer(home, found="What a nice day."), *["/dream"] * 3)
+    assert all(text.startswith("The dream failed") for text in failed)
+    assert skipped.startswith("Dreamt about 3 entries")
+    assert "these entries are skipped" in caplog.text
 
 
 def test_a_batch_is_20_entries_or_half_the_budget_and_whatever_its_size_it_fits(home, monkeypatch):
     monkeypatch.setenv("PATH", "")
     for name in ("SOUL.md", "memory/MEMORY.md"):
-        (home / name).write_text(
-            "first line\n" + "a fact about the world\n" * 3_000 + "last line\n"
-        )
+        (home / name).write_text("a fact about the world\n" * 3_000)
     memory = MemoryStore(home)
-    append(memory, *(f"entry {n}" for n in range(30)), f"from here {'x' * 60_000} to there", "last")
+    append(memory, *(f"entry {n}" for n in range(30)), "x" * 60_000, "last")
     loop = make_loop(home, Model("[SKIP]"), context_window_tokens=14_000, max_tokens=2_000)
     say(loop, *["/dream"] * 4)
-    batches = [
-        r.messages[1]["content"].partition("# History")[2].count("\n\n[")
-        for r in loop.provider.asked
-    ]
+    requests = [request.messages for request in loop.provider.asked]
+    batches = [each[1]["content"].partition("# History")[2].count("\n\n[") for each in requests]
     assert batches[0] == 20 and sum(batches) == 35 and memory.unread() == []
-    for request in loop.provider.asked:
-        assert total_tokens(request.messages) <= 14_000 - 2_000
-    assert re.search(
-        "from here .* to there", str([request.messages for request in loop.provider.asked[1:]])
-    )
+    assert all(total_tokens(each) <= 14_000 - 2_000 for each in requests)
 
 
 FINE = [
@@ -1802,18 +1367,12 @@ REFUSED = [
     edit("old", "new", "AGENTS.md"),
     edit("{", "[", "memory/history.jsonl"),
     ("exec", {"command": "touch x"}),
-    ("edit_file", {"arguments": {"path": "AGENTS.md", "old_text": "a", "new_text": "b"}}),
     ("read_file", {"path": "{secret}"}),
-    ("read_file", {"path": "~/id_rsa"}),
-    ("read_file", {"path": "a\0b"}),
-    write("x", "skills/a\0b/SKILL.md"),
-    ("read_file", {"arguments": {"path": "{secret}"}}),
     ("read_file", {"arguments": '{"path": "{secret}"}'}),
     ("write_file", {"arguments": {"path": "SOUL.md", "content": "Be rude."}}),
     write("x", "skills/SKILL.md"),
     write("x", "skills/../SOUL.md"),
     write("x", "skills/link/SKILL.md"),
-    write("x", "/etc/no-such"),
 ]
 FENCE = [*((step, True) for step in FINE), *((step, False) for step in REFUSED)]
 
@@ -1827,13 +1386,9 @@ def test_a_dreamer_edits_three_files_and_its_own_skills_only(home, own_home, tmp
     step = json.loads(json.dumps(step).replace("{secret}", str(own_home / "id_rsa")))
     loop = dreamer(home, step)
 
-    def files() -> dict[str, bytes]:
-        paths = [path for path in tmp_path.rglob("*") if path.is_file() and ".git" not in str(path)]
-        return {
-            str(path): path.read_bytes()
-            for path in paths
-            if path.suffix in (".md", ".txt", ".jsonl")
-        }
+    def files() -> dict[Path, bytes]:
+        paths = itertools.chain(*(tmp_path.rglob(f"*.{end}") for end in ("md", "txt", "jsonl")))
+        return {path: path.read_bytes() for path in paths}
 
     before = files()
     say(loop, "/dream")
@@ -1855,7 +1410,6 @@ UNDONE = {  # before and after a dream, how many lines it changed, a setting of 
         (1, 1),
         "* text=auto eol=crlf",
     ),
-    "lines that only went": (b"- a\n- b\n- c\n", b"- a\n- c\n", (1, 0), ""),
     "what git could fill in": (b"- $Id$\n", b"- $Id$\n- b\n", (0, 1), "*.md ident"),
 }
 
@@ -1870,15 +1424,12 @@ def test_what_a_dream_changed_is_undone_to_the_byte_with_modes_kept(home, name):
     path.chmod(0o600)
     repository = MemoryRepository(home)
     repository.record("other changes")
-    repository.git("add", "-f", "memory/history.jsonl")  # as an older version did
-    MemoryStore(home).append_history("Something.")
     path.write_bytes(after)
     assert repository.commit("dream") == f"{counted(removed, 'line')} removed, {added} added"
     soul.write_text("later\n")
     assert repository.restore() == f"Undone: {counted(added, 'line')} removed, {removed} added."
     assert (path.read_bytes(), path.stat().st_mode & 0o777) == (before, 0o600)
     assert soul.read_text() == "later\n", "what came later stays"
-    assert len(MemoryStore(home).entries()) == 4, "and the history"
     assert "the commit is undone already" in repository.restore()
 
 
@@ -1889,26 +1440,17 @@ def test_what_a_dream_wrote_is_gone_when_it_is_undone_and_not_dreamt_again(home)
     )
     say(loop, "/dream")
     assert "Use to publish." in [skill.description for skill in loop.skills.load()]
-    (home / "skills" / "mine" / "SKILL.md").chmod(0o640)
     assert say(loop, "/dream-restore") == ["Undone: 5 lines removed, 1 added."]
-    assert (
-        loop.memory.read_facts() == GREEN and not (home / "skills" / "mine" / "SKILL.md").exists()
-    )
+    assert loop.memory.read_facts() == GREEN
+    assert not (home / "skills" / "mine" / "SKILL.md").exists()
     assert say(loop, "/dream") == ["There is nothing new to dream about."]
-    log = [
-        re.sub(r"^[\w: +-]+ [+-]\d{4} |: .*", "", line)
-        for line in say(loop, "/dream-log")[0].split("\n")
-    ]
-    assert log == ["restore of the last dream", "dream", "edited by you or the agent"]
     for sha in ("0123456", "HEAD; rm", "--help", ".."):
         assert "/dream-log lists the commits" in MemoryRepository(home).restore(sha)
 
 
 DAMAGE = {
     "nonsense in HEAD": lambda folder: (folder / "HEAD").write_text("nonsense"),
-    "no objects": lambda folder: shutil.rmtree(folder / "objects"),
     "a file": lambda folder: (shutil.rmtree(folder), folder.write_text("no repository")),
-    "gone": shutil.rmtree,
 }
 
 
@@ -1922,44 +1464,29 @@ def test_with_a_damaged_repository_it_dreams_all_the_same_and_says_what_to_do(ho
     memory.append_history("More.")
     [told_text] = say(dreamer(home, edit("green", "blue")), "/dream")
     assert memory.read_facts() == BLUE
-    mends_itself = damage == "gone"
-    if mends_itself:
-        assert "1 line removed, 1 added" in told_text
-    else:
-        remedy = f"If {folder} is damaged, remove it: the next dream begins a new one."
-        assert "cannot be shown or undone" in told_text and remedy in told_text
-        assert memory.read_facts() == BLUE
-        folder.unlink() if folder.is_file() else shutil.rmtree(folder)
-        say(dreamer(home, found="[SKIP]"), "/dream")
-        memory.append_history("More.")
-        say(dreamer(home, edit("blue", "red"), found="[MEMORY] red"), "/dream")
-        assert "red" in memory.read_facts()
-    assert say(dreamer(home), "/dream-restore")[0] == "Undone: 1 line removed, 1 added."
-    assert memory.read_facts() == (GREEN if mends_itself else BLUE)
-
-
-def git(*arguments: str, cwd: Path) -> str:
-    return subprocess.run(
-        ["git", *arguments], cwd=cwd, capture_output=True, encoding="utf-8"
-    ).stdout.strip()
+    remedy = f"If {folder} is damaged, remove it: the next dream begins a new one."
+    assert "cannot be shown or undone" in told_text and remedy in told_text
+    folder.unlink() if folder.is_file() else shutil.rmtree(folder)
+    memory.append_history("More.")
+    say(dreamer(home, edit("blue", "red"), found="[MEMORY] red"), "/dream")
+    assert "red" in memory.read_facts()
+    say(dreamer(home), "/dream-restore")
+    assert memory.read_facts() == BLUE
 
 
 @needs_git
 def test_the_users_own_repository_and_settings_are_left_alone(home, own_home, monkeypatch):
     outer = home.parent
-    git("init", "-q", cwd=outer)
-    (outer / ".git" / "hooks" / "pre-commit").write_text("#!/bin/sh\nexit 1\n")
-    (outer / ".git" / "hooks" / "pre-commit").chmod(0o755)
-    (outer / ".gitignore").write_text("ws/memory\n*.md\n")
+    subprocess.run(["git", "init", "-q"], cwd=outer)
+    hook = outer / ".git" / "hooks" / "pre-commit"
+    hook.write_text("#!/bin/sh\nexit 1\n")
+    hook.chmod(0o755)
     (own_home / ".gitconfig").write_text("[commit]\ngpgsign = true\n[user]\nname = Somebody\n")
     monkeypatch.setenv("GIT_DIR", str(outer / ".git"))  # as in a hook of git
     monkeypatch.setenv("GIT_INDEX_FILE", str(outer / ".git" / "index"))
-    say(dreamer(home, edit("green", "blue")), "/dream")
-    monkeypatch.delenv("GIT_DIR")
-    author = git(
-        "--git-dir", str(home / ".nanobot" / "memory.git"), "log", "-1", "--format=%an %s", cwd=home
-    )
-    assert author.startswith("nanobot dream: ") and git("log", cwd=outer) == ""
+    loop = dreamer(home, edit("green", "blue"))
+    _, log = say(loop, "/dream", "/dream-log")
+    assert "dream: 1 line removed, 1 added" in log
     assert not list(home.rglob(".git")) and not (outer / ".git" / "index").exists()
 
 
@@ -2009,7 +1536,6 @@ FORMS = [
         for form in (
             FRONT,
             CR_LF,
-            f"\ufeff{FRONT}",
             f"\ufeff{CR_LF}",
             FRONT.replace("---\n", "--- \n"),
         )
@@ -2018,9 +1544,7 @@ FORMS = [
         (form, ("demo", "", False))
         for form in (
             "Do it.",
-            "---\n---\nDo it.",
             "---\nDo it.",
-            "---\n[[[\n---\nDo it.",
             b"\xff\xfe Do it.",
         )
     ),
@@ -2036,10 +1560,8 @@ def test_front_matter_and_text_are_told_apart(tmp_path, form, read):
 
 DESCRIPTIONS = [
     ('"In quotes: yes"', "In quotes: yes"),
-    ("'single'", "single"),
     ('Use to say "hi"', 'Use to say "hi"'),
     ("From a --- to b", "From a --- to b"),
-    ("  padded  ", "padded"),
     ("", ""),
     (">-\n  Use for\n  the weather.", "Use for the weather."),
     ("|\n  Use for: the weather.", "Use for: the weather."),
@@ -2047,10 +1569,6 @@ DESCRIPTIONS = [
         "Use for\n  the weather.\n  Note: not for the sea.",
         "Use for the weather. Note: not for the sea.",
     ),
-    ("x > y\n  |z", "x > y |z"),
-    (">\n  a\n\n  b", "a b"),
-    ("'it''s late'  # quotes are doubled", "it's late"),
-    ("'' # empty", ""),
     ('"say \\"hi\\" # twice" # once', 'say "hi" # twice'),
 ]
 
@@ -2071,10 +1589,6 @@ REQUIRES = [
         NEEDS,
     ),
     ("requires:\n  bins:\n  - no-such-b\n  env:\n    - NO_SUCH_A", NEEDS),
-    ('requires:\n  bins: [sh, "no-such-b"]', NEEDS[:1]),
-    ("metadata:\n  author: me\n  version: 1", []),
-    ("requires:", []),
-    ('metadata: {"nanobot": {"requires": ["gh"]}}', []),
     ("metadata: " + "[" * 50_000, []),
 ]
 
@@ -2087,39 +1601,28 @@ def test_what_a_skill_requires_and_this_machine_lacks_is_named(tmp_path, front, 
 
 def test_an_always_skill_is_in_the_prompt_in_full_or_listed_as_unavailable(tmp_path):
     """One of the workspace shadows the kit's of its name."""
-    loop = make_loop(tmp_path, Model())
-    skill_file(tmp_path / "skills", "---\nalways: True\n---\nRule one.", "one")
-    skill_file(
-        tmp_path / "skills", "---\nalways: yes\nrequires:\n  bins: [no-such]\n---\nRule two.", "two"
-    )
-    skill_file(tmp_path / "skills", "---\ndescription: My own.\n---\nMine.", "weather")
+    loop, skills = make_loop(tmp_path, Model()), tmp_path / "skills"
+    skill_file(skills, "---\nalways: True\n---\nRule one.", "one")
+    skill_file(skills, "---\nalways: yes\nrequires:\n  bins: [no-such]\n---\nRule two.", "two")
+    skill_file(skills, "---\ndescription: My own.\n---\nMine.", "weather")
     say(loop, "hi")
     system = loop.provider.asked[0].messages[0]["content"]
     assert "## one\n\nRule one." in system and "Rule two." not in system
     assert re.search(r"- two: .*SKILL.md\) \[unavailable: needs program no-such\]", system)
     assert system.count("- weather:") == 1 and "- weather: My own." in system
-    for skill in SkillsLoader(ROOT / "skills").load():
-        assert skill.description and skill.text and skill.always is (skill.name == "memory")
 
 
-@posix
 def test_a_broken_skill_is_named_once_and_the_others_stay(tmp_path, caplog):
-    for name in ("device", "folder", "fifo", "huge"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "device" / "SKILL.md").symlink_to("/dev/zero")
-    (tmp_path / "folder" / "SKILL.md").mkdir()
-    os.mkfifo(tmp_path / "fifo" / "SKILL.md")
+    (tmp_path / "folder" / "SKILL.md").mkdir(parents=True)
     skill_file(tmp_path, "x" * 100_001, "huge")
     skill_file(tmp_path, "x" * 100_000)
     loader = SkillsLoader(tmp_path)
     for _ in range(3):
-        skills = {skill.name: skill.problem for skill in loader.load()}
-    assert [name for name, problem in skills.items() if not problem] == ["demo"] and len(
-        skills
-    ) == 5
-    for name in set(skills) - {"demo"}:
+        problems = {skill.name: skill.problem for skill in loader.load()}
+    assert problems.pop("demo") == "" and problems.keys() == {"folder", "huge"}
+    for name, problem in problems.items():
         [line] = [line for line in caplog.messages if str(tmp_path / name) in line]
-        assert line.endswith(skills[name])
+        assert line.endswith(problem)
 
 
 # ---- Nothing that reads foreign text takes long ----
@@ -2142,33 +1645,23 @@ FOREIGN = [
 def test_100000_characters_of_anything_are_read_within_a_second(tmp_path, monkeypatch, piece):
     monkeypatch.setenv("PATH", "")
     text = piece * (100_000 // len(piece))
-    heads = [
-        "",
-        "---\n",
-        "---\nmetadata: ",
-        "---\ndescription: ",
-        "---\nrequires:\n ",
-        f"---\n{piece}: ",
-    ]
     loop = dreamer(tmp_path, found=text)
     append(loop.memory, text, "[2026-04-03 00:02]" + text, "[2026-" + text)
-    store = MemoryStore(tmp_path)
-    takes = {}
-    for n, head in enumerate(heads):
-        skill_file(tmp_path / f"s{n}", (head + text)[:100_000])
-    works = [lambda n=n: SkillsLoader(tmp_path / f"s{n}").load() for n in range(len(heads))]
-    works += [
+    works = [
         partial(say, loop, "/dream"),
-        store.recent_history,
+        loop.memory.recent_history,
         partial(estimate, text),
         partial(Governed, [user(text)], 100),
-        partial(store.append_history, f"[{text}"),
+        partial(append, loop.memory, f"[{text}"),
     ]
+    for head in ("", "metadata: ", "description: ", "requires:\n ", f"{piece}: "):
+        folder = tmp_path / f"s{len(works)}"
+        skill_file(folder, f"---\n{head}{text}"[:100_000])
+        works.append(SkillsLoader(folder).load)
     for work in works:
         began = time.process_time()
         work()
-        takes[work] = time.process_time() - began
-    assert max(takes.values()) < 1
+        assert time.process_time() - began < 1, work
 
 
 # ---- A long conversation ----
@@ -2188,51 +1681,37 @@ def keeping(pattern: str):
     return save
 
 
-def talkative_loop(workspace: Path, window: int = 65_536) -> AgentLoop:
-    """Its model reads a small file or a large one in each turn, and keeps what the user likes best."""
-
-    def talk(request):
-        if request.messages[-1]["role"] == "tool":
-            return "It says something."
-        [*_, number] = ["1", *re.findall(r"question (\d+)", request.messages[-1]["content"])]
-        return call("read_file", path="small.txt" if int(number) % 7 else "large.txt")
-
-    model = Model(talk, keeping(r"my (favourite \w+ is \w+)"))
-    loop = make_loop(workspace, model, context_window_tokens=window, max_tokens=2_000)
-    (workspace / "small.txt").write_text("a line\n" * 30)
-    (workspace / "large.txt").write_text("a longer line of text\n" * 400)
-    return loop
-
-
 @pytest.mark.long
-@pytest.mark.parametrize("window", [8_000, pytest.param(65_536, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("turns", [210, pytest.param(2_000, marks=pytest.mark.slow)])
 def test_a_conversation_of_2000_turns_forgets_nothing_and_what_is_sent_does_not_grow(
-    tmp_path, window, turns
+    tmp_path, turns
 ):
-    loop, sizes = talkative_loop(tmp_path, window), []
-    model = loop.provider
 
-    async def talk() -> None:
+    def talk(request):
+        is_read = request.messages[-1]["role"] == "tool"
+        return "It says something." if is_read else call("read_file", path="a.txt")
+
+    model = Model(talk, keeping(r"my (favourite \w+ is \w+)"))
+    loop = make_loop(tmp_path, model, context_window_tokens=8_000, max_tokens=2_000)
+    (tmp_path / "a.txt").write_text("a line of text\n" * 200)
+    sizes = []
+
+    async def work() -> None:
         for n in range(turns):
-            await loop.process_direct(
-                "my favourite colour is green" if n == 3 else f"question {n}", KEY
-            )
+            text = "my favourite colour is green" if n == 3 else f"question {n}"
+            await loop.process_direct(text, KEY)
             await loop.background.settled()
-            sizes.append(
-                sum(len(json.dumps(request.messages)) for request in (*model.asked, *model.saves))
-            )
+            requests = [*model.asked, *model.saves]
+            sizes.append(sum(len(json.dumps(request.messages)) for request in requests))
             model.asked, model.saves = [], []
 
-    asyncio.run(talk())
+    asyncio.run(work())
     assert sum(sizes[-70:]) <= 1.3 * sum(sizes[70:140]), (
         "of 70 turns: rounds of consolidation even out"
     )
     offline = make_loop(tmp_path, OfflineProvider())
-    assert (
-        "favourite colour is green"
-        in say(offline, "what is my favourite colour?", key="cli:other")[0]
-    )
+    [told_text] = say(offline, "what is my favourite colour?", key="cli:other")
+    assert "favourite colour is green" in told_text
     session = loaded(tmp_path)
     assert session.saved > 4 * (turns - 70) and "green" not in str(session.history())
     assert len([line for line in lines_of(session.path) if "role" in line]) == 4 * turns

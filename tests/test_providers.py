@@ -127,16 +127,6 @@ CHOICES = {
         {"provider": "openai", "base_url": "http://127.0.0.1:9/v1"},
         ("openai", "sk-1", "http://127.0.0.1:9/v1", "gpt-5-mini"),
     ),
-    "a base URL in the world is a custom endpoint": (
-        settings(openai="sk-1"),
-        {"base_url": "https://models.example/v1", "model": "gpt-5"},
-        ("custom", "sk-1", "https://models.example/v1", "gpt-5"),
-    ),
-    "a gateway's own model keeps its whole name": (
-        settings(openrouter="sk-or-1"),
-        {"model": "openrouter/auto"},
-        ("openrouter", "sk-or-1", "https://openrouter.ai/api/v1", "openrouter/auto"),
-    ),
     "a gateway's name before maker and model is taken off": (
         settings(openrouter="sk-or-1"),
         {"model": "openrouter/openai/gpt-5"},
@@ -146,11 +136,6 @@ CHOICES = {
         settings(openai="sk-1", ollama="http://box:11434/v1"),
         {"model": "llama3"},
         ("ollama", "", "http://box:11434/v1", "llama3"),
-    ),
-    "no model named means the row's own": (
-        settings(openai="sk-1"),
-        {},
-        ("openai", "sk-1", "https://api.openai.com/v1", "gpt-5-mini"),
     ),
 }
 
@@ -183,10 +168,6 @@ FOREIGN_HOSTS = {
         settings(openrouter="sk-or-1"),
         {"base_url": "https://openrouter.ai.evil.example/v1", "model": "m"},
     ),
-    "nor is a host that ends alike": (
-        settings(openrouter="sk-or-1"),
-        {"base_url": "https://notopenrouter.ai/v1", "model": "m"},
-    ),
     "nor one that has the name in its path": (
         settings(openrouter="sk-or-1"),
         {"base_url": "https://evil.example/openrouter.ai", "model": "m"},
@@ -203,27 +184,16 @@ def test_a_key_never_goes_to_another_rows_host(name):
 @pytest.mark.parametrize(
     ("wanted", "said_of_it"),
     [
-        (
-            {"provider": "opnai"},
-            "There is no provider 'opnai'. There are: openai, openrouter, .*, offline, human.$",
-        ),
-        (
-            {"provider": "custom"},
-            "Provider custom needs an address with http:// or https://, not ''. Set its apiBase, or --base-url.$",
-        ),
+        ({"provider": "opnai"}, "no provider 'opnai'. There are: openai, .*, offline, human.$"),
         (
             {"base_url": "localhost:8000/v1"},
-            "an address with http:// or https://, not 'localhost:8000/v1'",
+            "an address with http:// or https://, not 'localhost:8000/v1'. Set .* --base-url.$",
         ),
         ({"base_url": "http://"}, "needs an address with http://"),
         ({"provider": "anthropic"}, "Provider anthropic has no key: set ANTHROPIC_API_KEY.$"),
         (
-            {"model": "claude-sonnet-4"},
-            "claude-sonnet-4 is a model of anthropic: set ANTHROPIC_API_KEY, or name a gateway with --provider$",
-        ),
-        (
             {"model": "groq/llama-3"},
-            "groq/llama-3 is a model of groq: set GROQ_API_KEY, or name a gateway",
+            "groq/llama-3 is a model of groq: set GROQ_API_KEY, or name a gateway with --provider$",
         ),
     ],
 )
@@ -289,33 +259,22 @@ def test_a_prompt_goes_to_nobody_but_whom_the_user_named_or_gave_a_key(model):
 
 
 OTHER, GROQ = "http://10.0.0.7/v1", ROWS["groq"].default_api_base
-ORDER = {  # flags, OPENAI_BASE_URL, then the address and the key; the file names groq, with a key
-    "the file": ([], "", (GROQ, "gsk_1")),
-    "the environment wins over the file": ([], LOCAL, (LOCAL, "sk-1")),
-    "a flag wins over the environment": (["--provider", "groq"], LOCAL, (GROQ, "gsk_1")),
-    "an address wins over the environment's": (["--base-url", OTHER], LOCAL, (OTHER, "sk-1")),
-    "an address wins over a provider": (
-        ["--provider", "groq", "--base-url", OTHER],
-        LOCAL,
-        (OTHER, "sk-1"),
-    ),
+ORDER = {  # flags, then the address and the key; the file names groq, with a key
+    "the environment wins over the file": ([], (LOCAL, "sk-1")),
+    "a flag wins over the environment": (["--provider", "groq"], (GROQ, "gsk_1")),
+    "an address wins over all": (["--provider", "groq", "--base-url", OTHER], (OTHER, "sk-1")),
 }
 
 
 @pytest.mark.parametrize("name", ORDER)
 def test_flags_win_over_the_environment_and_that_over_the_file(name, tmp_path, monkeypatch):
-    flags, base_url, expected = ORDER[name]
+    flags, expected = ORDER[name]
     file = tmp_path / "config.json"
-    file.write_text(
-        json.dumps(
-            {
-                "agents": {"defaults": {"provider": "groq", "model": "m"}},
-                "providers": {"groq": {"apiKey": "gsk_1"}},
-            }
-        )
-    )
+    defaults = {"provider": "groq", "model": "m"}
+    rows = {"groq": {"apiKey": "gsk_1"}}
+    file.write_text(json.dumps({"agents": {"defaults": defaults}, "providers": rows}))
     monkeypatch.setenv("OPENAI_API_KEY", "sk-1")
-    monkeypatch.setenv("OPENAI_BASE_URL", base_url)
+    monkeypatch.setenv("OPENAI_BASE_URL", LOCAL)
     arguments = nanobot.parser().parse_args(["agent", "--config", str(file), *flags])
     end = nanobot.make_provider(nanobot.settings_of(arguments)).endpoint
     assert (end.api_base, end.api_key) == expected
@@ -335,8 +294,6 @@ def test_headers_never_go_to_another_rows_host():
         ("sk-or-v1-0", "openrouter"),
         ("sk-ant-0", "anthropic"),
         ("AIzaSy0", "gemini"),
-        ("gsk_0", "groq"),
-        ("xai-0", "xai"),
         ("sk-proj-0", "openai"),
         ("0", "openai"),
     ],
@@ -346,43 +303,21 @@ def test_the_general_key_goes_to_the_maker_whose_prefix_it_has(key, name):
     assert (end.spec.name, end.api_key, end.api_base) == (name, key, ROWS[name].default_api_base)
 
 
-def test_each_row_has_an_address_and_the_variable_that_its_provider_documents():
-    """A row whose variable is misspelt is never found, and its user meets the offline model."""
-    unlike_their_name = {"zhipu": "ZAI", "volcengine": "ARK", "azure": "AZURE_OPENAI"}
-    for row in ROWS.values():
-        maker = unlike_their_name.get(row.name, row.name.upper())
-        assert row.env_key == ("" if row.is_local or row.name == "custom" else f"{maker}_API_KEY")
-        assert bool(row.default_api_base) is not (row.name in ("azure", "custom"))
-
-
 HOSTS = {
     "https://api.openai.com/v1": "openai",
     "https://eu.api.openai.com/v1": "openai",
-    "https://api.moonshot.ai/v1": "moonshot",
     "https://api.moonshot.cn/v1": "moonshot",
     "https://open.bigmodel.cn/api/paas/v4": "zhipu",
-    "https://api.z.ai/api/paas/v4": "zhipu",
-    "https://api.minimax.io/v1": "minimax",
-    "https://api.minimaxi.com/v1": "minimax",
-    "https://dashscope.aliyuncs.com/compatible-mode/v1": "dashscope",
     "https://dashscope-intl.aliyuncs.com/compatible-mode/v1": "dashscope",
-    "https://api.siliconflow.cn/v1": "siliconflow",
-    "https://api.siliconflow.com/v1": "siliconflow",
     "https://kit.openai.azure.com/openai/v1": "azure",
-    "https://kit.services.ai.azure.com/openai/v1": "azure",
-    "http://localhost:11434/v1": "ollama",
     "http://192.168.0.7:11434/v1": "ollama",
-    "http://localhost:1234/v1": "lmstudio",
     "http://box:1234/v1": "lmstudio",
     "http://localhost:8000/v1": "vllm",
     "http://localhost:8080/v1": "llamacpp",
     "http://localhost/v1": "local",
-    "http://localhost:9000/v1": "local",
     "http://0.0.0.0:9000/v1": "local",
     "http://[::1]:9000/v1": "local",
-    "http://127.0.0.1:9000/v1": "local",
     "http://10.0.0.7/v1": "local",
-    "http://192.168.0.7/v1": "local",
     "http://me:secret@127.0.0.1:9000/v1": "local",
     "http://me:secret@api.openai.com/v1": "openai",
     "http://192.0.2.7/v1": "custom",
@@ -439,29 +374,13 @@ def test_a_request_has_the_fewest_parameters(name):
 
 
 def test_options_tools_headers_and_extra_body_arrive_as_given():
+    options = {"temperature": 0.5, "tool_choice": "auto", "model": "other"}
+    extra = {"thinking": {"type": "off"}}
     with FakeLLM(["Hi."]) as server:
-        provider = made(
-            server, extra_headers={"X-Title": "kit"}, extra_body={"thinking": {"type": "off"}}
-        )
-        ask(provider, tools=[TOOL], temperature=0.5, tool_choice="auto", model="other")
-        expected = {
-            "model": "other",
-            "messages": HELLO,
-            "tools": [TOOL],
-            "temperature": 0.5,
-            "tool_choice": "auto",
-            "thinking": {"type": "off"},
-        }
-        assert server.bodies[0] == expected
+        provider = made(server, extra_headers={"X-Title": "kit"}, extra_body=extra)
+        ask(provider, tools=[TOOL], **options)
+        assert server.bodies[0] == {"messages": HELLO, "tools": [TOOL], **options, **extra}
         assert server.requests[0].headers["x-title"] == "kit"
-
-
-def test_keys_and_addresses_of_the_environment_are_not_used_by_a_row_without_a_key(monkeypatch):
-    monkeypatch.setenv("OPENAI_API_KEY", "sk-of-the-environment")
-    monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:1/v1")
-    with FakeLLM(["Hi."]) as server:
-        assert ask(made(server, "local", key=""))[0].content == "Hi."
-        assert b"sk-of-the-environment" not in str(server.requests[0].headers).encode()
 
 
 def test_a_key_that_was_pasted_with_its_line_end_works():
@@ -496,24 +415,24 @@ def test_no_key_goes_to_a_server_whose_certificate_nobody_vouches_for(tmp_path):
     (tmp_path / "own.pem").write_text(OWN_CERTIFICATE)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(tmp_path / "own.pem")
-    with FakeLLM(["Hi."] * 9) as server:
+    with FakeLLM([]) as server:
         server.socket = context.wrap_socket(
             server.socket, server_side=True, do_handshake_on_connect=False
         )
         base = server.base_url.replace("http:", "https:")
         answer, _ = ask(OpenAIProvider(Endpoint(ROWS["custom"], "its-key", base, "m"), pace=0.0))
-        assert "Cannot reach" in answer.error and "CERTIFICATE_VERIFY_FAILED" in answer.error
-        assert server.requests == []
+        assert "CERTIFICATE_VERIFY_FAILED" in answer.error and server.requests == []
 
 
 @pytest.mark.parametrize("row", ["anthropic", "openrouter"])
 def test_the_system_message_is_marked_for_the_cache(row):
     """The tools stand before it in the prompt, so that the mark holds for them, too."""
     with FakeLLM(["Hi."]) as server:
-        ask(made(server, row), tools=[LOOK_TOOL, STRICT])
+        ask(made(server, row), tools=[TOOL])
         body, mark = server.bodies[0], {"cache_control": {"type": "ephemeral"}}
-    assert body["messages"][0]["content"] == [{"type": "text", "text": SYSTEM["content"], **mark}]
-    assert body["tools"] == [LOOK_TOOL, STRICT] and body["messages"][1:] == HELLO[1:]
+    marked = [{"type": "text", "text": SYSTEM["content"], **mark}]
+    assert body["messages"] == [{"role": "system", "content": marked}, HELLO[1]]
+    assert body["tools"] == [TOOL]
 
 
 # ---- Whole answers and streams, good and odd ----
@@ -524,17 +443,8 @@ ODD_BODIES = {
         {"choices": None, "error": {"message": "No credits"}},
         "No credits",
     ),
-    "an error within a 200": ({"error": {"message": "Overloaded", "code": 529}}, "Overloaded"),
     "an error within a choice": (
-        {
-            "choices": [
-                {
-                    "message": {"content": ""},
-                    "finish_reason": "error",
-                    "error": {"message": "Gone."},
-                }
-            ]
-        },
+        {"choices": [{"message": {"content": ""}, "error": {"message": "Gone."}}]},
         "Gone",
     ),
     "no JSON object": ([1, 2], "does not answer like a model.*/v1"),
@@ -543,7 +453,6 @@ ODD_BODIES = {
         {"choices": [{"message": {"content": "Hi."}}], "usage": {"prompt_tokens": "many"}},
         "strange form",
     ),
-    "a content that is a number": ({"choices": [{"message": {"content": 5}}]}, "strange form"),
     "broken JSON": ('{"choices": [', "not a JSON object but: .*choices"),
     "an empty body": ("", "not a JSON object but: nothing"),
     "a tower of lists": ('{"choices": ' + "[" * 100_000, "recursion"),
@@ -576,32 +485,21 @@ FINE = {  # an odd answer: its text and its calls
     "text in one choice, calls in another": (
         Failure(
             200,
-            {
-                "choices": [
-                    {"message": {"content": "Look."}, "finish_reason": "stop"},
-                    {"message": {"tool_calls": [NOW]}, "finish_reason": "tool_calls"},
-                ]
-            },
+            {"choices": [{"message": {"content": "Look."}}, {"message": {"tool_calls": [NOW]}}]},
         ),
         "Look.",
         [{}],
     ),
     "blocks": (whole({"content": BLOCKS}), "Hi.", []),
-    "arguments that are an object": (
-        whole({"tool_calls": [OBJECT]}, "tool_calls"),
-        None,
-        [{"zone": "UTC"}],
-    ),
+    "arguments that are an object": (whole({"tool_calls": [OBJECT]}), None, [{"zone": "UTC"}]),
     "comments, events, no choices, a null delta, blank data": (
         sse(
             ": PROCESSING\n\n",
-            {"id": "x"},
             {"choices": [], "prompt_filter_results": [{}]},
             "event: message\n",
             {"choices": [{"index": 0, "delta": None}]},
             "data: \n\n",
             delta(content="Hi."),
-            delta("stop"),
         ),
         "Hi.",
         [],
@@ -611,8 +509,6 @@ FINE = {  # an odd answer: its text and its calls
         "Hi.",
         [],
     ),
-    "one byte a packet": (Raw(chunks=[HI[n : n + 1] for n in range(len(HI))]), "Grüße ☃", []),
-    "no reason but [DONE]": (sse(delta(content="Hi.")), "Hi.", []),
     "whole calls and no end": (
         sse(piece(id="a", name="f", arguments='{"a": 1}'), done=False),
         None,
@@ -641,30 +537,17 @@ def test_a_server_that_keeps_the_line_open_behind_the_end_of_its_answer_is_not_w
 
 def random_stream(dice):
     """Chunks as OpenAI sends them: text, two calls in pieces side by side, a reason, the usage."""
-    text = "".join(dice.choice('aé☃\u2028 \n🙂"\\') for _ in range(dice.randrange(30)))
-    chunks = [
-        delta(role="assistant", content=""),
-        *(delta(content=part) for part in re.findall("(?s).{1,4}", text)),
-    ]
-    parts = [
-        [piece(index=n, id=f"call_{n}", type="function", name=f"tool_{n}", arguments="")]
-        for n in (0, 1)
-    ]
-    for n, pieces in enumerate(parts[: dice.randrange(3)]):
+    letters = 'aé☃\u2028\u2029\x85\x0b\x1c \n🙂"\\'
+    text = "".join(dice.choice(letters) for _ in range(dice.randrange(30)))
+    parts = [delta(content=part) for part in re.findall("(?s).{1,4}", text)]
+    for n in range(dice.randrange(3)):
         written = json.dumps({"text": text, "n": n}, ensure_ascii=dice.random() < 0.5)
-        pieces += [piece(index=n, arguments=part) for part in re.findall("(?s).{1,7}", written)]
-        chunks += pieces
-    usage = {"prompt_tokens": dice.randrange(1, 99), "completion_tokens": 5, "total_tokens": 7}
-    chunks += [
-        delta(dice.choice(["stop", "length", "tool_calls"])),
-        {"choices": [], "usage": usage},
-    ]
-    data = sse(
-        *(
-            {"id": "x", "object": "chat.completion.chunk", "created": 1, "model": "m", **c}
-            for c in chunks
-        )
-    ).body
+        parts.append(piece(index=n, id=f"call_{n}", type="function", name="tool", arguments=""))
+        parts += [piece(index=n, arguments=part) for part in re.findall("(?s).{1,7}", written)]
+    parts.append(delta(dice.choice(["stop", "length", "tool_calls"])))
+    parts.append({"choices": [], "usage": {"prompt_tokens": dice.randrange(1, 99)}})
+    head = {"id": "x", "object": "chat.completion.chunk", "created": 1, "model": "m"}
+    data = sse(*({**head, **part} for part in parts)).body
     size = dice.randrange(1, 99)
     return Raw(chunks=[data[n : n + size] for n in range(0, len(data), size)])
 
@@ -675,44 +558,25 @@ def test_a_stream_means_what_the_sdks_own_reading_makes_of_it(seed):
     import openai
 
     dice = random.Random(seed)
-    streams = [
-        random_stream(dice) for _ in range(1_000 if os.environ.get("NANOBOT_TEST_FULL") else 20)
-    ]
+    count = 1_000 if os.environ.get("NANOBOT_TEST_FULL") else 20
+    streams = [random_stream(dice) for _ in range(count)]
     with FakeLLM(itertools.chain.from_iterable((each, each) for each in streams)) as server:
         provider = made(server)
         with openai.OpenAI(base_url=server.base_url, api_key="k", max_retries=0) as client:
             for _ in streams:
-                theirs, calls, reason, usage = "", {}, None, None
-                for chunk in client.chat.completions.create(model="m", messages=HELLO, stream=True):
-                    usage = chunk.usage or usage
-                    for choice in chunk.choices:
-                        theirs += choice.delta.content or ""
-                        reason = choice.finish_reason or reason
-                        for each in choice.delta.tool_calls or []:
-                            calls[each.index] = calls.get(each.index, "") + (
-                                each.function.arguments or ""
-                            )
+                with client.chat.completions.stream(model="m", messages=HELLO) as reading:
+                    reading.until_done()
+                theirs = reading.current_completion_snapshot
+                (choice,) = theirs.choices
                 ours, shown = ask(provider, stream=True)
-                edges = "" if reason == "length" else "\n"
-                assert ours.content == (
-                    theirs.lstrip("\n").rstrip(edges) if theirs.strip() else None
-                )
-                assert [each.arguments for each in ours.tool_calls] == list(
-                    map(json.loads, calls.values())
-                )
-                assert (ours.finish_reason, ours.usage["prompt_tokens"]) == (
-                    reason,
-                    usage.prompt_tokens,
-                )
-
-
-@pytest.mark.parametrize("odd", ["\u2028", "\u2029", "\x85", "\x0b", "\x1c"])
-def test_a_line_separator_within_a_text_does_not_tear_the_stream(odd):
-    body = f'data: {{"choices":[{{"delta":{{"content":"a{odd}b"}},"finish_reason":"stop"}}]}}\n\n'
-    if odd < " ":
-        body = body.replace(odd, f"\\u{ord(odd):04x}")
-    answer, _ = reply_to(Raw(body.encode()), stream=True)
-    assert answer.content == f"a{odd}b"
+                text = choice.message.content or ""
+                edges = "" if choice.finish_reason == "length" else "\n"
+                assert ours.content == (text.lstrip("\n").rstrip(edges) if text.strip() else None)
+                given = choice.message.tool_calls or []
+                wanted = [json.loads(each.function.arguments) for each in given]
+                assert [each.arguments for each in ours.tool_calls] == wanted
+                assert ours.finish_reason == choice.finish_reason
+                assert ours.usage["prompt_tokens"] == theirs.usage.prompt_tokens
 
 
 ODD_STREAMS = {
@@ -720,9 +584,7 @@ ODD_STREAMS = {
         sse(delta(content="Well"), {"error": {"message": "Overloaded"}}),
         "Overloaded",
     ),
-    "an error event": (sse('event: error\ndata: {"error": {"message": "Boom"}}\n\n'), "Boom"),
     "garbage": (sse(delta(content="a"), "data: {oops\n\n"), "not a JSON object but: {oops"),
-    "no end": (sse(delta(content="Well"), done=False), "broke off"),
     "a call without an end": (
         sse(piece(id="a", name="f", arguments='{"a": '), done=False),
         "broke off",
@@ -740,16 +602,16 @@ def test_a_stream_that_fails_is_a_clear_error(name):
 
 ERROR_BODIES = {
     "OpenAI": (error(400, "Unsupported parameter"), "HTTP 400: Unsupported parameter"),
+    "a text beside the message": (
+        Failure(400, {"error": {"message": "Bad thing.", "metadata": "x"}}),
+        "HTTP 400: Bad thing.",
+    ),
     "Gemini": (
         Failure(400, [{"error": {"code": 400, "message": "Unknown name"}}]),
         "HTTP 400: Unknown name",
     ),
-    "LM Studio": (
-        Failure(400, {"error": "Invalid tool_choice type"}),
-        "HTTP 400: Invalid tool_choice type",
-    ),
+    "LM Studio": (Failure(400, {"error": "Invalid tool_choice"}), "HTTP 400: Invalid tool_choice"),
     "FastAPI": (Failure(422, {"detail": "Bad body"}), "Bad body"),
-    "a page": (Failure(502, "<h1>Bad Gateway</h1>", content_type="text/html"), "HTTP 502"),
     "nothing": (Failure(500, ""), "HTTP 500"),
     "a redirect": (Failure(307, "", {"Location": "http://127.0.0.1:1/"}), "HTTP 307"),
 }
@@ -770,20 +632,16 @@ def test_an_errors_own_words_are_found_wherever_they_stand(name):
     ("reason", "meaning"),
     [
         ("eos", "stop"),
-        ("end_turn", "stop"),
         ("tool_use", "stop"),
         ("STOP", "stop"),
         ("max_tokens", "length"),
-        ("length", "length"),
         ("content_filter", "content_filter"),
         ("tool_calls", "tool_calls"),
-        ("model_length", "length"),
         ("refusal", "refusal"),
     ],
 )
 def test_a_finish_reason_is_told_in_openais_words(reason, meaning):
-    whole_call = {"id": "a", **call("now")}
-    answer, _ = reply_to(whole({"tool_calls": [whole_call]}, reason))
+    answer, _ = reply_to(whole({"tool_calls": [NOW]}, reason))
     assert (answer.finish_reason, answer.tool_calls[0].error) == (meaning, "")
 
 
@@ -799,48 +657,31 @@ CALL_STREAMS = {
     "in pieces, by index": [
         piece(index=0, id="1", type="function", name="a", arguments=""),
         piece(index=1, id="2", name="b", arguments='{"y"'),
-        piece(index=0, arguments='{"x":'),
+        piece(index=0, arguments='{"x": 1}'),
         piece(index=1, arguments=": 2}"),
-        piece(index=0, arguments=" 1}"),
     ],
     "id only in the first chunk, no index": [
         piece(id="1", name="a", arguments='{"x"'),
         piece(arguments=": 1}"),
-        piece(id="2", name="b", arguments='{"y"'),
-        piece(arguments=": 2}"),
+        piece(id="2", name="b", arguments=Y),
     ],
     "whole, every index 0": [
         piece(index=0, id="1", name="a", arguments=X),
         piece(index=0, id="2", name="b", arguments=Y),
     ],
-    "in pieces, every index 0": [
-        piece(index=0, id="1", name="a"),
-        piece(index=0, arguments=X),
-        piece(index=0, id="2", name="b"),
-        piece(index=0, arguments=Y),
-    ],
-    "whole, without index and id": [piece(name="a", arguments=X), piece(name="b", arguments=Y)],
     "whole, index 0 and empty ids": [
         piece(index=0, id="", name="a", arguments=X),
         piece(index=0, id="", name="b", arguments=Y),
     ],
-    "id and name repeated in every chunk": [
-        piece(index=0, id="1", name="a", arguments='{"x"'),
-        piece(index=0, id="1", name="a", arguments=": 1}"),
-        piece(index=1, id="2", name="b", arguments='{"y"'),
-        piece(index=1, id="2", name="b", arguments=": 2}"),
-    ],
     "a new id in every chunk": [
         piece(index=0, id="1", name="a", arguments='{"x"'),
         piece(index=0, id="9", arguments=": 1}"),
-        piece(index=1, id="2", name="b", arguments='{"y"'),
-        piece(index=1, id="8", arguments=": 2}"),
+        piece(index=1, id="2", name="b", arguments=Y),
     ],
     "in pieces, every index 0, without ids": [
         piece(index=0, name="a", arguments=""),
         piece(index=0, arguments=X),
-        piece(index=0, name="b", arguments=""),
-        piece(index=0, arguments=Y),
+        piece(index=0, name="b", arguments=Y),
     ],
 }
 
@@ -853,22 +694,10 @@ def test_streamed_calls_are_put_together(name):
     assert len({each.id for each in answer.tool_calls}) == 2
 
 
-@pytest.mark.parametrize("arguments", [{}, "{}"])
-def test_an_empty_object_is_an_argument_and_the_next_name_begins_a_call(arguments):
-    pieces = [piece(index=0, id="", name="now", arguments=arguments) for _ in range(2)]
-    answer, _ = reply_to(sse(*pieces, delta("tool_calls")), stream=True)
-    assert [(each.name, each.arguments) for each in answer.tool_calls] == [("now", {})] * 2
-
-
 ARGUMENTS = {
     "a raw line end in a text": ('{"a": "1\n2"}', "stop", {"a": "1\n2"}, ""),
     "broken, but the answer is whole": ("{path: 'a',}", "tool_calls", {"path": "a"}, ""),
-    "a Python dict": (
-        "{'a': True, 'b': None, 'c': 'it\\'s'}",
-        "stop",
-        {"a": True, "b": None, "c": "it's"},
-        "",
-    ),
+    "a Python dict": ("{'a': True, 'c': 'it\\'s'}", "stop", {"a": True, "c": "it's"}, ""),
     "an open string that looks closed": (
         '{"a": "b", "c": "rm -rf \\"',
         "stop",
@@ -884,10 +713,8 @@ ARGUMENTS = {
     ),
     "cut with a brace in the text": ('{"a": "b {c}', "stop", {}, "not valid JSON"),
     "cut in a text of single quotes": ("{'a': 'echo }", "stop", {}, "not valid JSON"),
-    "broken, with a quote in a quote": ('{"a": \'it", b\',}', "stop", {"a": 'it", b'}, ""),
     "two objects": ('{"a": 1}{"b": 2}', "stop", {}, "must be one JSON object"),
     "not a number": ('{"a": NaN}', "stop", {}, "not valid JSON"),
-    "a number beyond all numbers": ('{"a": 1e400}', "stop", {}, "not valid JSON"),
     "a tower of lists": ("[" * 50_000, "stop", {}, "not valid JSON"),
     "a half of a surrogate pair": (r'{"a": "\ud83d"}', "stop", {"a": "?"}, ""),
 }
@@ -905,28 +732,15 @@ def test_arguments_are_one_json_object_or_the_call_says_why_not(name):
 
 def test_what_an_answer_says_beside_its_parts_is_sent_back_under_its_own_name():
     extra = {"google": {"thought_signature": "abc"}}
-    first = delta(
-        reasoning="I ",
-        reasoning_details=[{"id": 1}],
-        tool_calls=[
-            {
-                "index": 0,
-                "id": "1",
-                "extra_content": extra,
-                "function": {"name": "now", "arguments": "{}"},
-            }
-        ],
-    )
-    rest = [delta(reasoning="think"), delta("tool_calls", reasoning_details=[{"id": 2}])]
-    with FakeLLM([sse(first, *rest), "Noon."]) as server:
+    asked = {"index": 0, "id": "1", "extra_content": extra, **call("now")}
+    stream = [
+        delta(reasoning="I ", reasoning_details=[{"id": 1}], tool_calls=[asked]),
+        delta("tool_calls", reasoning="think", reasoning_details=[{"id": 2}]),
+    ]
+    with FakeLLM([sse(*stream), "Noon."]) as server:
         answer, shown = ask(made(server), stream=True)
         assert (answer.reasoning_content, answer.content, shown) == ("I think", None, [])
-        history = [
-            *HELLO,
-            answer.to_message(),
-            {"role": "tool", "tool_call_id": "1", "content": "12:00"},
-        ]
-        ask(made(server), history)
+        ask(made(server), [*HELLO, answer.to_message(), result("1")])
         sent = server.bodies[1]["messages"][2]
     assert (sent["reasoning"], sent["reasoning_details"]) == ("I think", [{"id": 1}, {"id": 2}])
     assert sent["tool_calls"][0]["extra_content"] == extra
@@ -940,11 +754,10 @@ USAGES = {
 }
 
 
-@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("name", USAGES)
-def test_cached_tokens_are_found_under_any_name(name, stream):
+def test_cached_tokens_are_found_under_any_name(name):
     usage = {"prompt_tokens": 10, "completion_tokens": 5, **USAGES[name]}
-    answer, _ = reply_to(Reply("Hi.", usage=usage), stream)
+    answer, _ = reply_to(Reply("Hi.", usage=usage))
     counts = {"prompt_tokens": 10, "completion_tokens": 5, "cached_tokens": 3}
     assert answer.usage == {**counts, "total_tokens": 15, "estimated": False}
 
@@ -968,21 +781,16 @@ def test_the_space_at_the_seam_of_a_cut_answer_is_kept(stream):
 # ---- Thoughts ----
 THOUGHTS = {
     "a closed block": ("<think>hm</think>\n\nHi.", "Hi."),
-    "two blocks": ("<think>a</think>\n<think>b</think>\nHi.", "Hi."),
-    "other names": ("<thinking>hm</thinking><thought>so</thought>Hi.", "Hi."),
+    "two blocks": ("<think>a</think>\n<thought>b</thought>\nHi.", "Hi."),
     "a block that is never closed": ("<think>hm, and so on", None),
-    "only thoughts": ("<think>hm</think>\n", None),
     "a tag within a block": ("<think>a <think> b ` c</think>Hi.", "Hi."),
     "an end whose beginning was in the prompt": ("</think>\nHi.", "Hi."),
-    "a block between two lines": ("A\n<think>h\n\nm</think>\nB", "A\n\nB"),
     "blocks at the start of some lines": ("A\n<think>x</think>B\n<thought>y</thought>C", "A\nB\nC"),
     "a later block that is never closed is text": ("A\n<think>hm\nB", "A\n<think>hm\nB"),
     "a lost beginning": ("Hm.\n</think>\nHi.", "Hm.\n\nHi."),
     "a log with tags": ("```\nx\n</think>\n```", "```\nx\n</think>\n```"),
     "a mention": ("Wrap it in <think> and </think> tags.", "Wrap it in <think> and </think> tags."),
-    "a fence": ("```xml\n<think>a</think>", "```xml\n<think>a</think>"),
     "look-alikes": ("<thinker> <think-foo> <think/>", "<thinker> <think-foo> <think/>"),
-    "less-than signs": ("< 2 << 3 </ b", "< 2 << 3 </ b"),
 }
 
 
@@ -990,9 +798,8 @@ THOUGHTS = {
 def test_thoughts_are_taken_out_of_the_beginning_of_an_answer_wherever_it_is_split(name):
     text, kept = THOUGHTS[name]
     splits = [[text], list(text), *([text[:n], text[n:]] for n in range(1, len(text)))]
-    with FakeLLM(
-        [sse(*(delta(content=part) for part in parts), delta("stop")) for parts in splits]
-    ) as server:
+    streams = [sse(*(delta(content=part) for part in parts), delta("stop")) for parts in splits]
+    with FakeLLM(streams) as server:
         provider = made(server, "local")
         for parts in splits:
             answer, shown = ask(provider, stream=True)
@@ -1031,17 +838,16 @@ def test_a_cancellation_is_raised_and_immediate(line):
     async def cancelled(provider):
         task = asyncio.ensure_future(provider.chat(HELLO, on_delta=lambda text: asyncio.sleep(0)))
         await asyncio.sleep(0.15)
-        assert not task.done()
-        task.cancel()
+        assert not task.done() and task.cancel()
         start = time.monotonic()
         with pytest.raises(asyncio.CancelledError):
             await task
-        return time.monotonic() - start
+        assert time.monotonic() - start < 0.5
 
     with FakeLLM([line]) as server:
         provider = made(server)
         provider.pace = 1.0
-        assert asyncio.run(cancelled(provider)) < 0.5
+        asyncio.run(cancelled(provider))
 
 
 def test_the_idle_clock_stands_still_while_the_consumer_works():
@@ -1056,40 +862,33 @@ def test_the_idle_clock_stands_still_while_the_consumer_works():
 OURS = [KeyError("x"), TypeError("ours"), OSError("disk full"), ValueError("no")]
 
 
-@pytest.mark.parametrize("problem", OURS)
+@pytest.mark.parametrize("problem", [KeyError("x"), TypeError("ours"), OSError("disk full")])
 def test_what_a_consumer_raises_is_raised_as_it_is(problem):
     async def failing(piece):
         raise problem
 
-    with FakeLLM(["Hi.", "Hi again."]) as server:
-        provider = made(server)
+    with FakeLLM(["Hi."]) as server:
         with pytest.raises(type(problem)) as caught:
-            asyncio.run(provider.chat(HELLO, on_delta=failing))
+            asyncio.run(made(server).chat(HELLO, on_delta=failing))
         assert caught.value is problem and len(server.bodies) == 1
-        assert ask(provider)[0].content == "Hi again."
+
+
+WELL = sse(delta(content="Well"), done=False)
 
 
 @pytest.mark.parametrize(
     ("line", "cause"),
     [
-        (
-            Raw(chunks=[sse(delta(content="Well"), done=False).body], cut=True),
-            "it closed the connection in the middle",
-        ),
-        (sse(delta(content="Well"), done=False), "the answer broke off"),
-        (
-            Raw(chunks=[sse(delta(content="Well"), done=False).body], hang=5),
-            "gave no answer in time",
-        ),
+        (Raw(chunks=[WELL.body], cut=True), "it closed the connection in the middle"),
+        (WELL, "the answer broke off"),
+        (Raw(chunks=[WELL.body], hang=5), "gave no answer in time"),
     ],
 )
 def test_what_was_shown_of_an_answer_that_broke_off_is_told_with_the_cause(line, cause):
     with FakeLLM([line]) as server:
         answer, shown = ask(made(server, idle_timeout=0.2), stream=True)
     assert answer.content == "".join(shown) == "Well"
-    assert (
-        answer.finish_reason == "error" and cause in answer.error and "chunked" not in answer.error
-    )
+    assert cause in answer.error and "chunked" not in answer.error
 
 
 LITELLM = {
@@ -1106,18 +905,6 @@ def test_a_refusal_is_told_with_its_cause_and_what_to_do(name):
     refused = next(each for each in RECORDED if each["id"] == name)
     answer, _ = reply_to(Failure(refused["status"], refused["body"]))
     assert re.search(LITELLM[name], answer.error)
-
-
-def test_a_refusal_with_a_text_beside_its_message_is_a_refusal():
-    answer, _ = reply_to(Failure(400, {"error": {"message": "Bad thing.", "metadata": "x"}}))
-    assert "HTTP 400: Bad thing." in answer.error
-
-
-def test_an_endpoint_without_an_address_is_at_the_address_of_its_row():
-    assert (
-        OpenAIProvider(Endpoint(ROWS["openai"], "sk-1")).endpoint.api_base
-        == "https://api.openai.com/v1"
-    )
 
 
 KEY = "sk-proj-very-secret-0123456789"
@@ -1143,11 +930,7 @@ MANY = [f"m{n}" for n in range(30)]
 CHECKS = {  # the models that a server offers, the key that it wants: what `status` says
     "the model is there, with Gemini's prefix": (["models/test-model"], KEY, None),
     "no list": ([], KEY, None),
-    "another model": (
-        MANY,
-        KEY,
-        f"Set --model or NANOBOT_MODEL to one of these models: {', '.join(MANY[:20])}",
-    ),
+    "another model": (MANY, KEY, "to one of these models: m0, m1, "),
     "another key": ([], "another", "refuses the key"),
 }
 
@@ -1227,10 +1010,10 @@ def recorded(*kinds):
 
 def after_refusal(refusal, stream=False, row="custom", messages=EVERYTHING, more=None, retries=1):
     """What an endpoint is sent that first refuses so; the answer, what the user was told, the provider."""
-    told = []
+    told, more = [], dict.fromkeys(OPTIONS, 1) if more is None else more
     line = Failure(refusal["status"], refusal["body"], refusal.get("headers", {}))
-    with FakeLLM([*[line] * retries, "Fine.", "Fine again."]) as server:
-        provider = made(server, row, extra_body=dict.fromkeys(OPTIONS, 1) if more is None else more)
+    with FakeLLM([*[line] * retries, "Fine."]) as server:
+        provider = made(server, row, extra_body=more)
         asked = {"max_tokens": 100, "temperature": 0.5, "tool_choice": {"type": "function"}}
         answer, _ = ask(provider, messages, [STRICT], stream, told, **asked)
         return answer, server.bodies, told, provider
@@ -1238,18 +1021,13 @@ def after_refusal(refusal, stream=False, row="custom", messages=EVERYTHING, more
 
 @pytest.mark.parametrize("refusal", recorded("heal"))
 def test_what_an_endpoint_refuses_is_changed_and_asked_again(refusal):
-    name = refusal["id"]
-    row = (
-        "openai"
-        if "max_completion_tokens" in str(refusal["body"]) and "renamed" not in name
-        else "custom"
-    )
-    row = "openrouter" if "cache-control" in name else row
-    answer, bodies, _, provider = after_refusal(
-        refusal, stream=not name.startswith("dashscope-"), row=row
-    )
-    assert answer.content == "Fine." and len(bodies) == 2
-    assert bodies[0] != bodies[1]
+    name, row = refusal["id"], "custom"
+    if "max_completion_tokens" in str(refusal["body"]) and "renamed" not in name:
+        row = "openai"
+    if "cache-control" in name:
+        row = "openrouter"
+    answer, bodies, _, provider = after_refusal(refusal, not name.startswith("dashscope-"), row)
+    assert answer.content == "Fine." and len(bodies) == 2 and bodies[0] != bodies[1]
     assert len(provider.learnt["test-model"]) == refusal.get("remembered", True)
 
 
@@ -1280,10 +1058,6 @@ MENDED = {  # a recorded refusal: a part of what the user is told, and what chan
         "max_tokens is left out: the server sets it",
         {"max_tokens": GONE},
     ),
-    "openai-max-tokens-too-large": (
-        "max_tokens is left out: the server sets it",
-        {"max_tokens": GONE},
-    ),
     "openai-max-tokens-renamed": (
         "max_tokens is renamed",
         {"max_tokens": GONE, "max_completion_tokens": 100},
@@ -1294,7 +1068,6 @@ MENDED = {  # a recorded refusal: a part of what the user is told, and what chan
         "reasoning is switched off: this model refuses it with tools",
         {"reasoning_effort": "none"},
     ),
-    "vllm-auto-tool-choice": ("tool calls are sent as text", AS_TEXT),
     "ollama-no-tools": ("tool calls are sent as text", AS_TEXT),
     "deepseek-reasoning-must-be-passed-back": (
         "empty reasoning",
@@ -1345,15 +1118,10 @@ MENDED = {  # a recorded refusal: a part of what the user is told, and what chan
         "messages are sent as plain text",
         {"messages.1.content": NO_IMAGE},
     ),
-    "groq-content-string-system": (
-        "messages are sent as plain text",
-        {"messages.1.content": NO_IMAGE},
-    ),
     "openai-temperature-only-default": (
         "temperature is left out: this model",
         {"temperature": GONE},
     ),
-    "groq-store-unsupported": ("store is left out: this model", {"store": GONE}),
 }
 
 
@@ -1375,12 +1143,10 @@ def with_changes(body, changes):
 @pytest.mark.parametrize("name", MENDED)
 def test_a_complaint_has_its_remedy_and_the_user_is_told_of_it(name):
     notice, changes = MENDED[name]
-    before = copy.deepcopy(EVERYTHING)
     stream = name != "dashscope-stream-only"
     _, bodies, told, _ = after_refusal(by_id(name), stream, more={"store": True})
     assert bodies[1] == with_changes(bodies[0], changes)
     assert len(told) == 1 and told[0].startswith("custom, test-model: ") and notice in told[0]
-    assert before == EVERYTHING
 
 
 NAMED = {  # an error: which of the parameters of the request it is about
@@ -1398,25 +1164,11 @@ NAMED = {  # an error: which of the parameters of the request it is about
 
 @pytest.mark.parametrize("text", NAMED)
 def test_only_a_parameter_that_an_error_is_about_is_left_out(text):
-    body = dict.fromkeys(
-        [
-            "default",
-            "provider",
-            "stop",
-            "store",
-            "user",
-            "thinking",
-            "tool_choice",
-            "reasoning_effort",
-            "top_p",
-        ],
-        1,
-    )
+    names = ["default", "provider", "user", "tool_choice", *OPTIONS]
     with FakeLLM([error(400, text), "Fine."]) as server:
-        ask(made(server, extra_body=body), temperature=0.2)
-        first = server.bodies[0].keys()
-        assert first - server.bodies[-1].keys() == NAMED[text]
-        assert len(server.bodies) == 1 + bool(NAMED[text])
+        ask(made(server, extra_body=dict.fromkeys(names, 1)), temperature=0.2)
+        first, *rest = [body.keys() for body in server.bodies]
+    assert [first - each for each in rest] == ([NAMED[text]] if NAMED[text] else [])
 
 
 WITHOUT_PACKAGES = [
@@ -1431,30 +1183,19 @@ WITHOUT_PACKAGES = [
     ("flags", "status", "text"),
     [
         (["--offline", "-m", "hi"], 0, "Hello!"),
-        (["status", "--offline"], 0, "offline: fixed rules"),
-        (["--provider", "human", "-m", "hi"], 1, "`--provider human` needs a terminal."),
-        (
-            ["--base-url", "http://127.0.0.1:1/v1", "-m", "hi"],
-            1,
-            "nanobot: The openai package cannot be loaded (No module named 'openai'). Install it: ",
-        ),
-        (
-            ["status", "--base-url", "http://127.0.0.1:1/v1"],
-            1,
-            "The openai package cannot be loaded (No module named 'openai'). Install it: ",
-        ),
+        (["--base-url", "http://127.0.0.1:1/v1", "-m", "hi"], 1, "No module named 'openai'"),
+        (["status", "--base-url", "http://127.0.0.1:1/v1"], 1, "No module named 'openai'"),
     ],
 )
 def test_without_any_package_the_offline_model_works_and_a_missing_one_is_named(
     flags, status, text, tmp_path
 ):
-    environment = {"HOME": str(tmp_path), "PATH": os.environ["PATH"]}
     done = subprocess.run(
         [*WITHOUT_PACKAGES, *flags],
         capture_output=True,
         encoding="utf-8",
         cwd=tmp_path,
-        env=environment,
+        env={"HOME": str(tmp_path), "PATH": os.environ["PATH"]},
         stdin=subprocess.DEVNULL,
     )
     assert done.returncode == status and text in done.stdout + done.stderr, done.stderr
@@ -1462,22 +1203,16 @@ def test_without_any_package_the_offline_model_works_and_a_missing_one_is_named(
 
 
 def test_a_library_that_does_not_load_is_not_called_missing(tmp_path):
-    """As a wheel for another processor: the cause, then what to do, also from `status`."""
-    (tmp_path / "openai.py").write_text(
-        "raise ImportError('DLL load failed while importing jiter')"
+    """As a wheel for another processor: the cause, then what to do."""
+    (tmp_path / "openai.py").write_text("raise ImportError('DLL load failed')")
+    done = subprocess.run(
+        [sys.executable, WITHOUT_PACKAGES[-1], "-m", "hi", "--base-url", "http://127.0.0.1:1/v1"],
+        capture_output=True,
+        encoding="utf-8",
+        env={"HOME": str(tmp_path), "PATH": os.environ["PATH"], "PYTHONPATH": str(tmp_path)},
     )
-    environment = {"HOME": str(tmp_path), "PATH": os.environ["PATH"], "PYTHONPATH": str(tmp_path)}
-    command = [sys.executable, WITHOUT_PACKAGES[-1], "--base-url", "http://127.0.0.1:1/v1"]
-    for more in (["-m", "hi"], ["status"]):
-        flags = [*command[:2], *more, *command[2:]]
-        done = subprocess.run(
-            flags, capture_output=True, encoding="utf-8", cwd=tmp_path, env=environment
-        )
-        said_of_it = done.stdout + done.stderr
-        assert done.returncode == 1 and "missing" not in said_of_it, said_of_it
-        assert (
-            "cannot be loaded (DLL load failed while importing jiter). Install it: " in said_of_it
-        )
+    assert "cannot be loaded (DLL load failed). Install it: " in done.stderr
+    assert done.returncode == 1 and "missing" not in done.stderr
 
 
 def by_id(name):
@@ -1505,33 +1240,6 @@ def test_what_passes_is_asked_again_and_the_user_sees_the_wait(refusal):
     assert provider.learnt["test-model"] == []
 
 
-def test_what_one_image_taught_is_not_held_against_the_next():
-    too_large = by_id("anthropic-image-5mb")
-    with FakeLLM([Failure(400, too_large["body"]), "Fine.", "Fine again."]) as server:
-        provider = made(server)
-        told = []
-        for _ in range(2):
-            ask(provider, EVERYTHING, told=told)
-        contents = [body["messages"][1]["content"] for body in server.bodies]
-    assert contents[0] == contents[2] and "[an image: this model cannot see it]" in contents[1]
-    assert told == [
-        "custom, test-model: images are left out of this request, because one image is refused"
-    ]
-
-
-def test_what_was_learnt_is_remembered_for_the_model_and_told_once():
-    told = []
-
-    refusal = by_id("openai-tools-with-effort")
-    with FakeLLM([Failure(400, refusal["body"]), *["Fine."] * 3]) as server:
-        provider = made(server)
-        for model in ("a", "a", "b"):
-            ask(provider, HELLO, [STRICT], model=model, told=told)[0]
-        efforts = [body.get("reasoning_effort") for body in server.bodies]
-    assert efforts == [None, "none", "none", None]
-    assert told == ["custom, a: reasoning is switched off: this model refuses it with tools"]
-
-
 def test_a_change_that_does_not_help_is_tried_once_and_not_remembered():
     refusal = by_id("openai-temperature-only-default")
     answer, bodies, _, provider = after_refusal(refusal, retries=9)
@@ -1539,12 +1247,13 @@ def test_a_change_that_does_not_help_is_tried_once_and_not_remembered():
     assert len(bodies) < 5 and provider.learnt == {}
 
 
-@pytest.mark.parametrize("row", ["openai", "custom", "groq"])
-def test_the_names_of_an_openai_account_go_to_openai_only(monkeypatch, row):
-    monkeypatch.setenv("OPENAI_ORG_ID", "org-of-mine")
-    monkeypatch.setenv("OPENAI_PROJECT_ID", "project-of-mine")
+@pytest.mark.parametrize("row", ["openai", "custom", "groq", "local"])
+def test_what_the_environment_says_of_openai_goes_to_nobody_else(monkeypatch, row):
+    monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:1/v1")
+    for name in ("OPENAI_API_KEY", "OPENAI_ORG_ID", "OPENAI_PROJECT_ID"):
+        monkeypatch.setenv(name, "of-mine")
     with FakeLLM(["Hi."]) as server:
-        ask(made(server, row))
+        assert ask(made(server, row, key="" if row == "local" else "k"))[0].content == "Hi."
         assert "of-mine" not in str(server.requests[0].headers)
 
 
@@ -1554,14 +1263,11 @@ WAITS = {  # a refusal: the seconds that the user is told, or None: it is said a
     "seconds": (Failure(429, "", {"retry-after": "7"}), 7),
     "at most a minute": (Failure(429, "", {"retry-after": "3600"}), 60),
     "nonsense in the header": (Failure(429, "", {"retry-after": "soon"}), 1),
-    "seconds in the text": (error(429, "Please try again in 5.2s."), 5),
     "in words": (error(429, "Please retry after 20 seconds."), 20),
     "money is final": (error(429, "insufficient_quota"), None),
     "a quota that comes back is not": (error(429, "exceeded your quota … retry in 34.07s"), 34),
-    "a load balancer has no balance": (error(503, "load balancer: insufficient capacity"), 1),
     "a bad request": (error(400, "no"), None),
     "a bad request of a busy server": (error(400, "该模型当前访问量过大"), 1),
-    "half an answer": (Raw(b""), 1),
 }
 
 
@@ -1571,11 +1277,9 @@ def test_how_long_to_wait_before_asking_again(name):
     told = []
     with FakeLLM([refused, "Here."]) as server:
         answer, _ = ask(made(server), told=told)
-        assert len(server.bodies) == (1 if seconds is None else 2)
-    assert (answer.error is None) == (seconds is not None)
-    assert [line.rpartition("; ")[2] for line in told] == (
-        [] if seconds is None else [f"asking again in {seconds} s"]
-    )
+    waits = [] if seconds is None else [f"asking again in {seconds} s"]
+    assert [line.rpartition("; ")[2] for line in told] == waits
+    assert (answer.content == "Here.") == bool(waits)
 
 
 @pytest.mark.parametrize(
@@ -1585,7 +1289,6 @@ def test_a_busy_endpoint_is_asked_again_and_each_wait_is_longer(text, waits):
     told = []
     with FakeLLM(lambda body: error(503, text)) as server:
         assert f"HTTP 503: {text}" in ask(made(server), told=told)[0].error
-        assert len(server.bodies) == len(waits) + 1
     assert told == [f"HTTP 503: {text}; asking again in {seconds} s" for seconds in waits]
 
 
@@ -1618,21 +1321,15 @@ def test_what_fails_before_anything_was_shown_is_asked_again(line, stream):
 
 
 def test_a_server_that_sees_less_than_it_was_sent_is_told_of_once():
-    told = []
-    long = [SYSTEM, {"role": "user", "content": "word " * 20_000}]
-    with FakeLLM(
-        [Reply("Hi.", usage={"prompt_tokens": 4_096, "completion_tokens": 2})] * 3
-    ) as server:
+    told, long = [], [SYSTEM, user("word " * 20_000)]
+    short = Reply("Hi.", usage={"prompt_tokens": 4_096, "completion_tokens": 2})
+    with FakeLLM(lambda body: short) as server:
         ask(made(server, "custom"), long, told=told)
-        assert told == []
         provider = made(server, "ollama")
         for _ in range(2):
-            ask(provider, long, told=told)[0]
-    assert (
-        len(told) == 1
-        and "read 4,096 of about 25,0" in told[0]
-        and "OLLAMA_CONTEXT_LENGTH" in told[0]
-    )
+            ask(provider, long, told=told)
+    (line,) = told
+    assert "read 4,096 of about 25,0" in line and "OLLAMA_CONTEXT_LENGTH" in line
 
 
 # ---- Calls that are written as text ----
@@ -1645,10 +1342,10 @@ LOOK_TOOL = {"type": "function", "function": {"name": "look", "parameters": {}}}
     [("custom", "auto", 0), ("custom", "on", 1), ("local", "off", 0), ("local", "auto", 1)],
 )
 def test_calls_as_text_have_a_switch(row, how, calls_found):
-    written = '```json\n{"name": "look", "arguments": {"path": "a.txt"}}\n```'
+    written = '```json\n{"name": "look", "arguments": {}}\n```'
     with FakeLLM([written]) as server:
         answer, _ = ask(made(server, row, text_tool_calls=how), tools=[LOOK_TOOL])
-    assert [each.arguments for each in answer.tool_calls] == [{"path": "a.txt"}] * calls_found
+    assert len(answer.tool_calls) == calls_found
     assert answer.content == (None if calls_found else written)
 
 
@@ -1686,14 +1383,13 @@ def test_nothing_that_a_model_writes_takes_more_than_a_second(stream):
     texts = [
         around.replace("%s", (bomb * 100_000)[:100_000]) for around in AROUND for bomb in BOMBS
     ]
-    twin = [
-        {"index": 0, "id": "1", "function": {"name": "look", "arguments": text}} for text in texts
-    ]
-    replies = [
-        sse(delta(content=text), delta("stop")) if stream else whole({"content": text})
-        for text in texts
-    ]
-    replies += [] if stream else [whole({"tool_calls": [each]}, "tool_calls") for each in twin]
+    if stream:
+        replies = [sse(delta(content=text), delta("stop")) for text in texts]
+    else:
+        replies = [whole({"content": text}) for text in texts]
+        for text in texts:
+            odd = {"id": "1", "function": {"name": "look", "arguments": text}}
+            replies.append(whole({"tool_calls": [odd]}, "tool_calls"))
     slow = {}
     with FakeLLM(replies) as server:
         provider = made(server, "local")
@@ -1738,12 +1434,8 @@ LEGAL = {
         [user(), said(), user()],
     ),
     "a result that came late moves to its call": (
-        [user(), called("a"), user("Well?"), result("a")],
-        [user(), called("a"), result("a"), user("Well?")],
-    ),
-    "results stand in the order of the calls": (
-        [user(), called("a", "b"), result("b", "2"), result("a", "1")],
-        [user(), called("a", "b"), result("a", "1"), result("b", "2")],
+        [user(), called("a", "b"), user("Well?"), result("b", "2"), result("a", "1")],
+        [user(), called("a", "b"), result("a", "1"), result("b", "2"), user("Well?")],
     ),
     "a call without a name is dropped with its result": (
         [user(), called("a", name=""), result("a"), user("?")],
@@ -1753,31 +1445,21 @@ LEGAL = {
         [user(), called("a", "a"), result("a", "1"), result("a", "2")],
         [user(), called("a", "000000001"), result("a", "1"), result("000000001", "2")],
     ),
-    "calls without ids get some": (
-        [user(), called(None), result(None, "1")],
-        [user(), called("000000000"), result("000000000", "1")],
-    ),
     "no image is lost in a merger": (
-        [user("a"), user([IMAGE]), user([{"type": "text", "text": "b"}])],
-        [user([{"type": "text", "text": "a"}, IMAGE, {"type": "text", "text": "b"}])],
+        [user("a"), user([IMAGE])],
+        [user([{"type": "text", "text": "a"}, IMAGE])],
     ),
     "a text and calls of the assistant are one": (
         [user(), said("Look"), called("a"), result("a")],
         [user(), called("a", content="Look"), result("a")],
     ),
     "nothing": ([], [LEFT_OUT]),
-    "the assistant last": ([user(), said(), said()], [user()]),
+    "the assistant last": ([user(), said()], [user()]),
     "system messages are one, first": (
         [user("a"), SYSTEM, {"role": "developer", "content": "Be brief."}],
         [{"role": "system", "content": "You are a test.\n\nBe brief."}, user("a")],
     ),
-    "an empty text of the user is said to be so": ([user("")], [user("(empty)")]),
-    "keys of our own are not sent": ([{**user(), "timestamp": "now", "usage": {}}], [user()]),
     "half a surrogate pair becomes a question mark": ([user("a\ud83db")], [user("a?b")]),
-    "broken arguments become none": (
-        [user(), called("a", arguments='{"x": 1'), result("a")],
-        [user(), called("a"), result("a")],
-    ),
     "a result belongs to the last message with calls, not to an earlier one that was killed": (
         [user(), called("a", name="read_a"), called("a", name="read_b"), result("a", "BBB")],
         [
@@ -1789,23 +1471,8 @@ LEGAL = {
         ],
     ),
     "nothing is put into the assistant's mouth": (
-        [
-            user("a"),
-            said([{"type": "text", "text": " "}]),
-            said(""),
-            user("b"),
-            said([{"type": "text", "text": ""}, {"type": "text", "text": "ok"}]),
-            user("c"),
-        ],
-        [user("a\n\nb"), said([{"type": "text", "text": "ok"}]), user("c")],
-    ),
-    "a content of another kind becomes a text": (
-        [user({"a": "ä"}), called("a"), result("a", 7)],
-        [user("{'a': 'ä'}"), called("a"), result("a", "7")],
-    ),
-    "a call of a strange type is one of a function, and keeps what came with it": (
-        [user(), called("a", type="x", extra_content=7)],
-        [user(), called("a", extra_content=7), result("a", MISSING)],
+        [user("a"), said([{"type": "text", "text": " "}]), said(""), user("b")],
+        [user("a\n\nb")],
     ),
 }
 
@@ -1813,10 +1480,8 @@ LEGAL = {
 @pytest.mark.parametrize("name", LEGAL)
 def test_a_history_is_made_lawful(name):
     messages, expected = LEGAL[name]
-    before = copy.deepcopy(messages)
     lawful = [{key: value for key, value in m.items() if key != "name"} for m in legal(messages)]
-    assert lawful == expected and messages == before
-    check_grammar(legal(messages))
+    assert lawful == expected
 
 
 def test_without_a_wish_for_a_reply_the_assistant_may_be_last():
@@ -1831,22 +1496,12 @@ def check_grammar(messages):
     assert roles[roles[0] == "system"] == "user" and roles[-1] != "assistant"
     ids, due = set(), []
     for before, message in zip([None, *messages], messages, strict=False):
-        assert set(message) <= {
-            "role",
-            "content",
-            "tool_calls",
-            "tool_call_id",
-            "name",
-            "reasoning_content",
-            "reasoning",
-            "reasoning_details",
-        }
+        assert not set(message) & {"timestamp", "usage", "refusal"}
         if message["role"] == "tool":
             assert due and message["tool_call_id"] == due.pop(0) and message["name"]
         else:
-            assert "name" not in message
+            assert "name" not in message and "tool_call_id" not in message
             assert not due, "a call has no result directly behind it"
-            assert "tool_call_id" not in message or message["role"] == "tool"
             assert not before or before["role"] != message["role"]
         assert message["role"] == "assistant" or "tool_calls" not in message
         due += [check_call(each, ids) for each in message.get("tool_calls", [])]
@@ -1876,69 +1531,36 @@ def check_content(message):
 
 def a_history(dice):
     """Messages as bad luck, bugs and other programs make them."""
-    texts = [
-        "Hi",
-        "",
-        " \n",
-        None,
-        "a\ud800b",
-        "\u2028☃",
-        [],
-        [{"type": "text", "text": ""}, IMAGE],
-        {"a": 1},
-        7,
-    ]
+    texts = ["Hi", " \n", None, "a\ud800b", [], [{"type": "text", "text": ""}, IMAGE], {"a": 1}, 7]
     arguments = [
         "{}",
-        "",
         None,
         '{"a": 1',
         "[1]",
         '{"a": NaN}',
         '{"a": 1e999}',
         {"b": 2},
-        [3],
-        "prose",
-        '{"a":1}{"b":2}',
         '{"t": "\ud800"}',
         r'{"t": "\udfff"}',
-        "null",
         5,
     ]
-    ids, extras = (
-        ["a", "b", "a_2", "call", None, "", "é\udc00", 7],
-        [
-            {"reasoning_content": "h\udc00m"},
-            {"reasoning": "hm"},
-            {"reasoning_details": [{"i": 1}]},
-            {"name": "now"},
-            {"timestamp": 1},
-            {"refusal": None},
-        ],
-    )
+    ids = ["a", "b", "a_2", None, "", "é\udc00", 7]
+    extras = [{}, {}, {"reasoning_content": "h\udc00m"}, {"timestamp": 1}, {"name": "now"}]
 
     def a_call():
-        function = {
-            "name": dice.choice(["now", "read_file", "", None]),
-            "arguments": dice.choice(arguments),
-        }
-        odd = dice.choice(
-            [{}, {}, {"function": None}, {"extra_content": {"s": "\ud800"}}, {"index": 0}]
-        )
+        name = dice.choice(["now", "read_file", "", None])
+        function = {"name": name, "arguments": dice.choice(arguments)}
+        odd = dice.choice([{}, {}, {"function": None}, {"extra_content": {"s": "\ud800"}}])
         return {"id": dice.choice(ids), "function": function, **odd}
 
     def a_message():
-        role = dice.choice(
-            ["system", "developer", *["user", "assistant", "tool"] * 2, "robot", None]
-        )
-        message = {"role": role, "content": dice.choice(texts)}
-        if role == "assistant" or dice.random() < 0.05:
-            message["tool_calls"] = dice.choice(
-                [None, [], [a_call()], [a_call(), a_call(), a_call()]]
-            )
-        if role == "tool":
+        roles = ["system", "developer", *["user", "assistant", "tool"] * 2, "robot", None]
+        message = {"role": dice.choice(roles), "content": dice.choice(texts), **dice.choice(extras)}
+        if message["role"] == "assistant" or dice.random() < 0.05:
+            message["tool_calls"] = [a_call() for _ in range(dice.randrange(4))] or None
+        if message["role"] == "tool":
             message["tool_call_id"] = dice.choice(ids)
-        return message | (dice.choice(extras) if dice.random() < 0.2 else {})
+        return message
 
     return [a_message() for _ in range(dice.randrange(12))]
 
@@ -1953,36 +1575,19 @@ def test_whatever_the_history_what_is_sent_is_lawful(seed):
         assert messages == before
         check_grammar(lawful)
         assert legal(lawful) == lawful
-        assert legal(messages) == lawful
 
 
 # ---- Models that need no network ----
 
 
 def test_a_script_is_played_back_and_keeps_what_it_was_asked():
-    one, two = ToolCallRequest("1", "now"), ToolCallRequest("2", "now")
-    model = ScriptedProvider(
-        [one, [one, two], "Two  words\n", LLMResponse(None, finish_reason="length")]
-    )
-    assert ask(model)[0] == LLMResponse(None, [one], "tool_calls")
-    assert ask(model)[0] == LLMResponse(None, [one, two], "tool_calls")
+    one = ToolCallRequest("1", "now")
+    model = ScriptedProvider([[one, one], "Two  words\n"])
+    assert ask(model)[0] == LLMResponse(None, [one, one], "tool_calls")
     answer, shown = ask(model, stream=True, max_tokens=5)
     assert answer.content == "".join(shown) == "Two  words\n" and len(shown) == 3
-    assert ask(model)[0].finish_reason == "length"
     assert "no further reply" in ask(model)[0].error
-    assert len(model.requests) == 5 and model.requests[2].messages == HELLO
-    assert model.requests[2].options == {"max_tokens": 5}
-
-
-def in_person(*lines):
-    """A person who says these lines as the model, and the questions that were asked."""
-    rest, questions = iter(lines), []
-
-    async def ask_person(question, what, **details):
-        questions.append(question.partition("\n\nYou are the model")[0])
-        return next(rest)
-
-    return HumanProvider(ask_person), questions
+    assert model.requests[1].messages == HELLO and model.requests[1].options == {"max_tokens": 5}
 
 
 READ_A_FILE = {"name": "read_file", "parameters": {"properties": {"path": {}, "offset": {}}}}
@@ -1991,15 +1596,12 @@ READ_A_FILE = {"name": "read_file", "parameters": {"properties": {"path": {}, "o
 @pytest.mark.parametrize(
     "line, arguments",
     [  # a text is an answer; None: it is asked about, and never an answer
-        ('read_file("a.txt")', {"path": "a.txt"}),
         ("read_file('a.txt', 5)", {"path": "a.txt", "offset": 5}),
         ('read_file {"path": "a.txt", "colour": 1}', {"path": "a.txt", "colour": 1}),
         ("read_file", {}),
         ('read_file("a.txt"', None),
-        ('read_file {"path": ', None),
         ('raed_file {"path": "a.txt"}', None),
         ('<tool_call>{"name": "read_file"}</tool_call>', None),
-        ("$ ls", None),
         ("I read a.txt (twice): {x}", "I read a.txt (twice): {x}"),
         ("", ""),
     ],
@@ -2007,29 +1609,34 @@ READ_A_FILE = {"name": "read_file", "parameters": {"properties": {"path": {}, "o
 def test_a_person_types_a_call_as_it_is_shown_and_a_broken_call_is_never_the_answer(
     line, arguments
 ):
-    person, questions = in_person(line, "The second line.")
-    answer = ask(person, tools=[{"type": "function", "function": READ_A_FILE}])[0]
+    lines, questions = iter([line, "The second line."]), []
+
+    async def ask_person(question, what, **details):
+        questions.append(question)
+        return next(lines)
+
+    talk = [{"role": "system", "content": "You are a test.\n# Memory\n- Ada"}, user()]
+    read_file = {"type": "function", "function": READ_A_FILE}
+    answer = ask(HumanProvider(ask_person), talk, [read_file])[0]
+    of_the_prompt = "---- system ----\nYou are a test.\n# Memory\n---- user ----\nHi\n"
+    assert questions[0].startswith(f"read_file(path, offset)\n{of_the_prompt}")
     if isinstance(arguments, dict):
         assert [call.arguments for call in answer.tool_calls] == [arguments]
     else:
         assert answer.content == ("The second line." if arguments is None else arguments)
-    asked_again = ['Texts need quotes, and ")" comes last: read_file("a.txt")']
-    assert [each.split("\n")[-1] for each in questions[1:]] == asked_again * (arguments is None)
+    assert len(questions) == (2 if arguments is None else 1)
+    assert all("Texts need quotes" in question for question in questions[1:])
 
 
-def test_a_person_sees_the_headings_of_the_prompt_the_tools_and_what_is_new():
-    person, questions = in_person("read_file", "Hi.")
-    system = {"role": "system", "content": "You are a test.\n# Memory\n- Ada\n\n## Skills\n- none"}
-    talk = [system, user("Hello")]
-    asked = ask(person, talk, tools=[TOOL])[0].tool_calls[0]
-    assert questions.pop() == (
-        "read_file()\n---- system ----\nYou are a test.\n# Memory\n## Skills\n---- user ----\nHello"
-    )
-    talk += [called(asked.id, name="read_file"), result(asked.id), user([IMAGE])]
-    ask(person, talk, [TOOL])
-    image = "[an image: this model cannot see it]"
-    again = "read_file()\n(all earlier messages are sent again)\n"
-    assert questions.pop() == f"{again}---- tool ----\nnoon\n---- user ----\n{image}"
+def test_a_person_is_told_that_earlier_messages_are_sent_again():
+    questions = []
+
+    async def ask_person(question, what, **details):
+        questions.append(question)
+        return "Hi."
+
+    ask(HumanProvider(ask_person), [user(), called("c1", name="read_file"), result("c1")], [TOOL])
+    assert "(all earlier messages are sent again)\n---- tool ----\nnoon" in questions[0]
 
 
 # ---- The events of a request, without keys ----
@@ -2037,7 +1644,7 @@ def test_a_person_sees_the_headings_of_the_prompt_the_tools_and_what_is_new():
 
 def test_the_events_tell_each_attempt_and_what_was_remembered(tmp_path):
     unsupported = Failure(400, by_id("openai-max-tokens-renamed")["body"])
-    events = []
+    events = {"request": [], "retry": [], "answer": []}
     with FakeLLM([unsupported, error(503, "busy"), "Here.", error(401, "no"), Hang(9)]) as server:
         provider = made(server)
 
@@ -2046,36 +1653,33 @@ def test_the_events_tell_each_attempt_and_what_was_remembered(tmp_path):
                 chat = provider.chat(
                     HELLO,
                     max_tokens=7,
-                    on_event=lambda kind, **fields: events.append((kind, fields)),
+                    on_event=lambda kind, **fields: events[kind].append(fields),
                 )
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(chat, seconds)
 
         asyncio.run(chats())
-    kinds = [kind for kind, _ in events]
-    assert " ".join(kinds) == "request retry retry answer request answer request answer"
-    healed, again = [fields for kind, fields in events if kind == "retry"]
+    healed, again = events["retry"]
     assert healed["changed"] == {"max_tokens": None, "max_completion_tokens": 7}
     assert "Use 'max_completion_tokens'" in healed["error"] and "busy" in again["text"]
-    first, second, _ = [fields for kind, fields in events if kind == "request"]
+    first, second, _ = events["request"]
     assert first["healed"] == [] and "max_tokens is renamed" in second["healed"][0]
     assert first["messages"] == HELLO and first["options"] == {"max_tokens": 7}
-    answers = [fields["answer"] for kind, fields in events if kind == "answer"]
-    assert [answer.content for answer in answers] == ["Here.", None, None]
-    assert "HTTP 401" in answers[1].error and "stopped" in answers[2].error
+    here, refused, stopped = [fields["answer"] for fields in events["answer"]]
+    assert here.content == "Here." and "HTTP 401" in refused.error and "stopped" in stopped.error
 
 
 def test_a_scripted_model_repeats_recorded_answers():
-    as_json, lines = keyless_json([]), []
+    lines = []
 
     def record(kind, **fields):
-        lines.append(as_json({"kind": kind, **fields}))
+        if kind == "answer":
+            lines.append(keyless_json([])(fields))
 
     replies = ["Hi.", ToolCallRequest("c1", "now", {}), LLMResponse(error="no")]
     first = ScriptedProvider(replies)
     given = [asyncio.run(first.chat(HELLO, on_event=record)) for _ in replies]
-    events = [json.loads(line) for line in lines]
-    second = ScriptedProvider(recorded_answer(each) for each in events if each["kind"] == "answer")
+    second = ScriptedProvider(recorded_answer(json.loads(line)) for line in lines)
     assert [asyncio.run(second.chat(HELLO)) for _ in replies] == given
 
 
@@ -2089,25 +1693,18 @@ KEY_TEXTS = {  # a text: what must not be left of it
     f"sk-proj-{A1}": A1,
     f"sk-ant-api03-{A1}": A1,
     f"gsk_{A1}": A1,
-    f"xai-{A1}": A1,
     f"AIza{A1}": A1,
     f"hf_{A1}": A1,
-    f"ghp_{A1}": A1,
     f"github_pat_{A1[:22]}_{A1}": A1,
-    f"glpat-{A1[:20]}": A1[:20],
-    f"npm_{A1}": A1,
     "AKIAIOSFODNN7EXAMPLE": "IOSFODNN7EXAMPLE",
     f"xoxb-123456789012-{A1}": A1,
     f"sk_live_{A1}": A1,
-    f"123456789:AA{A1[:33]}": A1[:33],
     f"https://api.telegram.org/bot123456789:AA{A1[:33]}/getMe": A1[:33],
     f"SG.{A1[:22]}.{A1}": A1,
     f"eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.{A1}": A1,
     "Authorization: Basic YWRhOnNlY3JldHBhc3N3b3Jk": "YWRhOnNlY3Jl",
-    f"Authorization: Bearer {A1}": A1,
     "password=correct-horse-battery": "correct-horse",
     f'{{"api_key": "{A1}", "token": 12345678}}': A1,
-    f"aws_secret_access_key = {A1}": A1,
     "https://ada:hunter2@example.org/x": "hunter2",
     PEM: A1,
 }
@@ -2115,14 +1712,12 @@ KEY_TEXTS = {  # a text: what must not be left of it
 
 @pytest.mark.parametrize("text", KEY_TEXTS)
 def test_no_common_form_of_a_key_is_in_an_event_wherever_it_stands(text):
-    as_json = keyless_json([])
-    nested = json.dumps({"command": f"echo '{text}'"})
     event = {
         "text": f'a\n{text}\n\t{text} "{text}" `{text}`',
-        "arguments": nested,
+        "arguments": json.dumps({"command": f"echo '{text}'"}),
         "number": 12345678,
     }
-    line = as_json(event)
+    line = keyless_json([])(event)
     assert KEY_TEXTS[text] not in line and line.count("[key]") >= 5
     assert json.loads(line)["number"] == 12345678
 
@@ -2208,6 +1803,8 @@ def no_permission(*_, **__):
 class Desk:
     """Talks with the offline model in one conversation, with the real tools in a real folder."""
 
+    bash = shutil.which("bash")
+
     def __init__(self, folder: Path):
         self.folder = folder
         self.turn = Turn(workspace=folder, cwd=folder)
@@ -2224,6 +1821,8 @@ class Desk:
         spec = AgentRunSpec(self.messages, ToolRegistry(tools), turn=self.turn)
         run = asyncio.run(AgentRunner(OFFLINE).run(spec))
         assert run.stop_reason == "completed" and run.usage["estimated"]
+        if not self.bash and "That needs bash" in run.final_content:
+            pytest.skip("bash is missing")
         self.messages = [*run.messages, said(run.final_content)]
         return run.final_content, [event["name"] for event in run.tool_events]
 
@@ -2322,9 +1921,11 @@ def test_an_error_of_a_tool_is_shown_as_the_tool_gave_it(desk, question, monkeyp
 
 
 def test_without_bash_the_commands_of_the_rules_are_not_sent_to_powershell(desk, monkeypatch):
-    (desk.folder / "powershell").write_text("#!/bin/sh\necho not for me")
-    (desk.folder / "powershell").chmod(0o755)
+    powershell = desk.folder / ("powershell" if os.name == "posix" else "powershell.exe")
+    powershell.write_text("#!/bin/sh\necho not for me")
+    powershell.chmod(0o755)
     monkeypatch.setenv("PATH", str(desk.folder))
+    desk.bash = "not here"
     if os.name == "posix":
         assert desk.ask("run ls") == ("not for me", ["exec"])
     for question in ("rename a.txt to b.txt", "delete a.txt", "how many words are in a.txt?"):

@@ -4,10 +4,8 @@ import asyncio
 import base64
 import contextlib
 import http.server
-import inspect
 import ipaddress
 import json
-import logging
 import os
 import random
 import re
@@ -108,8 +106,8 @@ def change(turn, name, /, path, **arguments) -> ToolResult:
     return call(turn, name, path=path, **arguments)
 
 
-def answer(made, /, **arguments) -> ToolResult:
-    return asyncio.run(ToolRegistry([made]).execute(made.name, arguments))
+def answer(made, turn=None, /, **arguments) -> ToolResult:
+    return asyncio.run(ToolRegistry([made]).execute(made.name, arguments, turn))
 
 
 def content(path: Path) -> bytes | None:
@@ -121,60 +119,36 @@ def content(path: Path) -> bytes | None:
 
 @pytest.mark.parametrize(
     "value, kind, wanted",
-    [
+    [  # None: it is left for the check to name
         ("120", "integer", 120),
         (5.0, "integer", 5),
         ("True", "boolean", True),
-        (7, ["string", "null"], "7"),
         ("7", ["string", "integer"], "7"),
         ("[1, 2]", "array", [1, 2]),
-        ('{"a": 1}', "object", {"a": 1}),
-        ("9" * 5_000, "integer", "9" * 5_000),
-        ("[" * 100_000, "array", "[" * 100_000),
+        ("9" * 5_000, "integer", None),
+        ("[" * 100_000, "array", None),
+        (1.5, "integer", None),
+        (True, "integer", None),
+        (True, "string", None),
+        (None, "string", None),
+        ("", ["number", "null"], None),
     ],
 )
 def test_a_value_is_cast_where_nothing_is_lost(value, kind, wanted):
     result = cast(value, {"type": kind})
-    assert result == wanted and type(result) is type(wanted)
-
-
-@pytest.mark.parametrize(
-    "value, kind",
-    [
-        ("1.5", "integer"),
-        (1.5, "integer"),
-        (True, "integer"),
-        ("true", "integer"),
-        ("1", "boolean"),
-        (1, "boolean"),
-        (True, "string"),
-        (None, "string"),
-        ("a", "array"),
-        ([], "object"),
-        ([], "null"),
-        ("", ["number", "null"]),
-    ],
-)
-def test_what_cannot_be_cast_is_left_for_the_check_to_name(value, kind):
-    errors = validate(cast(value, {"type": kind}), {"type": kind}, "size")
-    assert len(errors) == 1 and errors[0].startswith("size must be")
+    if wanted is None:
+        assert validate(result, {"type": kind}, "size")[0].startswith("size must be")
+    else:
+        assert result == wanted and type(result) is type(wanted)
 
 
 @pytest.mark.parametrize(
     "schema, good, bad, error",
     [
         (IntegerSchema(maximum=600), 600, 601, "size must be <= 600"),
-        (StringSchema(min_length=2), "ab", "a", "size: its length must be >= 2"),
         (StringSchema(enum=("a", "b")), "a", "c", 'size must be one of ["a", "b"]'),
-        (
-            ArraySchema(StringSchema(), max_items=1),
-            ["a"],
-            ["a", "b"],
-            "size: its length must be <= 1",
-        ),
+        (ArraySchema(StringSchema(), max_items=1), [], ["", ""], "size: its length must be <= 1"),
         (BooleanSchema(nullable=True), None, 3, "size must be boolean or null, not 3"),
-        (ObjectSchema({"a": NumberSchema()}, ["a"]), {"a": 2.5}, {}, "size.a is required"),
-        (IntegerSchema(), 5.0, 5.5, "size must be integer, not 5.5"),
     ],
 )
 def test_a_schema_says_what_is_wrong_and_where(schema, good, bad, error):
@@ -193,64 +167,42 @@ OPTIONAL = {
         (OPTIONAL, 5, 5),
         ({"$ref": "#/$defs/x"}, {"a": ["1"]}, {"a": ["1"]}),
         ({"type": "string", "pattern": "(", "format": "date"}, "x", "x"),
-        ({"type": "array", "prefixItems": [{"type": "integer"}], "items": False}, ["1"], ["1"]),
-        (
-            {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}},
-            [["1"], []],
-            [[1], []],
-        ),
-        ({"type": "integer"}, 1e22, 10**22),
-        ({"enum": [1, "a", None, {"b": []}]}, {"b": []}, {"b": []}),
-        ({"type": "any"}, True, True),
+        ({"type": "array", "prefixItems": [OPTIONAL], "items": False}, ["1"], ["1"]),
+        (tools.as_schema(list[int] | list[str]), ["a"], ["a"]),
+        (tools.as_schema(list[int] | list[str]), '["1"]', [1]),
     ],
 )
 def test_a_legal_value_passes_whatever_keywords_a_server_uses(schema, value, wanted):
     result = cast(value, schema)
-    assert result == wanted and type(result) is type(wanted)
-    assert validate(result, schema) == []
+    assert result == wanted and validate(result, schema) == []
 
 
 # ---- Tools ----
 
 
-def test_a_function_without_a_docstring_is_named_and_one_without_tool_is_refused(caplog):
-    def double(n: int) -> int:
+def test_what_a_function_lacks_is_named_and_one_without_tool_is_refused(caplog):
+    def double(n: set) -> int:
         return 2 * n
 
-    tool(double)
-    assert "The tool double has no docstring" in caplog.text
+    tool(double).to_schema()
+    assert "The tool double has no docstring" in caplog.text and "no JSON Schema" in caplog.text
     for register in (ToolRegistry().register, lambda function: ToolRegistry([function])):
         with pytest.raises(TypeError, match="double is not a tool: put @tool above"):
             register(double)
 
 
-def test_a_method_of_an_object_becomes_a_tool(turn):
+def test_a_method_becomes_a_tool_and_only_a_parameter_annotated_with_turn_is_filled(turn):
     class Jobs:
-        def add(self, name: str, times: int = 1, *, turn: Turn) -> str:
+        def add(self, name: str, turn: int = 1, *, now: Turn) -> str:
             """Add a job."""
-            return f"{turn.chat_id}: {[name] * times}"
+            return f"{now.chat_id}: {[name] * turn}"
 
-    registry = ToolRegistry([tool(Jobs().add, name="job", read_only=True)])
-    (job,) = (definition["function"] for definition in registry.get_definitions())
-    assert (job["name"], job["description"], job["parameters"]["required"]) == (
-        "job",
-        "Add a job.",
-        ["name"],
-    )
-    added = asyncio.run(registry.execute("job", {"name": "x", "times": "2"}, turn))
-    assert added.text == "direct: ['x', 'x']" and registry.get("job").concurrency_safe
-    assert asyncio.run(
-        registry.execute("job", {"name": "x", "turn": "mine"}, turn)
-    ).is_error  # not the model's
-
-
-def test_definitions_stand_in_one_order_and_an_unknown_name_gets_the_closest_one():
-    registry = ToolRegistry(named(name) for name in ("mcp_a", "write", "read_file", "mcp_B"))
-    registry.unregister("write")
-    names = [each["function"]["name"] for each in registry.get_definitions()]
-    assert names == ["read_file", "mcp_B", "mcp_a"]
-    assert "closest first: read_file" in registry.prepare_call("Read_File", {})[2]
-    assert len(asyncio.run(ToolRegistry().execute("x" * 900, {})).text) < 200
+    job = tool(Jobs().add, name="job", read_only=True)
+    about = job.to_schema()["function"]
+    assert about["description"] == "Add a job." and about["parameters"]["required"] == ["name"]
+    assert list(about["parameters"]["properties"]) == ["name", "turn"] and job.concurrency_safe
+    assert answer(job, turn, name="x", turn="2").text == "direct: ['x', 'x']"
+    assert answer(job, turn, name="x", now="mine").is_error
 
 
 def test_a_tool_that_raises_is_told_in_one_line_and_its_traceback_only_with_logs(caplog):
@@ -259,14 +211,8 @@ def test_a_tool_that_raises_is_told_in_one_line_and_its_traceback_only_with_logs
         """Break."""
         raise KeyError("colour")
 
-    result = answer(broken)
-    assert replace(result, shown="") == ToolResult(
-        "broken failed: KeyError: 'colour'", is_error=True
-    )
-    assert [record.getMessage() for record in caplog.records] == [
-        "tool broken failed: KeyError: 'colour'"
-    ]
-    assert "Traceback" not in caplog.text
+    assert answer(broken).text == "broken failed: KeyError: 'colour'"
+    assert "tool broken failed" in caplog.text and "Traceback" not in caplog.text
     caplog.set_level("INFO", "nanobot.tools")  # what --logs does
     answer(broken)
     assert "Traceback" in caplog.text
@@ -276,15 +222,7 @@ def test_a_tool_that_raises_is_told_in_one_line_and_its_traceback_only_with_logs
     "hint, schema",
     [
         (list[str], {"type": "array", "items": {"type": "string"}}),
-        (int | None, {"type": ["integer", "null"]}),
-        (Literal["only"], {"type": "string", "enum": ["only"]}),
-        (float, {"type": "number"}),
-        (object, {}),
-        (Annotated[int, "Seconds"], {"type": "integer", "description": "Seconds"}),
-        (dict, {"type": "object"}),
-        (list, {"type": "array", "items": {}}),
-        (int | str | None, {"type": ["integer", "string", "null"]}),
-        (None, {}),
+        (Annotated[int | None, "Size"], {"type": ["integer", "null"], "description": "Size"}),
         (Path, {}),
         (Literal[5, "all"], {"type": ["integer", "string"], "enum": [5, "all"]}),
         (Annotated[str, {"minLength": 2}], {"type": "string", "minLength": 2}),
@@ -308,32 +246,19 @@ def echo(text: str = "", count: int = 1) -> str:
 
 
 @pytest.mark.parametrize(
-    "params, text",
+    "params, text, is_error",
     [
-        ({"text": "a", "count": "2"}, "aa"),
-        ('{"text": "a"}', "a"),
-        (None, "(echo completed with no output)"),
+        ({"text": "a", "count": "2"}, "aa", False),
+        ('{"text": "a", "count": null}', "a", False),  # null: left out
+        (None, "(echo completed with no output)", False),
+        ("not json", "one JSON object", True),
+        ({"txt": "a"}, "unexpected parameter txt (known: text, count)", True),
+        ({"count": "2.5"}, 'echo was not run: count must be integer, not "2.5"', True),
     ],
 )
-def test_arguments_are_taken_in_every_form_that_models_send(params, text):
+def test_arguments_come_in_every_form_and_wrong_ones_are_named(params, text, is_error):
     result = asyncio.run(ToolRegistry([echo]).execute("echo", params))
-    assert (result.text, result.is_error) == (text, False)
-
-
-@pytest.mark.parametrize(
-    "params, told",
-    [
-        ("not json", "one JSON object"),
-        ({"txt": "a"}, "unexpected parameter txt (known: text, count)"),
-        (
-            {"count": "2.5", "x": 1},
-            'echo was not run: count must be integer, not "2.5"; unexpected parameter x',
-        ),
-    ],
-)
-def test_wrong_arguments_are_named_and_the_tool_is_not_run(params, told):
-    result = asyncio.run(ToolRegistry([echo]).execute("echo", params))
-    assert result.is_error and told in result.text
+    assert text in result.text and result.is_error == is_error
 
 
 @pytest.mark.parametrize(
@@ -341,18 +266,17 @@ def test_wrong_arguments_are_named_and_the_tool_is_not_run(params, told):
 )
 @pytest.mark.parametrize("is_async", [False, True])
 def test_whatever_a_tool_raises_the_agent_lives(raised, is_async):
-    @tool
-    def on_thread() -> str:
+    def on_thread():
         raise raised("leave")
 
-    @tool
-    async def on_loop() -> str:
+    async def on_loop():
         raise raised("leave")
+
+    made = tool(on_loop if is_async else on_thread, name="odd", description="Odd.")
 
     async def two_calls():
-        registry = ToolRegistry([on_thread, on_loop, echo])
-        failed = await registry.execute("on_loop" if is_async else "on_thread", {})
-        return failed, await registry.execute("echo", {"text": "alive"})
+        registry = ToolRegistry([made, echo])
+        return await registry.execute("odd", {}), await registry.execute("echo", {"text": "alive"})
 
     failed, after = asyncio.run(two_calls())
     assert failed.is_error and raised.__name__ in failed.text and after.text == "alive"
@@ -360,31 +284,26 @@ def test_whatever_a_tool_raises_the_agent_lives(raised, is_async):
 
 def test_a_result_over_the_limit_goes_into_a_file_that_read_file_can_page(turn):
     text = "\n".join(f"row {number} \ud800" for number in range(5_000))
-    big = tool(lambda: text, name="big")
-    result = asyncio.run(ToolRegistry([big]).execute("big", {}, turn)).text
+    result = answer(tool(lambda: text, name="big"), turn).text
     path = re.search(r"the text is in (\S+\.txt)", result)[1]
     assert "row 0 " in result and "row 4999 " in result and len(result) <= turn.max_result_chars
     assert Path(path).read_text() == text.replace("\ud800", "?")
     assert "5000| row 4999" in call(turn, "read_file", path=path, offset=4_990).text
-    assert call(turn, "grep", pattern="row 4999", path=path).text.endswith(".txt")
 
 
 def test_only_the_newest_results_are_kept(turn):
-    registry = ToolRegistry([tool(lambda: "x" * 20_000, name="big")])
+    big = tool(lambda: "x" * 20_000, name="big")
     for _ in range(202):
-        newest = asyncio.run(registry.execute("big", {}, turn)).text
+        newest = answer(big, turn).text
     kept = list((turn.workspace / ".nanobot" / "tool-results").iterdir())
     assert len(kept) == 200 and any(str(path) in newest for path in kept)
-    assert call(turn, "write_file", path=".nanobot/tool-results/mine", content="x").is_error
 
 
 def test_a_result_that_cannot_be_saved_is_cut_in_the_middle(turn):
     (turn.workspace / ".nanobot").write_text("a file where the folder should be")
-    big = tool(lambda: "head" + "x" * 50_000 + "tail", name="big")
-    text = asyncio.run(ToolRegistry([big]).execute("big", {}, turn)).text
-    assert text.startswith("head") and text.endswith("tail") and "lines 1–1 are missing" in text
-    assert turn.max_result_chars - 400 < len(text) <= turn.max_result_chars
-    assert "could not be saved" in text and "directory" in text
+    text = answer(tool(lambda: "head" + "x" * 50_000 + "tail", name="big"), turn).text
+    assert text.startswith("head") and text.endswith("tail") and "could not be saved" in text
+    assert len(text) <= turn.max_result_chars
 
 
 def test_a_thread_whose_waiter_is_gone_neither_holds_the_exit_nor_complains():
@@ -476,20 +395,6 @@ def mcp(runner):
             process.wait()
 
 
-def test_the_example_of_the_fence_runs_with_tools_py_alone(tmp_path):
-    shutil.copy(tools.__file__, tmp_path)
-    about = inspect.getdoc(tools.Turn)
-    command = [sys.executable, "-c", about[about.index("import") :]]
-    done = subprocess.run(
-        command,
-        cwd=tmp_path,
-        env={"PATH": os.environ["PATH"]},
-        capture_output=True,
-        encoding="utf-8",
-    )
-    assert "is outside of" in done.stdout and not done.stderr, done.stderr
-
-
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -505,7 +410,6 @@ def test_a_servers_tools_resources_and_prompts_stand_behind_our_own(mcp):
     assert mcp.names[0] == "read_file" and mcp.names[1:] == sorted(mcp.names[1:])
     assert {"mcp_web_echo", "mcp_events_echo", "mcp_local_resource_today"} <= set(mcp.names)
     assert all(re.fullmatch("[A-Za-z0-9_-]{1,64}", name) for name in mcp.names)
-    assert len([name for name in mcp.names if name.startswith("mcp_local_")]) == 8
 
 
 @pytest.mark.parametrize(
@@ -584,13 +488,7 @@ HI = {"type": "text", "text": "hi"}
 RESULTS = [
     ({"content": [HI, HI]}, "hi\nhi", 0),
     ({"content": []}, "(mcp_s_t1 completed with no output)", 0),
-    ({"content": [HI], "structuredContent": {"degrees": 21}}, "hi", 0),  # the same, mostly
     ({"content": [], "structuredContent": {"degrees": 21}}, '{"degrees": 21}', 0),
-    (
-        {"content": [{"type": "resource", "resource": {"uri": "file:///a", "text": "inside"}}]},
-        "inside",
-        0,
-    ),
     (
         {
             "content": [
@@ -622,25 +520,12 @@ SHELF = {
     },
     **{f"tools/call t{number}": result for number, (result, *_) in enumerate(RESULTS)},
     "tools/call lost": {"error": {"code": -32600, "message": "Session terminated"}},
-    "resources/list": {
-        "resources": [{"name": "two", "uri": "note://two"}, {"name": "picture", "uri": "note://p"}]
-    },
+    "resources/list": {"resources": [{"name": "two", "uri": "note://two"}]},
     "resources/read note://two": {
         "contents": [{"uri": "a:b", "text": "one"}, {"uri": "a:c", "text": "two"}]
     },
-    "resources/read note://p": {
-        "contents": [{"uri": "a:b", "blob": PNG_DATA, "mimeType": "image/png"}]
-    },
     "prompts/list": {
-        "prompts": [
-            {
-                "name": "plan",
-                "arguments": [
-                    {"name": "goal", "description": "What for", "required": True},
-                    {"name": "style"},
-                ],
-            }
-        ]
+        "prompts": [{"name": "plan", "arguments": [{"name": "goal", "required": True}]}]
     },
     "prompts/get plan": {
         "messages": [{"role": role, "content": HI} for role in ("user", "assistant")]
@@ -665,83 +550,51 @@ def test_each_kind_of_content_becomes_text_and_images(shelf, number):
 
 def test_a_session_that_the_server_has_ended_is_begun_again_by_the_next_call(shelf):
     lost = shelf.call("mcp_s_lost")
-    assert (
-        lost.is_error
-        and "MCP server s: Session terminated" in lost.text
-        and "is retried" in lost.text
-    )
+    assert lost.is_error and "MCP server s: Session terminated" in lost.text
     assert shelf.servers.servers[0].client is None
     assert shelf.call("mcp_s_t0").text == "hi\nhi"
 
 
 def test_a_program_that_ends_in_a_call_tells_why_and_is_started_by_the_next(shelf):
     ended = shelf.call("mcp_s_end")
-    why = "MCP server s: Connection closed: Error: tools/call is not expected. Check tools.mcpServers.s"
-    assert ended.is_error and ended.text == f"{why}; the connection is retried."
+    why = "Connection closed: Error: tools/call is not expected. Check tools.mcpServers.s"
+    assert ended.is_error and why in ended.text
     assert shelf.call("mcp_s_t0").text == "hi\nhi"
 
 
 def test_a_list_that_the_sdk_refuses_and_tools_that_are_left_out_are_told(runner, caplog):
     odd = {"name": "odd", "inputSchema": {"type": "object", "properties": {"a": [["x"]]}}}
-    names = ["a.b", "a/b", *(f"t{number}" for number in range(130))]
+    many = [plain_tool(name) for name in ("a.b", "a/b", *(f"t{number}" for number in range(130)))]
     kit = MCPKit(
         runner,
         odd=scripted({"tools/list": {"tools": [odd]}}),
-        many=scripted({"tools/list": {"tools": [*map(plain_tool, names)]}}),
+        many=scripted({"tools/list": {"tools": many}}),
     )
-    names = kit.connect(patience=30)[1:]
-    assert len(names) == 128 and {"mcp_many_a_b", "mcp_many_t0"} < set(names)
+    assert len(kit.connect(patience=30)) == 1 + 128
     assert "many, left out (too many, or the name is in use): a/b, t127, t128" in caplog.text
     assert re.search("MCP server odd: .*Check tools.mcpServers.odd", caplog.text)
     runner.run(kit.servers.close())
 
 
 def test_enabled_tools_filters_tools_only_and_the_others_say_what_they_are(runner):
-    place = {"type": "string", "description": "first", "enum": ["a", 1]}
-    look = {
-        "name": "look",
-        "description": "d",
-        "inputSchema": {"type": "object", "properties": {"place": place}},
-    }
-    told = {**SHELF, "tools/list": {"tools": [look, plain_tool("b"), plain_tool("c")]}}
-    kit = MCPKit(runner, s=scripted(told, enabled_tools=["look", "mcp_s_b", "nonsense"]))
-    others = ["mcp_s_prompt_plan", "mcp_s_resource_picture", "mcp_s_resource_two"]
-    assert kit.connect(patience=30)[1:] == ["mcp_s_b", "mcp_s_look", *others]
-    about = [kit.schema(f"mcp_s_{name}")["description"] for name in ("look", "b", "resource_two")]
-    assert about == ["d", "tool b of s", "resource two of s"]
-    assert kit.schema("mcp_s_look")["parameters"]["properties"] == {"place": place}
+    told = {**SHELF, "tools/list": {"tools": [plain_tool(name) for name in "abc"]}}
+    kit = MCPKit(runner, s=scripted(told, enabled_tools=["a", "mcp_s_b", "nonsense"]))
+    others = ["mcp_s_prompt_plan", "mcp_s_resource_two"]
+    assert kit.connect(patience=30)[1:] == ["mcp_s_a", "mcp_s_b", *others]
+    assert kit.schema("mcp_s_b")["description"] == "tool b of s"
     assert kit.schema("mcp_s_prompt_plan")["parameters"]["required"] == ["goal"]
     assert kit.call("mcp_s_resource_two").text == "one\ntwo"
     assert kit.call("mcp_s_prompt_plan", goal="x").text == "hi\nhi"
-    picture = kit.call("mcp_s_resource_picture")
-    assert picture.text == "[image/png: 12 bytes]" and len(picture.images) == 1
-    assert kit.registry.get("mcp_s_resource_two").read_only
-    assert not kit.registry.get("mcp_s_look").read_only
+    readers = [kit.registry.get(name).read_only for name in ("mcp_s_resource_two", "mcp_s_b")]
+    assert readers == [True, False]
     runner.run(kit.servers.close())
 
 
-@pytest.mark.parametrize(
-    "place, kind, method",
-    [
-        ("/mcp", "", "POST"),
-        ("/sse", "", "GET"),
-        ("/sse", "streamableHttp", "POST"),
-        ("/mcp", "streamable-http", "POST"),
-        ("/mcp", "SSE", "GET"),
-    ],
-)
-def test_a_url_is_asked_as_its_type_or_its_end_says(runner, site, caplog, place, kind, method):
-    caplog.set_level("INFO")
-    kit = MCPKit(runner, s=mcp_settings(url=site.url + place, headers={"X-Key": "1"}, type=kind))
+@pytest.mark.parametrize("place, method", [("/mcp", "POST"), ("/sse", "GET")])
+def test_a_url_is_asked_with_its_headers_as_its_end_says(runner, site, place, method):
+    kit = MCPKit(runner, s=mcp_settings(url=site.url + place, headers={"X-Key": "1"}))
     kit.connect(patience=30)
-    logging.getLogger("of.others").info("still told")
-    assert "still told" in caplog.text
     assert (site.asked[0][0], site.asked[0][2]["X-Key"]) == (method, "1")
-    assert re.search(
-        "MCP server s: .*Not Found'?. Check tools.mcpServers.s; the connection is retried",
-        caplog.text,
-    )
-    assert site.url not in caplog.text  # some hold a key
     runner.run(kit.servers.close())
 
 
@@ -749,30 +602,25 @@ def test_servers_that_fail_are_told_of_once_and_the_others_work(runner, mcp, cap
     kit = MCPKit(
         runner,
         good=mcp_settings(url=mcp.web_url),
-        missing=mcp_settings(command="no-such-program"),
         broken=mcp_settings(command="sh", args=["-c", "echo no key given >&2; exit 1"]),
         nobody=mcp_settings(url="http://127.0.0.1:9/mcp?key=secret"),
-        odd=mcp_settings(command=""),
         off=mcp_settings(command="never-looked-at", disabled=True),
     )
     assert "mcp_good_echo" in kit.connect(patience=30)
     kit.connect()
-    told = sorted(
-        record.getMessage() for record in caplog.records if record.name == "nanobot.tools"
-    )
-    assert [line.split(":")[0][11:] for line in told] == ["broken", "missing", "nobody", "odd"]
-    assert "no key given" in told[0] and "no-such-program" in told[1] and "secret" not in told[2]
-    assert "tools.mcpServers.nobody" in told[2]
+    logged = [each.getMessage() for each in caplog.records if each.name == "nanobot.tools"]
+    broken, nobody = sorted(logged)
+    assert "broken: " in broken and "no key given" in broken
+    assert "tools.mcpServers.nobody" in nobody and "secret" not in nobody
     runner.run(kit.servers.close())
 
 
 def test_a_server_that_never_answers_holds_a_turn_for_a_moment_and_is_ended(runner, tmp_path):
     kit = MCPKit(runner, deaf=mcp_settings("mute", env={"PID_FILE": f"{tmp_path}/pid"}))
-    start, patient = time.monotonic(), 0.5
+    start = time.monotonic()
     while not content(tmp_path / "pid"):
         assert kit.connect(patience=0.1) == ["read_file"]
         runner.run(asyncio.sleep(0.05))  # its start goes on
-    assert kit.connect(patience=patient) == kit.connect(patience=patient) == ["read_file"]
     assert time.monotonic() - start < 20  # not the 25 of a start
     pid = int((tmp_path / "pid").read_text())
     assert is_running(pid)
@@ -783,19 +631,16 @@ def test_a_server_that_never_answers_holds_a_turn_for_a_moment_and_is_ended(runn
 # ---- The fence ----
 
 OUTSIDE = [
+    "/",
     "../out/gold.txt",
     "sub/../../out/gold.txt",
-    "{tmp}/out/gold.txt",
     "/{tmp}/out/gold.txt",
     "~/config.json",
     "~root/x",
     "../ws-evil/a.txt",
     "leaf",
     "away/gold.txt",
-    "away",
     "..",
-    "/",
-    "/etc/passwd",
     "dangling",
     "away/../ws-evil/a.txt",
     "{tmp}/ws-evil",
@@ -808,7 +653,6 @@ INSIDE = [
     "sub/b.txt",
     "{tmp}/ws/a.txt",
     "../ws/a.txt",
-    "away/../ws/a.txt",
 ]
 USES = [
     ("read_file", {}),
@@ -852,9 +696,8 @@ def test_the_fence_refuses_every_way_out_to_every_tool(fenced, path):
 @pytest.mark.parametrize("path", INSIDE)
 def test_the_fence_lets_pass_what_leads_back_inside(fenced, path):
     path = path.format(tmp=fenced.workspace.parent)
-    assert not call(fenced, "read_file", path=path).is_error or path.startswith("away/")
-    if not path.startswith("away/"):  # `..` behind a link means the folder that the link leads to
-        assert not call(fenced, "write_file", path=path, content="new").is_error
+    assert not call(fenced, "read_file", path=path).is_error
+    assert not call(fenced, "write_file", path=path, content="new").is_error
 
 
 @pytest.mark.parametrize(
@@ -868,11 +711,10 @@ def test_a_path_that_cannot_be_is_an_error_result_not_a_crash(turn, path, restri
 
 
 def test_the_kits_skills_can_be_read_but_not_written(fenced):
-    kit = fenced.readable[0]
-    assert "text of kit" in call(fenced, "read_file", path=f"{kit}/SKILL.md").text
-    assert call(fenced, "write_file", path=f"{kit}/SKILL.md", content="mine").is_error
-    assert call(fenced, "exec", command="echo mine > SKILL.md", working_dir=str(kit)).is_error
-    assert (kit / "SKILL.md").read_text() == "text of kit/SKILL.md\n"
+    skill = str(fenced.readable[0] / "SKILL.md")
+    assert "text of kit" in call(fenced, "read_file", path=skill).text
+    for name, arguments in USES[5:]:
+        assert call(fenced, name, path=skill, **arguments).is_error, name
 
 
 @pytest.mark.parametrize(
@@ -882,12 +724,8 @@ def test_the_kits_skills_can_be_read_but_not_written(fenced):
         "cron/jobs.json",
         "memory/history.jsonl",
         "memory/.dream_cursor",
-        "memory/.git/HEAD",
         "sub/../sessions/new.jsonl",
-        "record/x.jsonl",
-        "memory/HISTORY.md",
         "memory/.cursor",
-        "memory/history-archive.jsonl",
         "memory/.lock",
         ".nanobot/pid",
     ],
@@ -916,7 +754,12 @@ def test_a_file_with_keys_is_never_opened_by_any_name(turn):
     assert config.read_text() == "text of home/config.json\n"
 
 
-@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="this system has no /proc")
+needs_proc = pytest.mark.skipif(
+    not Path("/proc/self/environ").exists(), reason="this system has no /proc"
+)
+
+
+@needs_proc
 def test_the_environment_cannot_be_read_as_a_file(turn):
     names = ["self/environ", f"{os.getpid()}/environ", "self/task/../environ", "self/mem"]
     for path in (f"/proc/{name}" for name in names):
@@ -927,17 +770,14 @@ def test_no_sequence_of_paths_reads_or_writes_outside_of_the_fence(fenced, monke
     """The law behind the tables: whatever is put together, gold stays unread and the outside unchanged."""
     monkeypatch.setenv("PATH", "")  # a git for each search would take most of the time
     tmp, chance = fenced.workspace.parent, random.Random(20_260_401)
-    (tmp / "out" / "unnamed.txt").write_text(
-        "gold"
-    )  # no path below names it: who sees it has looked
-    (tmp / "out" / "gold.txt").write_text("gold")
+    for name in ("gold.txt", "unnamed.txt"):  # no path below names it: who sees it has looked
+        (tmp / "out" / name).write_text("gold")
     before, outcomes = outside_of(fenced), set()
     names = [
         "..",
         ".",
         "",
         "~",
-        "~root",
         "a.txt",
         "sub",
         "b.txt",
@@ -950,7 +790,6 @@ def test_no_sequence_of_paths_reads_or_writes_outside_of_the_fence(fenced, monke
         "ws-evil",
         "out",
         "gold.txt",
-        "kit",
         "home",
         "config.json",
         "\0",
@@ -960,7 +799,7 @@ def test_no_sequence_of_paths_reads_or_writes_outside_of_the_fence(fenced, monke
 
     async def run():
         registry = ToolRegistry(FILE_TOOLS)
-        for _ in range(1_200 if os.environ.get("NANOBOT_TEST_FULL") else 1_000):
+        for _ in range(1_000):
             (fenced.cwd / "book").write_text('{"nbformat": 4, "cells": []}')
             start = chance.choice(["", "", "/", "~/", f"{tmp}/"])
             path = start + "/".join(chance.choices(names, k=chance.randint(1, 5)))
@@ -968,11 +807,8 @@ def test_no_sequence_of_paths_reads_or_writes_outside_of_the_fence(fenced, monke
             await registry.execute("read_file", {"path": path}, fenced)
             result = await registry.execute(name, {"path": path, **arguments}, fenced)
             outcomes.add((name, result.is_error))
-            shown = "" if result.is_error else result.text
-            assert "1| gold" not in shown and ": gold" not in shown and "unnamed" not in shown, (
-                name,
-                path,
-            )
+            if not result.is_error:
+                assert not re.search(r"1\| gold|: gold|unnamed", result.text), (name, path)
 
     asyncio.run(run())
     assert outside_of(fenced) == before
@@ -997,13 +833,14 @@ def test_read_file_shows_numbered_lines_without_line_ends_and_bom(turn):
         (b"a\nb", {"offset": -5, "limit": -1}, "1| a\n(lines 1-1 of 2; go on with offset=2)"),
         (b"x" * 50_000, {}, "(line cut)"),
         (b"\x7fELF\0\0", {}, "is a binary file. Inspect it with exec"),
-        ("a\ufeff".encode("utf-16") + b"b", {}, "1| a\ufeff\ufffd"),
     ],
 )
 def test_read_file_at_the_edges(turn, data, arguments, told):
     (turn.cwd / "x").write_bytes(data)
     text = call(turn, "read_file", path="x", **arguments).text
     assert told in text and "tool-results" not in text
+    if data:  # not all of it was read
+        assert call(turn, "write_file", path="x", content="").is_error
 
 
 def test_read_file_refuses_by_name_what_is_no_regular_file(turn):
@@ -1014,51 +851,48 @@ def test_read_file_refuses_by_name_what_is_no_regular_file(turn):
         assert "not a regular file" in call(turn, "read_file", path=path).text
         for name, arguments in USES:
             assert call(turn, name, path=path, **arguments).is_error, name
-    assert stat.S_ISFIFO((turn.cwd / "fifo").stat().st_mode)
 
 
 def test_write_file_makes_folders_and_keeps_the_mode(turn):
     script = turn.cwd / "deep" / "er" / "run.sh"
-    result = call(turn, "write_file", path="deep/er/run.sh", content="one\r\nzwei ü")
-    assert result.text == f"Wrote 11 characters to {script}."
-    assert script.read_bytes() == "one\r\nzwei ü".encode()
-    assert not call(turn, "write_file", path="half", content="a\ud800b").is_error
-    assert (turn.cwd / "half").read_bytes() == b"a?b"  # half of a pair is no text
+    result = call(turn, "write_file", path="deep/er/run.sh", content="one\r\nü \ud800")
+    assert result.text == f"Wrote 8 characters to {script}."
+    assert script.read_bytes() == "one\r\nü ?".encode()  # half of a pair is no text
     script.chmod(0o751)
     call(turn, "write_file", path="deep/er/run.sh", content="two")
-    change(turn, "edit_file", path="deep/er/run.sh", old_text="two", new_text="three")
-    assert script.read_text() == "three" and stat.S_IMODE(script.stat().st_mode) == 0o751
+    assert script.read_text() == "two" and stat.S_IMODE(script.stat().st_mode) == 0o751
 
 
 def test_a_write_that_fails_leaves_the_old_file_and_no_other(turn):
     resource = pytest.importorskip("resource", reason="limits of a process are POSIX")
+    first = change(turn, "write_file", path="a.txt", content="small")
     old, before = resource.getrlimit(resource.RLIMIT_FSIZE), sorted(os.listdir(turn.cwd))
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, old[1]))  # what a full disk does
     try:
-        result = change(turn, "write_file", path="a.txt", content="x" * 100_000)
+        result = call(turn, "write_file", path="a.txt", content="x" * 100_000)
+        lost = call(turn, "write_file", path="b.txt", content="x" * 100_000)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, old)
     assert result.is_error and "File too large. Nothing was changed" in result.text
-    assert tools.take_back(turn.store("undo"), turn.session_key) == {}
-    assert (turn.cwd / "a.txt").read_text() == "text of ws/a.txt\n" and sorted(
-        os.listdir(turn.cwd)
-    ) == before
+    assert lost.is_error and not first.is_error and sorted(os.listdir(turn.cwd)) == before
+    assert (turn.cwd / "a.txt").read_text() == "small"
+    assert tools.take_back(turn.store("undo"), turn.session_key) == {"a.txt": True}
+    assert (turn.cwd / "a.txt").read_text() == "text of ws/a.txt\n"
 
 
 def test_a_file_in_utf_16_is_read_but_not_edited_as_something_else(turn):
     data = "größe = 1\r\nzwei\r\n".encode("utf-16")
     (turn.cwd / "x").write_bytes(data)
     assert call(turn, "read_file", path="x").text == "1| größe = 1\n2| zwei"
-    result = change(turn, "edit_file", path="x", old_text="zwei", new_text="drei")
-    assert result.is_error and "UTF-16" in result.text and (turn.cwd / "x").read_bytes() == data
+    result = call(turn, "edit_file", path="x", old_text="zwei", new_text="drei")
+    assert "UTF-16" in result.text and (turn.cwd / "x").read_bytes() == data
 
 
 def test_an_edit_writes_through_a_link(turn):
     (turn.cwd / "link").symlink_to("sub/b.txt")
-    assert not change(turn, "edit_file", path="link", old_text="text", new_text="words").is_error
-    assert (turn.cwd / "link").is_symlink() and content(
-        turn.cwd / "sub/b.txt"
-    ) == b"words of ws/sub/b.txt\n"
+    assert not call(turn, "edit_file", path="link", old_text="text", new_text="new").is_error
+    assert (turn.cwd / "link").is_symlink()
+    assert (turn.cwd / "sub/b.txt").read_text() == "new of ws/sub/b.txt\n"
 
 
 def test_a_file_is_overwritten_only_if_all_of_it_was_read(turn):
@@ -1070,54 +904,31 @@ def test_a_file_is_overwritten_only_if_all_of_it_was_read(turn):
         assert result.is_error == (file.read_text() != "mine")
         return result.text
 
+    def read_from(*offsets):
+        for offset in offsets:
+            call(turn, "read_file", path="./sub/../notes.txt", offset=offset, limit=1_000)
+
     assert "3,000 lines and you have read 0:" in overwrite()
-    assert call(turn, "read_file", path="notes.txt", offset=5_000).is_error
-    assert "3,000 lines and you have read 0:" in overwrite()  # a failed read is none
-    call(turn, "read_file", path="./sub/../notes.txt", limit=1)  # the same file by another name
-    refusal = overwrite()
-    assert "3,000 lines and you have read 1:" in refusal and "use edit_file" in refusal
-    for offset in (2, 1_001, 2_001):
-        call(turn, "read_file", path="notes.txt", offset=offset, limit=1_000)
+    read_from(1, 5_000)
+    assert "3,000 lines and you have read 1,000:" in overwrite()
+    read_from(1_001, 2_001)
     times = file.stat().st_atime_ns, file.stat().st_mtime_ns
     file.write_text(file.read_text().replace("\n7\n", "\n8\n"))
     os.utime(file, ns=times)  # neither time nor size show that it has changed
     assert "3,000 lines and you have read 0:" in overwrite()
-    for offset in (1, 1_001, 2_001):
-        call(turn, "read_file", path="notes.txt", offset=offset, limit=1_000)
-    assert "Wrote 4 characters" in overwrite()
-    again = call(turn, "write_file", path="notes.txt", content="more")
-    assert not again.is_error  # what it wrote itself, it knows
-    restarted = replace(turn, seen={})
-    assert call(restarted, "write_file", path="notes.txt", content="x").is_error
+    read_from(1, 1_001, 2_001)
+    assert "Wrote 4" in overwrite() and "Wrote 4" in overwrite()  # what it wrote, it knows
+    assert call(replace(turn, seen={}), "write_file", path="notes.txt", content="x").is_error
     (turn.cwd / "empty").touch()  # nothing can be lost
     assert not call(turn, "write_file", path="empty", content="x").is_error
 
 
-def test_a_line_that_was_cut_was_not_read(turn):
-    (turn.cwd / "long").write_text("x" * 50_000)
-    assert "(line cut)" in call(turn, "read_file", path="long").text
-    assert call(turn, "write_file", path="long", content="").is_error
-
-
 def test_an_edit_needs_no_reading_and_counts_as_none(turn):
-    (turn.cwd / "a.txt").write_text("one\ntwo\n")
-    edited = call(turn, "edit_file", path="a.txt", old_text="two", new_text="2")
-    assert not edited.is_error and (turn.cwd / "a.txt").read_text() == "one\n2\n"
+    assert not call(turn, "edit_file", path="a.txt", old_text="text", new_text="x").is_error
     assert call(turn, "write_file", path="a.txt", content="").is_error
     call(turn, "read_file", path="a.txt")
-    call(turn, "edit_file", path="a.txt", old_text="one", new_text="1")
-    assert not call(turn, "write_file", path="a.txt", content="both").is_error  # known before
-
-
-def test_a_read_only_file_is_not_changed(turn):
-    (turn.cwd / "a.txt").chmod(0o444)
-    for name, arguments in {
-        "write_file": {"content": "x"},
-        "edit_file": {"old_text": "text", "new_text": ""},
-    }.items():
-        result = change(turn, name, path="a.txt", **arguments)
-        assert result.is_error and "read-only" in result.text
-    assert (turn.cwd / "a.txt").read_text() == "text of ws/a.txt\n"
+    call(turn, "edit_file", path="a.txt", old_text="x", new_text="y")
+    assert not call(turn, "write_file", path="a.txt", content="").is_error  # known before
 
 
 @pytest.mark.parametrize(
@@ -1135,9 +946,7 @@ def test_a_read_only_file_is_not_changed(turn):
         (b"a\nb\nc\n", "b", "", b"a\nc\n"),  # a deleted line takes its line end with it
         (b"a\nb\n\nc\n", "b\n", "", b"a\n\nc\n"),  # but no more than that
         (b"one two\nthree\n", " two", "", b"one\nthree\n"),  # the rest of the line stays a line
-        (b"a\n# x = 1\n", "# ", "", b"a\nx = 1\n"),
         (b"async def f\n", "async ", "", b"def f\n"),  # and whole
-        (b"  a: 1\n", "a: 1", "a: 1\n  b:", b"  a: 1\n  b:\n"),
         (b"if 1:\n    go()\n", "go()", "stop()\ngo()", b"if 1:\n    stop()\ngo()\n"),  # as written
     ],
 )
@@ -1184,28 +993,17 @@ def test_missing_repeated_and_unclear_passages_have_answers_of_their_own(before,
 
 def notebook(minor=5, **layout) -> bytes:
     """As Jupyter writes it: one space, keys in order; and with what a careless round trip would change."""
-    output = {
-        "data": {"text/plain": ["größe \u2028 1e-07 \u001b[0m"]},
-        "n": 1e-07,
-        "output_type": "x",
-    }
+    output = {"data": {"text/plain": ["größe \u2028 1e-07 \u001b[0m"]}, "n": 1e-07}
     kinds = {
         "markdown": {"attachments": {}},
         "code": {"execution_count": 3, "outputs": [output]},
-        "raw": {},
     }
     cells = [
-        {
-            "cell_type": kind,
-            "id": f"id-{kind}",
-            "metadata": {"tags": [kind]},
-            "source": ["a\n", kind],
-            **more,
-        }
+        {"cell_type": kind, "metadata": {"tags": [kind]}, "source": ["a\n", kind], **more}
         for kind, more in kinds.items()
     ]
-    for cell in cells:
-        cell.pop("id") if minor < 5 else None
+    for cell in cells if minor >= 5 else []:
+        cell["id"] = f"id-{cell['cell_type']}"
     book = {
         "cells": [dict(sorted(each.items())) for each in cells],
         "metadata": {"z": 0, "a": 1},
@@ -1229,9 +1027,7 @@ def edit_cell(
     [
         notebook(),
         notebook(4),
-        notebook(indent=4),
         notebook(indent="\t"),
-        notebook(indent=None),
         notebook().replace(b"\n", b"\r\n"),
         b"\xef\xbb\xbf" + notebook(),
     ],
@@ -1239,8 +1035,6 @@ def edit_cell(
 def test_a_changed_cell_leaves_all_else_in_a_notebook_as_it_was(turn, data):
     first, after = edit_cell(turn, data, 0, "# größer\n\nb")
     assert not first.is_error and after != data
-    marked = after.decode("utf-8-sig").replace("größer", "a")
-    assert json.loads(marked)["cells"][0]["source"] == ["# a\n", "\n", "b"]
     change(turn, "notebook_edit", path="x.ipynb", cell=0, source="a\nmarkdown")
     assert (turn.cwd / "x.ipynb").read_bytes() == data
     change(turn, "notebook_edit", path="x.ipynb", cell=1, source="new", mode="insert")
@@ -1259,46 +1053,23 @@ TEXT = {"cell_type": "markdown", "metadata": {}, "source": ["x\n", "y"]}
 
 
 @pytest.mark.parametrize(
-    "minor, arguments, cells, made",
+    "minor, arguments, made",
     [
-        (
-            5,
-            {"cell": 1},
-            3,
-            CODE | {"id": "id-code", "metadata": {"tags": ["code"]}},
-        ),  # its outputs go
-        (
-            5,
-            {"cell": 1, "cell_type": "markdown"},
-            3,
-            TEXT | {"id": "id-code", "metadata": {"tags": ["code"]}},
-        ),
-        (5, {"cell": 3, "mode": "insert"}, 4, CODE | {"id": "new"}),
-        (4, {"cell": 1, "mode": "insert", "cell_type": "markdown"}, 4, TEXT),
+        (5, {"cell": 1}, CODE | {"id": "id-code", "metadata": {"tags": ["code"]}}),  # outputs go
+        (4, {"cell": 1, "mode": "insert", "cell_type": "markdown"}, TEXT),
     ],
 )
-def test_a_cell_is_what_nbformat_wants(turn, minor, arguments, cells, made):
+def test_a_cell_is_what_nbformat_wants(turn, minor, arguments, made):
     result, data = edit_cell(turn, notebook(minor), source="x\ny", **arguments)
-    book = json.loads(data)
-    cell = book["cells"][arguments["cell"]]
-    if made.get("id") == "new":
-        assert re.fullmatch("[0-9a-f]{8}", cell["id"])
-        cell["id"] = "new"
-    assert not result.is_error and len(book["cells"]) == cells and cell == made
-    assert (
-        re.match(r"\+\d+ −\d+\n@@ ", result.shown)
-        and f"cell {arguments['cell']}: done" in result.text
-    )
+    assert json.loads(data)["cells"][1] == made
+    assert "cell 1: done" in result.text and "\n@@ " in result.shown
 
 
 @pytest.mark.parametrize(
     "data, cell, told",
     [
-        (notebook(), 3, "There is no cell 3: the notebook has 3"),
-        (b'{"nbformat": 4, "cells": []}', 0, "There is no cell 0"),
-        (b"{", 0, "Not a notebook of nbformat 4: JSONDecodeError"),
-        (b"{}", 0, "Not a notebook of nbformat 4: KeyError"),
-        (notebook().replace(b"markdown", rb"\ud83d"), 2, "UnicodeEncodeError"),
+        (notebook(), 2, "There is no cell 2: the notebook has 2"),
+        (notebook().replace(b"markdown", rb"\ud83d"), 1, "UnicodeEncodeError"),
         (b'{"nbformat": 3, "worksheets": []}', 0, "Not a notebook of nbformat 4"),
         (b'{"nbformat": 4, "cells": [7]}', 0, "Not a notebook of nbformat 4: TypeError"),
         (b"[" * 100_000, 0, "Not a notebook"),
@@ -1310,24 +1081,10 @@ def test_what_is_no_notebook_or_no_cell_is_said_and_left_alone(turn, data, cell,
 
 
 def test_list_dir_shows_folders_and_sizes(turn):
-    assert call(turn, "list_dir").text.split("\n") == [
-        f"{turn.cwd}: 6 entries",
-        "a.txt  17 bytes",
-        "away",
-        "dangling",
-        "leaf",
-        "loop",
-        "sub/",
-    ]
+    names = ["a.txt  17 bytes", "away", "dangling", "leaf", "loop", "sub/"]
+    assert call(turn, "list_dir").text.split("\n") == [f"{turn.cwd}: 6 entries", *names]
     near = call(turn, "list_dir", path="a.tx")
-    assert (
-        near.text == f"Cannot list {turn.cwd}/a.tx: No such file or directory. In {turn.cwd}: a.txt"
-    )
-    assert near.is_error and "Not a directory" in call(turn, "list_dir", path="a.txt").text
-    (turn.cwd / "sub" / "big").write_bytes(b"x" * 1_234)
-    os.mkfifo(turn.cwd / "sub" / "pipe")
-    shown = call(turn, "list_dir", path="sub").text.split("\n")
-    assert shown[1:] == ["b.txt  21 bytes", "big  1,234 bytes", "pipe"]
+    assert near.is_error and near.text.endswith(f"No such file or directory. In {turn.cwd}: a.txt")
 
 
 # ---- Search ----
@@ -1354,45 +1111,24 @@ def tree(turn):
 
 
 @pytest.mark.parametrize(
-    "pattern, name, is_meant",
+    "pattern, names",
     [
-        ("{x,y},z", "x,z", True),
-        ("{x,y},z", "z", False),
-        ("{x,y},z", "x", False),
-        ("{a,b}{c,d}", "ad", True),
-        ("a?c", "abc", True),
-        ("a?c", "a/c", False),
-        ("src/**", "src/a/b", True),
-        ("src/**", "srca", False),
-        ("src/**/b", "src/b", True),
-        ("**/b", "a/b", True),
-        ("*b", "deep/a/b", True),
-        ("a/*b", "a/x/b", False),
-        ("./a", "a", True),
-        ("./a", "x/a", False),
-        (r"\*", "*", True),
-        (r"\*", "a", False),
-        ("[a-c]", "b", True),
-        ("[!a-c]", "b", False),
-        ("[]a]", "]", True),
-        ("[.]", ".", True),
-        ("a.b", "axb", False),
-        ("a", "ab", False),
-        ("a", "a\n", False),
-        ("*", "a\nb", True),
-        ("[!a]", "/", False),
-        ("a/**/**/**/**/b", "a/b", True),
+        ("src/*.py", ["src/app.py"]),
+        ("./src/**/*.py", ["src/app.py", "src/deep/util.py"]),
+        ("util.{js,{md,txt}}", ["src/deep/util.js"]),
+        ("[!R]*.md", ["[x].md", "d/a.md"]),
+        ("[^R]*.md", ["[x].md", "d/a.md"]),
+        ("[[]?].md", ["[x].md"]),
+        (r"\[x].md", ["[x].md"]),
     ],
 )
-def test_a_glob_means_names(pattern, name, is_meant):
-    plain = tools.plain_globs(pattern)
-    assert any(tools.is_match(name, each) for each in plain) == is_meant
+def test_a_glob_means_names(tree, pattern, names):
+    assert sorted(call(tree, "glob", pattern=pattern).text.split("\n")) == names
 
 
 @pytest.mark.parametrize(
     "arguments, text",
     [
-        ({}, "main.py"),
         ({"output_mode": "count"}, "main.py: 1"),
         (
             {"output_mode": "content", "case_insensitive": True},
@@ -1402,10 +1138,6 @@ def test_a_glob_means_names(pattern, name, is_meant):
             {"output_mode": "content", "context": 9},
             "main.py-1- name = main.py\nmain.py:2: TODO one\nmain.py-3- \nmain.py-4- todo two",
         ),
-        (
-            {"output_mode": "content", "case_insensitive": True, "context": 1},
-            "main.py-1- name = main.py\nmain.py:2: TODO one\nmain.py-3- \nmain.py:4: todo two",
-        ),
     ],
 )
 def test_grep_shows_what_was_asked_for(tree, arguments, text):
@@ -1414,17 +1146,10 @@ def test_grep_shows_what_was_asked_for(tree, arguments, text):
 
 
 @pytest.mark.parametrize(
-    "pattern, told",
-    [
-        ("[[:space:]]+x", r"is \s"),
-        ("[^[:alpha:]_]zz", "[A-Za-z]"),
-        (r"\<nowhere\>", r"\b"),
-        (r"x\>", r"\b"),
-    ],
+    "pattern, told", [("[^[:alpha:]_]zz", "[A-Za-z]"), (r"\<nowhere\>", r"\b")]
 )
 def test_what_other_programs_know_and_re_does_not_is_told(tree, pattern, told):
-    result = call(tree, "grep", pattern=pattern)
-    assert told in result.text
+    assert told in call(tree, "grep", pattern=pattern).text
     assert told not in call(tree, "grep", pattern=pattern, fixed_strings=True).text
 
 
@@ -1511,13 +1236,13 @@ def test_a_search_that_would_take_for_ever_is_ended(blanks, monkeypatch):
     assert time.monotonic() - start < 10 and own_children() == before
 
 
+@needs_proc
 def test_a_stopped_turn_ends_a_search_at_once(blanks):
     before, threads = own_children(), threading.active_count()
 
     async def stop():
-        task = asyncio.create_task(
-            ToolRegistry(FILE_TOOLS).execute("grep", {"pattern": ENDLESS}, blanks)
-        )
+        search = ToolRegistry(FILE_TOOLS).execute("grep", {"pattern": ENDLESS}, blanks)
+        task = asyncio.create_task(search)
         while len(own_children()) == len(before):  # git, then the child
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.1)
@@ -1525,9 +1250,9 @@ def test_a_stopped_turn_ends_a_search_at_once(blanks):
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        return time.monotonic() - start
+        assert time.monotonic() - start < 1
 
-    assert asyncio.run(stop()) < 1
+    asyncio.run(stop())
     assert until(lambda: own_children() == before and threading.active_count() <= threads)
 
 
@@ -1548,9 +1273,8 @@ def test_search_never_shows_a_file_with_keys_or_what_was_put_aside(turn):
     (config.parent / "config.json.bak").write_text("text of old keys")
     (turn.workspace / ".nanobot").mkdir()
     (turn.workspace / ".nanobot" / "result.txt").write_text("text of a result")
-    home = replace(turn, cwd=config.parent)
     for name, pattern in {"glob": "*", "grep": "text of"}.items():
-        assert call(home, name, pattern=pattern).text.startswith("No ")
+        assert call(replace(turn, cwd=config.parent), name, pattern=pattern).text.startswith("No ")
         shown = call(turn, name, pattern=pattern).text
         assert "a.txt" in shown and "hard" not in shown and "result" not in shown
 
@@ -1565,13 +1289,7 @@ def test_search_never_shows_a_file_with_keys_or_what_was_put_aside(turn):
             "src/deep/util.js\n(there are more: raise head_limit or narrow the search)",
         ),
         ("glob", {"pattern": "!*.py"}, "*.{js,ts}"),
-        ("glob", {"pattern": "*.rs"}, "No file below"),
         ("glob", {"pattern": "*", "path": "sr"}, ": src"),
-        (
-            "grep",
-            {"pattern": "TODO", "type": "py", "glob": ""},
-            "main.py\nsrc/app.py\nsrc/deep/util.py",
-        ),
         (
             "grep",
             {"pattern": "TODO", "type": "py", "head_limit": 2},
@@ -1579,18 +1297,8 @@ def test_search_never_shows_a_file_with_keys_or_what_was_put_aside(turn):
         ),
         ("grep", {"pattern": "TODO", "type": "js", "glob": "src/*"}, "No match for 'TODO'"),
         ("grep", {"pattern": "("}, "missing )"),
-        ("grep", {"pattern": "TODO", "type": "all"}, "READ.md"),  # as small models fill it in
+        ("grep", {"pattern": "TODO", "type": "all", "glob": ""}, "READ.md"),  # as small models do
         ("grep", {"pattern": "e = main.p", "fixed_strings": True}, "main.py"),
-        (
-            "grep",
-            {
-                "pattern": r"\Atodo",
-                "case_insensitive": True,
-                "glob": "a.md",
-                "output_mode": "count",
-            },
-            "d/a.md: 2",
-        ),
     ],
 )
 def test_glob_and_grep_show_or_tell(tree, name, arguments, shown):
@@ -1598,24 +1306,17 @@ def test_glob_and_grep_show_or_tell(tree, name, arguments, shown):
 
 
 def test_what_is_not_text_is_counted_and_links_are_not_followed(turn):
-    for name, data in {
-        "binary": b"text \0",
-        "huge": b"text\n" * 500_000,
-        "latin": b"text \xe9\n",
-        "empty": b"",
-    }.items():
-        (turn.cwd / "sub" / name).write_bytes(data)
+    data = {"binary": b"text \0", "huge": b"text\n" * 500_000, "latin": b"text \xe9\n"}
+    for name, written in data.items():
+        (turn.cwd / "sub" / name).write_bytes(written)
     (turn.cwd / "sub" / "long").write_text("text" * 600)
     shown = call(turn, "grep", pattern="text|^$", output_mode="content").text
     why = "sub/binary (binary), sub/huge (over 2,000,000 bytes; exec can show a part of it)"
-    assert shown.startswith(
-        f"NOT searched: {why} (a large file is searched if it is named in path)"
-    )
-    named = call(turn, "grep", pattern="text", path="sub/huge", output_mode="count").text
-    assert named == "sub/huge: 500000"
-    assert "NOT searched" in call(turn, "grep", pattern="nowhere", path="sub").text.split("\n")[0]
+    assert shown.startswith(f"NOT searched: {why}")
     assert re.findall(r"^(\S+):1:", shown, re.M) == ["a.txt", "sub/b.txt", "sub/latin", "sub/long"]
     assert max(map(len, shown.split("\n"))) < 520
+    assert call(turn, "grep", pattern="text", path="sub/huge").text == "sub/huge"
+    assert call(turn, "grep", pattern="nowhere", path="sub").text.startswith("NOT searched")
 
 
 def git(folder: Path, *arguments: str) -> None:
@@ -1629,27 +1330,27 @@ def repository(turn):
     if not shutil.which("git"):
         pytest.skip("git is not installed")
     root = turn.cwd / "repo"
-    ignore = "*.log\nbuild/\n/only/*\n!kept.log\n"
-    names = [
-        "a.py",
-        "gone.py",
-        "src/b.py",
-        "src/d.log",
-        "build/tracked.py",
-        "build/made.py",
-        "new/c.py",
-        "new/c.log",
-        "kept.log",
-        "größe.py",
-        "only/e.py",
-        "inner/f.py",
-        "inner/f.tmp",
-        "lib/g.py",
-        ".nanobot/h.txt",
-        "node_modules/i.js",
-    ]
-    rules = {".gitignore": ignore, "inner/.gitignore": "*.tmp\n", "lib/.gitignore": "*.log\n"}
-    for name, text in {**dict.fromkeys(names, ""), **rules}.items():
+    files = {
+        ".gitignore": "*.log\nbuild/\n/only/*\n!kept.log\n",
+        "a.py": "",
+        "gone.py": "",
+        "src/b.py": "",
+        "src/d.log": "",
+        "build/tracked.py": "",
+        "build/made.py": "",
+        "new/c.py": "",
+        "kept.log": "",
+        "größe.py": "",
+        "only/e.py": "",
+        "inner/.gitignore": "*.tmp\n",
+        "inner/f.py": "",
+        "inner/f.tmp": "",
+        "lib/.gitignore": "*.log\n",
+        "lib/g.py": "",
+        ".nanobot/h.txt": "",
+        "node_modules/i.js": "",
+    }
+    for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(f"{text}# needle\n")
     for inner in ("lib", "inner"):
@@ -1662,21 +1363,6 @@ def repository(turn):
     (root / "gone.py").unlink()
     (root / "lib" / "g.log").write_text("# needle\n")
     return replace(turn, cwd=root)
-
-
-SEEN_BY_GIT = [
-    ".gitignore",
-    "a.py",
-    "build/tracked.py",
-    "größe.py",
-    "inner/.gitignore",
-    "inner/f.py",
-    "kept.log",
-    "lib/.gitignore",
-    "lib/g.py",
-    "new/c.py",
-    "src/b.py",
-]
 
 
 def found(turn, path=".") -> list[str]:
@@ -1700,16 +1386,19 @@ def test_a_folder_of_a_work_tree_can_be_searched_alone(repository, path, names):
 
 
 def test_in_a_work_tree_search_sees_what_git_would_list(repository):
-    assert found(repository) == SEEN_BY_GIT
-    shown = call(repository, "glob", pattern="*").text.split("\n")
-    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    listed = subprocess.run(
-        command, cwd=repository.cwd, capture_output=True, encoding="utf-8"
-    ).stdout.split("\0")
-    apart = {"gone.py", "inner/", "lib", ".nanobot/h.txt", "node_modules/i.js", ""}
-    assert set(listed) - apart == {
-        name for name in shown if not name.startswith(("inner/", "lib/"))
-    }
+    assert found(repository) == [
+        ".gitignore",
+        "a.py",
+        "build/tracked.py",
+        "größe.py",
+        "inner/.gitignore",
+        "inner/f.py",
+        "kept.log",
+        "lib/.gitignore",
+        "lib/g.py",
+        "new/c.py",
+        "src/b.py",
+    ]
 
 
 def test_the_settings_of_a_strangers_repository_start_no_program(repository):
@@ -1720,17 +1409,14 @@ def test_the_settings_of_a_strangers_repository_start_no_program(repository):
         "core.fsmonitor",
         "core.sshCommand",
         "core.pager",
-        "pager.ls-files",
         "filter.x.clean",
-        "core.editor",
         "alias.ls-files",
         "remote.origin.uploadpack",
     ):
         git(repository.cwd, "config", key, str(hook))
     git(repository.cwd, "config", "extensions.partialClone", "origin")
     (repository.cwd / ".gitattributes").write_text("* filter=x\n")
-    assert "a.py" in found(repository)
-    assert not (repository.workspace / "ran").exists()
+    assert "a.py" in found(repository) and not (repository.workspace / "ran").exists()
 
 
 def test_a_repository_cannot_lead_a_search_outside(repository):
@@ -1742,12 +1428,9 @@ def test_a_repository_cannot_lead_a_search_outside(repository):
     shutil.rmtree(index)
     index.symlink_to(out)  # git still lists away/gold.txt
     git(repository.cwd, "config", "core.worktree", str(out))
-    for path in ("repo", "."):
-        assert "gold" not in call(fenced, "glob", pattern="*", path=path).text
-        assert (
-            "gold"
-            not in call(fenced, "grep", pattern="text", path=path, output_mode="content").text
-        )
+    for name, pattern in {"glob": "*", "grep": "text"}.items():
+        for path in ("repo", "."):
+            assert "gold" not in call(fenced, name, pattern=pattern, path=path).text
 
 
 # ---- The web ----
@@ -1812,56 +1495,34 @@ def fetch(url, *, web=None, **arguments) -> ToolResult:
         "10.1.2.3",
         "100.64.0.1",
         "100.100.100.200",
-        "127.0.0.1",
         "127.255.255.254",
         "169.254.169.254",
-        "172.16.0.1",
         "172.31.255.255",
-        "192.0.0.1",
         "192.0.0.192",
-        "192.0.2.1",
         "192.88.99.1",
         "192.168.0.1",
         "198.18.0.1",
-        "198.51.100.1",
         "203.0.113.1",
         "224.0.0.1",
-        "239.255.255.255",
-        "240.0.0.1",
         "255.255.255.255",
         "168.63.129.16",
         "::",
         "::1",
-        "::127.0.0.1",
-        "::7f00:1",
-        "::ffff:127.0.0.1",
-        "::ffff:10.0.0.1",
-        "::ffff:169.254.169.254",
         "::ffff:0:7f00:1",
-        "64:ff9b::7f00:1",
-        "64:ff9b::a9fe:a9fe",
-        "64:ff9b::a83f:8110",
         "64:ff9b:1::1",
         "100::1",
-        "2001::1",
         "2001:0:7f00:1::",
         "2001:db8::1",
         "2001:10::1",
-        "2002:7f00:1::",
-        "2002:a9fe:a9fe::1",
         "3fff::1",
         "5f00::1",
-        "fc00::1",
         "fd00:ec2::254",
-        "fe80::1",
         "fe80::1%1",
         "fec0::1",
-        "ff02::1",
         "ff0e::1",
     ],
 )
 def test_an_address_that_is_not_public_is_never_asked(address):
-    assert not is_public(ipaddress.ip_address(address))
     result = fetch(
         "http://example.com/", web=Web(resolve=resolver(example=["93.184.216.34", address]))
     )
@@ -1883,17 +1544,13 @@ def test_no_tunnel_makes_an_address_public():
     [
         "localhost",
         "127.1",
-        "0",
         "0x7f000001",
         "0177.0.0.1",
         "2130706433",
         "[::1]",
         "[::ffff:127.0.0.1]",
-        "[::]",
-        "127.0.0.1",
         "①②⑦.⓪.⓪.①",
         "127。0。0。1",
-        "LOCALHOST",
     ],
 )
 def test_this_machine_is_refused_however_it_is_written(site, host):
@@ -1906,24 +1563,18 @@ def test_this_machine_is_refused_however_it_is_written(site, host):
     [
         "ftp://example.com/",
         "file:///etc/passwd",
-        "gopher://example.com/",
         "example.com/x",
         "//example.com/",
         "http:///x",
-        "http://",
         "",
         "http://user:secret@example.com/",
         "http://example.com\\@127.0.0.1/",
-        "http://127.0.0.1\\@example.com/",
         "http://example.com/a\\b",
         "http://example.com/a\r\nX: y",
-        "http://exa\tmple.com/",
         "http://[::1/",
         "http://example.com:99999/",
-        "http://example.com:x/",
         f"http://{'a' * 70}.com/",
         "http://example.com/\ud800",
-        "javascript:alert(1)",
     ],
 )
 def test_what_is_no_web_address_is_refused_before_anything_is_looked_up(url):
@@ -1934,7 +1585,7 @@ def test_what_is_no_web_address_is_refused_before_anything_is_looked_up(url):
 
 
 def test_the_connection_goes_to_the_address_that_was_checked(site):
-    site.pages["/a b"] = site.pages["/a%20b"] = (200, {"Content-Type": "text/plain"}, b"pinned")
+    site.pages["/a%20b"] = (200, {"Content-Type": "text/plain"}, b"pinned")
     lookup = resolver(example=["127.0.0.1"])
     result = fetch(f"http://example.com:{site.port}/a b?q=ü#part", web=Web(LOOPBACK, lookup))
     assert "pinned" in result.text and lookup.asked == ["example.com"]
@@ -1943,16 +1594,13 @@ def test_the_connection_goes_to_the_address_that_was_checked(site):
 
 
 def test_redirects_are_followed_and_each_is_checked_again(site):
-    site.pages["/a"] = (302, {"Location": "/b?x=1"}, b"")
     raw = "/café".encode().decode("latin-1")  # as some servers send it
-    site.pages["/b"] = (301, {"Location": f"http://example.com:{site.port}{raw}"}, b"")
+    site.pages["/a"] = (301, {"Location": f"http://example.com:{site.port}{raw}"}, b"")
     site.pages["/caf%C3%A9"] = (200, {"Content-Type": "text/plain"}, b"arrived")
     lookup = resolver(example=["127.0.0.1"], **{"127": ["127.0.0.1"]})
     result = fetch(f"{site.url}/a", web=Web(LOOPBACK, lookup))
-    assert (
-        "arrived" in result.text
-        and f"URL: http://example.com:{site.port}/caf%C3%A9\n" in result.text
-    )
+    assert f"URL: http://example.com:{site.port}/caf%C3%A9\n" in result.text
+    assert "arrived" in result.text
 
 
 @pytest.mark.parametrize(
@@ -1966,65 +1614,49 @@ def test_redirects_are_followed_and_each_is_checked_again(site):
 )
 def test_a_redirect_to_where_it_must_not_lead_is_an_error(site, target, told):
     site.pages["/again"] = site.pages["/"] = (302, {"Location": target}, b"")
-    names = {
-        "metadata": ["169.254.169.254"],
-        "10": ["10.0.0.1"],
-        "::1": ["::1"],
-        "127": ["127.0.0.1"],
-    }
-    result = fetch(f"{site.url}/", web=Web(LOOPBACK, resolver(**names)))
+    names = {name: [name + ".0.0.1"] for name in ("10", "127")}
+    lookup = resolver(metadata=["169.254.169.254"], **names)
+    result = fetch(f"{site.url}/", web=Web(LOOPBACK, lookup))
     assert result.is_error and told in result.text and len(site.asked) <= 6
 
 
+OWN_CERTIFICATE = """\
+-----BEGIN PRIVATE KEY-----
+MC4CAQAwBQYDK2VwBCIEILJFf37GZdbkNjF1+LPS7/u7ifveJpitQ58nDCm3Zgjt
+-----END PRIVATE KEY-----
+-----BEGIN CERTIFICATE-----
+MIIBWzCCAQ2gAwIBAgIUUvA604Z6Ns03IAqdyDcNUMK5q00wBQYDK2VwMBYxFDAS
+BgNVBAMMC2V4YW1wbGUuY29tMCAXDTI2MTEyMzE1MzYzMVoYDzIxMjYxMDMwMTUz
+NjMxWjAWMRQwEgYDVQQDDAtleGFtcGxlLmNvbTAqMAUGAytlcAMhAOJELeITQHJT
+dA0veWCAPJxfypgfw+bnEWKMslIOlpvJo2swaTAdBgNVHQ4EFgQUQt901Luv8MXB
+7gRXqFzTuAibI6wwHwYDVR0jBBgwFoAUQt901Luv8MXB7gRXqFzTuAibI6wwDwYD
+VR0TAQH/BAUwAwEB/zAWBgNVHREEDzANggtleGFtcGxlLmNvbTAFBgMrZXADQQAW
+epm0Iqav6rEEtP7QP/7t3929GeQQIRCwSqguOnCHR7RDre8q/NTNky11rnihwWcR
++BWjt3v+Zbi/loZ1RRYD
+-----END CERTIFICATE-----
+"""
+
+
 @pytest.fixture
-def https_site(site, tmp_path):
-    """The same pages over TLS as `example.com`; `certificate` is its own authority."""
-    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    if not shutil.which("openssl"):
-        pytest.skip("needs openssl to make a certificate")
-    subprocess.run(
-        [
-            "openssl",
-            "req",
-            "-x509",
-            "-newkey",
-            "ec",
-            "-pkeyopt",
-            "ec_paramgen_curve:prime256v1",
-            "-nodes",
-            "-days",
-            "2",
-            "-subj",
-            "/CN=example.com",
-            "-addext",
-            "subjectAltName=DNS:example.com",
-            "-keyout",
-            key,
-            "-out",
-            certificate,
-        ],
-        check=True,
-        capture_output=True,
-    )
+def https_site(tmp_path):
+    """Over TLS as `example.com`, with a certificate that is its own authority."""
+    (tmp_path / "own.pem").write_text(OWN_CERTIFICATE)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(certificate, key)
+    context.load_cert_chain(tmp_path / "own.pem")
     listener = socket.create_server(("127.0.0.1", 0))
 
     def serve():
-        with contextlib.suppress(OSError):
-            while True:
-                line, _ = listener.accept()
-                with (
-                    contextlib.suppress(OSError),
-                    context.wrap_socket(line, server_side=True) as secure,
-                ):
-                    secure.recv(65_536)
-                    secure.sendall(
-                        b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\n\r\nsecret garden"
-                    )
+        for _ in range(3):
+            line, _ = listener.accept()
+            with (
+                contextlib.suppress(OSError),
+                context.wrap_socket(line, server_side=True) as secure,
+            ):
+                secure.recv(65_536)
+                secure.sendall(b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\n\r\nsecret garden")
 
     threading.Thread(target=serve, daemon=True).start()
-    yield SimpleNamespace(certificate=certificate, port=listener.getsockname()[1])
+    yield SimpleNamespace(certificate=tmp_path / "own.pem", port=listener.getsockname()[1])
     listener.close()
 
 
@@ -2064,14 +1696,7 @@ def test_a_server_that_drips_cannot_hold_the_fetch(site):
             "text/html",
             "<meta http-equiv=x content='text/html; charset=cp1250'><p>łódź ü".encode("cp1250"),
         ),
-        (
-            "text/html",
-            b"<?xml version='1.0' encoding='iso-8859-2'?><p>" + "łódź ü".encode("iso-8859-2"),
-        ),
-        (
-            "text/html",
-            b" " * 3_000 + "<meta charset=cp1250><p>łódź ü".encode(),
-        ),  # nobody looks so far
+        ("text/html", b" " * 3_000 + "<meta charset=cp1250><p>łódź ü".encode()),  # too far down
     ],
 )
 def test_pages_are_decoded_as_they_say_or_look(site, kind, body):
@@ -2138,21 +1763,15 @@ def test_html_becomes_readable_text(source, text):
 SOUP = [
     "<p>",
     "</p>",
-    "<b>",
-    "</b>",
     "<a href='x'>",
-    "</a>",
     "<a href='>",
     '<a x="',
     "<table>",
     "<tr>",
-    "<td>",
-    "</td>",
     "<pre>",
     "</pre>",
     "<li>",
     "<h2>",
-    "</h2>",
     "<nav>",
     "</nav>",
     "<style>",
@@ -2164,23 +1783,18 @@ SOUP = [
     "<!x",
     "<?",
     "&",
-    "&amp;",
     "&#x110000;",
     "&#",
     "<svg>",
-    "</svg>",
     '"',
     "'",
     ">",
     "<",
-    "=",
     "/",
     " text ",
     "\ufdd0",
-    "\x1e",
     "\ud800",
     "<div/",
-    "<h7>",
     "<script>LEAK</script>",
     "<SCRIPT\tsrc=x>LEAK</Script\n>",
     "<script>'<p>LEAK</script/x>",
@@ -2204,10 +1818,7 @@ OF_PAGES = [
     "<script>",
     "</script ",
     "<nav>",
-    "<td>",
     "<pre>",
-    "<h1 >",
-    "<title",
     "&#",
     "\n- ",
     "<li>",
@@ -2216,22 +1827,17 @@ OF_PAGES = [
     "&#9",
     "<ol>",
     "<ol><li>",
-    "</ol>",
     "<img ",
     "<img alt='",
     "<img alt=x>",
     "<sup>",
-    "<main>",
-    "</main>",
     "<aside ",
     "<aside>",
-    "<h2><span>",
     "<b><i>",
     "<tr><td>",
     "<ul><li>x",
     "<a href=x>",
     "</a>",
-    "<select>",
     "<a href='x'",
 ]
 LETTERS = [*" \n\t\r\"'<>&#[](){}|*?\\/.,-=:;$`~!+a0ü"]
@@ -2239,31 +1845,35 @@ if os.environ.get("NANOBOT_TEST_FULL"):
     LETTERS += [chr(number) for number in range(1, 300)]
 OF_COMMANDS = [
     "a(){",
+    "a(){a|",
     "<<a\n",
     "<<a ",
     "$(",
     "x=",
     "rm -r ",
     "'a' ",
+    "'\\'",
+    "'\\\"",
     "\\\n",
     "> ",
     "/ ",
     "~/",
     "bash -c 'a b' ",
     "a/",
+    "a,",
+    "find ",
 ]
 
 
 def readers(turn: Turn) -> dict:
     """Everything that reads a text of somebody else, by name."""
-    fenced = replace(turn, restrict=True)
     return {
         "page": lambda text: page_text(text, "https://site.org/"),
         "url": tools.web_url,
         "glob": tools.plain_globs,
         "match": lambda text: tools.is_match(text, "**/a*b*c/**/*.py"),
         "duck": tools.duckduckgo_results,
-        "command": lambda text: check_command(text, fenced),
+        "command": lambda text: check_command(text, turn),
         "cast": lambda text: cast(text, {"type": "array"}),
         "edit": lambda text: replace_passage(text, f"no{text[:50_000]}", "x"),
         "edit all": lambda text: replace_passage(text, text[:1], "y\nz", replace_all=True),
@@ -2272,18 +1882,21 @@ def readers(turn: Turn) -> dict:
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", readers(Turn()))
-def test_nothing_that_reads_foreign_text_takes_long(turn, name):
+def test_nothing_that_reads_foreign_text_takes_long(fenced, name):
     """100,000 characters of each letter and mark, and of the pieces that pages and commands are made of."""
     pieces = LETTERS + {"page": OF_PAGES, "duck": OF_PAGES, "command": OF_COMMANDS}.get(name, [])
     if name.startswith("edit"):
         pieces = [" ", "a", "\n", "a\n", " a\n"]
-    size = 20_000 if name == "command" else 100_000  # longer commands are refused
-    for piece in pieces:
+    size, most, texts = 100_000, 1, []
+    if name == "command":
+        size, most, texts = 20_000, 6, WORST_COMMANDS  # longer ones are refused; 0.5 ms a delete
+        for number in range(4_000):
+            (fenced.cwd / f"f{number}").touch()
+    for text in [*texts, *(piece * (size // len(piece)) for piece in pieces)]:
         start = time.thread_time()  # other programs do not count
         with contextlib.suppress(ToolError):
-            readers(turn)[name](piece * (size // len(piece)))
-        most = 6 if name == "command" else 1  # 0.5 ms for each of 4,000 deletes
-        assert time.thread_time() - start < most, (name, piece)
+            readers(fenced)[name](text)
+        assert time.thread_time() - start < most, (name, text[:30])
 
 
 DUCK = """<div class="result results_links result--ad"><h2><a rel="nofollow" class="result__a"
@@ -2345,12 +1958,19 @@ PATHS = {
 }
 
 
+KEY_HEADERS = {
+    "brave": ("X-Subscription-Token", "sk-key"),
+    "tavily": ("Authorization", "Bearer sk-key"),
+    "jina": ("Authorization", "Bearer sk-key"),
+}
+
+
 def search(site, provider, query="what is python", key="sk-key", **arguments) -> ToolResult:
     return answer(WebSearch(Web(), provider, key, f"{site.url}/"), query=query, **arguments)
 
 
 @pytest.mark.parametrize("provider", PATHS)
-def test_each_search_service_is_asked_and_read_in_its_own_format(site, provider):
+def test_each_search_service_is_asked_and_read_in_its_format(site, provider):
     page = json.dumps(JSON[provider]) if provider in JSON else DUCK
     site.pages[PATHS[provider]] = (200, {}, page.encode())
     result = search(site, provider, "what is «python»?", count=3)
@@ -2360,13 +1980,10 @@ def test_each_search_service_is_asked_and_read_in_its_own_format(site, provider)
     )
     method, path, headers, body = site.asked[0]
     sent = json.loads(body) if body else dict(parse_qsl(urlsplit(path).query))
-    assert sent.get("q", sent.get("query")) == "what is «python»?" and "sk-key" not in path
+    assert "what is «python»?" in sent.values() and "sk-key" not in path
     assert {str(sent.get(name, 3)) for name in ("count", "max_results", "num")} == {"3"}
-    keys = {"brave": headers.get("X-Subscription-Token"), "tavily": headers.get("Authorization")}
-    assert keys == {
-        "brave": "sk-key" if provider == "brave" else None,
-        "tavily": "Bearer sk-key" if provider in ("tavily", "jina") else None,
-    }
+    name, key = KEY_HEADERS.get(provider, ("Cookie", None))
+    assert headers.get(name) == key and ("sk-key" in str(headers)) == bool(key)
     assert method == ("POST" if provider == "tavily" else "GET")
 
 
@@ -2383,30 +2000,18 @@ def test_each_search_service_is_asked_and_read_in_its_own_format(site, provider)
 def test_what_a_search_service_refuses_is_an_error_that_says_why(
     site, provider, status, body, told
 ):
-    site.pages[PATHS[provider]] = (status, {"Location": "http://127.0.0.1:1/"}, body.encode())
+    site.pages[PATHS[provider]] = (status, {}, body.encode())
     result = search(site, provider)
     assert result.is_error and told in result.text and "sk-key" not in result.text
     assert "The user may " in result.text and "tools.web.search" in result.text
 
 
-def test_a_key_with_line_breaks_is_sent_without_them_and_an_odd_one_is_not_shown(site):
+def test_a_key_with_line_breaks_is_sent_without_them(site):
     site.pages["/search"] = (200, {}, b'{"results": []}')
-    odd = answer(WebSearch(Web(), "tavily", "sk-ä…", site.url), query="x")
-    assert odd.is_error and "sk-" not in odd.text
-    assert search(site, "tavily", key="sk\n-key\n").text.startswith(
-        "[External"
-    )  # as a file may have it
+    assert not search(site, "tavily", key="sk\n-key\n").is_error  # as a file may have it
     assert site.asked[-1][2]["Authorization"] == "Bearer sk-key"
-
-
-def test_a_search_for_anomaly_works_and_nothing_found_is_said(site):
-    site.pages["/html/"] = (200, {}, DUCK.replace("official", "anomaly").encode())
-    assert "The anomaly home" in search(site, "duckduckgo", "anomaly").text
-    site.pages["/html/"] = (200, {}, b"<p>No results for: anomaly.</p>")
-    assert "no results" in search(site, "duckduckgo", "anomaly").text
-    for provider, body in {"brave": '{"web": null}', "jina": '{"data": 5}', "tavily": "[]"}.items():
-        site.pages[PATHS[provider]] = (200, {}, body.encode())
-        assert "no results" in search(site, provider).text
+    odd = search(site, "tavily", key="sk-ä…")
+    assert odd.is_error and "sk-" not in odd.text
 
 
 @pytest.mark.parametrize(
@@ -2430,9 +2035,8 @@ def test_a_proxy_gets_every_request_with_the_users_password_and_decides_on_addre
     assert site.asked[-1][:2] == ("CONNECT", "example.com:443")
     wanted = "Basic " + base64.b64encode(b"ada:s@me").decode()
     assert {headers["Proxy-Authorization"] for _, _, headers, _ in site.asked} == {wanted}
-    for address in ("http://x", "socks5://x:1", "x:3128"):
-        with pytest.raises(ValueError, match="Write the proxy like http://"):
-            Web(proxy=address)
+    with pytest.raises(ValueError, match="Write the proxy like http://"):
+        Web(proxy="socks5://x:1")
 
 
 def test_a_key_does_not_follow_a_redirect(site):
@@ -2451,19 +2055,14 @@ def run(turn, command, **arguments) -> str:
     "command",
     [
         "rm -rf sub",
-        "rm -r ./sub/",
         "true && rm -fr a.txt sub",
-        "find sub -delete",
         "rm -rf sub/* sub",
-        "rm -r -- sub",
         "bash -c 'rm -r sub'",
         "if true; then rm -rf sub; fi",
-        "rm -rf {tmp}/ws/sub",
         "rm -rf sub && mkdir sub && cd sub",
         "cd sub && rm -rf b.txt && cd ..",
         "cd {tmp}/ws && rm -rf sub",
         "find . -name sub -exec rm -rf {} +",
-        "find . -name b.txt -delete",
         "rm -rf su* other",
         "cd sub && bash -c 'rm -rf b.txt' && cd ..",
         "ls | xargs -I X echo X; rm -rf sub",
@@ -2479,9 +2078,7 @@ def test_a_folder_below_the_working_folder_may_be_deleted(turn, command):
     [
         "rm -rf /",
         "RM -RF .",
-        "rm -r .",
         "rm -fr ..",
-        "rm --recursive --force ../ws-evil",
         "rm sub/.. -R",
         "/bin/rm -rf ~",
         "sudo rm -fr sub/..",
@@ -2490,7 +2087,6 @@ def test_a_folder_below_the_working_folder_may_be_deleted(turn, command):
         "ls\rrm -rf .",
         "rm \\\n -rf .",
         "A=1 rm -rf .",
-        "(rm -rf .)",
         "echo `rm -rf .`",
         "echo $(rm -rf .)",
         "if true; then rm -rf .; fi",
@@ -2498,27 +2094,18 @@ def test_a_folder_below_the_working_folder_may_be_deleted(turn, command):
         "find . -exec rm -rf {} +",
         "r\\m -rf .",
         "'rm' -rf .",
-        "ls # x\nrm -rf .",
         "bash -c 'rm -rf .'",
         'eval "rm -r ."',
         "find . -delete",
-        "find -delete",
-        "find -type f -delete",
-        "find -maxdepth 1 -delete",
         "ls | xargs -I {} rm -rf {}",
         "find . -delete -name x",
         "rm -rf",
         "rm -rf sub /etc/x",
         "rm -rf $HOME/x",
-        "rm -rf $X",
         "rm -rf {sub,/etc}",
         "rm -rf away/gold.txt",
-        "rm -rf away",
         "rm -rf *",
-        "rm -rf s*",
-        "rm -rf sub/..",
         "rm -rf sessions",
-        "rm -rf memory",
         "rm -rf .nanobot",
         "pushd $X; rm -rf x",
         "true; " * 60 + "rm -rf .",
@@ -2532,7 +2119,6 @@ def test_a_folder_below_the_working_folder_may_be_deleted(turn, command):
         "2>/dev/null rm -rf .",
         "rm > log -rf .",
         "rm -rf {tmp}/ws",
-        "rm -r sub; rm -r .",
         "find . \\( -type f -o -type l \\) -delete",
         "cd nope; rm -rf ./*",
         "find .. -exec rm {} \\;",
@@ -2540,7 +2126,6 @@ def test_a_folder_below_the_working_folder_may_be_deleted(turn, command):
         "find sessions -name '*.jsonl' -delete",
         "find . -mtime +7 -delete",
         "find . ! -name x -delete",
-        "find . -name '[a-z]*' -delete",
         "rm -rf [a-z]*",
         "rm -rf {build,*}",
         "rm -rf " + "[" * 5_000,
@@ -2561,49 +2146,38 @@ def test_any_other_recursive_delete_is_refused(turn, command):
     "command",
     [
         "mkfs.ext4 /dev/sda1",
-        "mke2fs x",
         "wipefs -a x",
         "shutdown -h now",
-        "bash -c reboot",
         "sudo reboot",
         "halt",
-        "poweroff -f",
         "systemctl poweroff",
         "sudo -n systemctl -q reboot",
         ":(){ :|:& };:",
         "bomb() { bomb | bomb & }; bomb",
         "dd if=x of=/dev/sda",
         "echo x > /dev/sda",
-        "echo x >/dev/sda",
-        "echo x &>> /dev/sda",
         "(echo x)>/dev/sda",
         "echo x | tee -a /dev/sda",
         "echo x > /dev/shm/../sda",
         "cp x /dev/sda",
         "echo x > sessions/a.jsonl",
-        "echo x &>> sessions/a.jsonl",
         "echo x>>memory/history.jsonl",
-        "rm memory/.cursor",
         "echo x | tee -a cron/jobs.json",
         "cp a.txt sessions/a.jsonl",
         "cp a.txt sessions/a.jsonl 2>/dev/null && ls",
         "echo x 2>> 'sessions/a.jsonl'",
-        "mv sessions/a.jsonl b",
         "mv a.txt memory/.cursor",
         "sed -i s/a/b/ memory/history.jsonl",
         "ln -sf /x .nanobot",
         "echo x > $HOME/config.json",
-        "cat ~/config.json",
         "cat<{keys}",
         "cp {keys} x",
         "tar c {tmp}/home/config.json",
         "mv ~ /tmp/x",
         "mv $HOME/* x",
         "chmod -R 777 /",
-        "chown -R me: ~/",
         "sudo chmod --recursive a+w $HOME",
         "cd sessions && echo x > a.jsonl",
-        "cd cron; mv jobs.json x",
         "sed -Ei s/a/b/ memory/history.jsonl a.txt",
     ],
 )
@@ -2617,24 +2191,16 @@ def test_what_destroys_a_machine_or_the_agents_records_is_refused(turn, command)
     "command",
     [
         "python format_report.py",
-        'echo "rmdir"',
-        "rm x.txt",
         "rm -f file-r",
-        "ls -R",
-        "git rm -r --cached x",
         "docker run --rm -it x",
         "grep -r rm .",
         "git commit -m 'no more rm -rf /'",
         "cat halt.txt",
-        "echo shutdown",
         "make halt",
         "ls /dev/sda",
         "make 2>/dev/null",
-        "make >/dev/null 2>&1",
         "make &> /dev/null",
         "echo x | tee log",
-        "dd if=a of=b",
-        "cat sessions/a.jsonl",
         "cp sessions/a.jsonl copy",
         "echo x > memory/MEMORY.md",
         "sed -n p memory/history.jsonl",
@@ -2645,14 +2211,12 @@ def test_what_destroys_a_machine_or_the_agents_records_is_refused(turn, command)
         "echo x > /dev/shm/x",
         "echo > /dev/tcp/localhost/80",
         "cat > a.txt <<'E'\nrm -rf /\nE\nls",
-        "systemctl status ssh",
         "find . -type d -empty -delete",
         "cat > a.txt <<'E'\n" + "rm -rf /\n" * 9_000 + "E\nls",
         "cat > deploy.sh <<'EOF'\n#!/bin/bash\nsudo reboot\nEOF",
         "cat > README <<E\nbash install.sh, then\nsudo reboot\nE",
         "grep -F ';' shutdown",
         "mv ~/a.txt .",
-        "chmod -R 755 .",
         "chmod 755 ~",
         "command -v reboot",
         "rm -rf sub && mkdir sub",
@@ -2671,36 +2235,30 @@ def test_what_people_mean_passes(turn, command):
     "command",
     [
         "cat ../out/gold.txt",
-        "cat /etc/passwd",
         "cat ~/config.json",
         "cat '~root'",
-        "cat //etc/passwd",
         "cat file:///etc/passwd",
+        "cat /etc/passwd",
+        "ls /",
         "cat</etc/passwd",
         "cat sub/../../out/gold.txt",
         "cd ..",
-        "cd /",
-        "ls /",
         "ls ..",
         "cat $HOME/*",
         'cat "${HOME}"',
         "cat leaf",
         "cat away/gold.txt",
-        "ls away",
         "tar -C/etc x",
         "cp --file=/etc/passwd x",
         "X=/etc/passwd cat",
         "cat /usr/bin/../../etc/passwd",
-        "echo x > ../x",
         "echo x > /tmp/x",
-        "mkdir /tmp/x",
         "scp a.txt:/etc/passwd .",
         "ls a.txt,/etc",
         "cat {tmp}/ws-evil/a*",
         "cat {/etc/passwd,x}",
         "echo x > {tmp}/kit/SKILL.md",
         "grep -rn x /etc",
-        "sed -f /etc/passwd a.txt",
         "bash -c 'cat /etc/passwd'",
         "cat /etc/$X",
     ],
@@ -2715,21 +2273,16 @@ def test_the_fence_holds_for_the_words_of_a_command(fenced, command):
     [
         "cat a.txt sub/b.txt ./a.txt",
         "cat {tmp}/ws/a.txt",
-        "ls . sub/..",
         "cat {tmp}/kit/SKILL.md",
-        "git log --format=%h",
         "ls > /dev/null 2>/dev/null",
         "/usr/bin/env ls",
         "sed -i s/a/b/ a.txt",
         "python3 -c 'print(1/2)'",
         "curl https://example.com/x",
-        "git clone https://github.com/a/b.git",
         "git diff HEAD~1",
         "echo 'a/" + "long" * 200 + "'",
-        "sed -n '/foo/,/bar/p' a.txt",
         'grep -rn "/api/users"',
         "tr '/' '_' < a.txt",
-        "cut -d / -f 2 a.txt",
         "awk -F / '/foo/ {print}' a.txt",
         "cat <<E > a.txt\n/etc/passwd\nE",
         "cat <<E > a.py\nx = a / b\nE",
@@ -2753,43 +2306,18 @@ def nested(command: str) -> str:
     return command
 
 
-WORST_COMMANDS = {
-    "one delete": many("rm -r a;"),
-    "a delete of many": many("{} ", "rm -r "),
-    "deletes of deep folders": many(f"rm -r {'d/' * 100}{{}};"),
-    "shells": many("bash -c 'rm -r {}';"),
-    "a shell in a shell": nested("rm a; " * 50),
-    "writes": many(">{} "),
-    "existing files": many("f{} ", "cat "),
-    "words": many("{} ", "cat "),
-    "here-documents": many("<<A{}\n"),
-    "here-documents with an end": many("<<A\nA\n"),
-    "backslashed quotes": many("\\'\\\"", '"'),
-} | {
-    piece: piece * (20_000 // len(piece))
-    for piece in [
-        *"a'\"\\(`=,/~\n >#-é{",
-        "$(",
-        "<<A ",
-        "a(){ ",
-        "a(){a|",
-        "'\\'",
-        "'\\\"",
-        "x=",
-        "a,",
-        "find ",
-    ]
-}
-
-
-@pytest.mark.parametrize("name", WORST_COMMANDS)
-def test_no_command_takes_long_to_check(fenced, name):
-    """`exit` ends the command, so this is the time of the check, which runs in a thread."""
-    for number in range(4_000 if name == "existing files" else 0):
-        (fenced.cwd / f"f{number}").touch()
-    start = time.process_time()  # not slowed down by other programs
-    call(fenced, "exec", command=f"exit\n{WORST_COMMANDS[name]}"[:20_000])
-    assert time.process_time() - start < 6
+WORST_COMMANDS = [
+    many("rm -r a;"),
+    many("{} ", "rm -r "),
+    many(f"rm -r {'d/' * 100}{{}};"),
+    many("bash -c 'rm -r {}';"),
+    nested("rm a; " * 50),
+    many(">{} "),
+    many("f{} ", "cat "),  # files that exist
+    many("<<A{}\n"),
+    many("<<A\nA\n"),
+    many("\\'\\\"", '"'),
+]
 
 
 @pytest.mark.parametrize(
@@ -2812,10 +2340,7 @@ def test_exec_returns_output_errors_and_always_the_exit_code(turn, command, text
     "installed, chosen",
     [
         (["Windows/System32/bash", "Git/cmd/git", "Git/bin/bash"], "Git/bin/bash"),
-        (["Windows/System32/bash", "msys/bin/bash"], "msys/bin/bash"),
-        (["Windows/System32/bash", "Windows/System32/v1.0/powershell"], "v1.0/powershell"),
         (["Apps/WindowsApps/bash", "Git/cmd/git", "Windows/v1.0/powershell"], "v1.0/powershell"),
-        (["Windows/v1.0/powershell", "Git/cmd/git", "Git/bin/sh"], "Git/bin/sh"),
         (["Windows/System32/bash"], ""),
     ],
 )
@@ -2854,17 +2379,13 @@ def powershell(turn, monkeypatch):
     "command",
     [
         "Remove-Item -Recurse -Force ~",
-        "Remove-Item $HOME -Recurse",
         "rm -r $env:USERPROFILE",
         "Remove-Item -Path sub,{tmp} -Recurse",
         "ri -Recurse .",
         "Get-ChildItem -Recurse | Remove-Item -Force",
         "cmd /c rd /s /q {tmp}",
-        'cmd /c "rd /s /q {tmp}"',
         "del /s /q {tmp}",
         'powershell -Command "Remove-Item -Recurse {tmp}"',
-        "Remove-Item -Recurse sessions",
-        "Set-Content sessions/a.jsonl x",
         "'x' | Out-File sessions/a.jsonl",
         "Copy-Item a.txt sessions/a.jsonl",
         "Format-Volume -DriveLetter D",
@@ -2879,14 +2400,9 @@ def test_powershell_has_the_limits_of_bash(powershell, command):
     assert result.is_error and result.shown.startswith("refused"), result.text
 
 
-@pytest.mark.parametrize(
-    "command",
-    ["Remove-Item -Recurse -Force sub", "Remove-Item a.txt", "Get-ChildItem | Select-Object Name"],
-)
-def test_powershell_does_what_is_asked(powershell, command):
-    result = call(powershell, "exec", command=command)
-    assert result.shown == "exit 0"
-    assert os.name == "nt" or result.text.split("|", 6)[-1] == f"{command}|\nExit code: 0"
+def test_powershell_does_what_is_asked(powershell):
+    result = call(powershell, "exec", command="Get-ChildItem | Select-Object Name")
+    assert result.shown == "exit 0" and (os.name == "nt" or "Select-Object" in result.text)
 
 
 def test_without_bash_the_systems_shell_runs_and_without_any_one_line_says_what_to_install(
@@ -2903,25 +2419,22 @@ def test_without_bash_the_systems_shell_runs_and_without_any_one_line_says_what_
 
 def test_exec_sees_a_clean_environment(turn, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "sk-1")
-    of_windows = {"USERPROFILE", "TEMP", "APPDATA", "LOCALAPPDATA", "PATHEXT", "COMSPEC"}
-    for name in ("ALLOWED", "LANG", "TERM", "SYSTEMROOT", *of_windows):
+    names = {"ALLOWED", "LANG", "TERM", "SYSTEMROOT", "TEMP", "APPDATA", "PATHEXT", "COMSPEC"}
+    for name in names:
         monkeypatch.setenv(name, "C")
     monkeypatch.setenv("BASH_ENV", str(turn.cwd / "a.txt"))
     registry = ToolRegistry([Exec(allowed_env=["ALLOWED"])])
     text = asyncio.run(registry.execute("exec", {"command": "env"}, turn)).text
-    names = {line.split("=")[0] for line in text.split("\n")[:-1]}
-    wanted = {"HOME", "LANG", "TERM", "PATH", "ALLOWED", "SYSTEMROOT", *of_windows}
-    assert wanted <= names <= {*wanted, "PWD", "SHLVL", "_"}  # three of bash
-    assert "sk-1" not in text
+    seen = {line.split("=")[0] for line in text.split("\n")[:-1]}
+    more = {"HOME", "USERPROFILE", "PATH", "LOCALAPPDATA", "PWD", "SHLVL", "_"}  # three of bash
+    assert names <= seen <= names | more and "sk-1" not in text
 
 
 def test_a_long_output_is_shown_in_part_and_kept_in_a_file(turn):
     text = run(turn, "seq 1 300000; echo the end")
     path = Path(re.search(r"text is in (\S+\.txt)", text)[1])
     assert text.startswith("1\n2\n") and text.endswith("\nthe end\nExit code: 0")
-    gap = re.search(r"\n1181\n… lines (\d+)–(\d+) are.* offset=1182 limit=(\d+) …\n(\d+)\n", text)
-    first, last, limit, after = map(int, gap.groups())
-    assert len(text) < 10_200 and (first, last, limit) == (1182, after - 1, after - 1182)
+    assert len(text) < 10_200 and "\n1181\n… lines 1182–" in text and "offset=1182" in text
     assert path.read_text().split("\n") == [*map(str, range(1, 300_001)), "the end"]
     huge = run(turn, "yes 123456789 | head -c 30000000; echo end")
     kept = Path(re.search(r"text is in (\S+\.txt)", huge)[1])
@@ -3019,28 +2532,6 @@ def test_a_cancelled_turn_kills_the_command_and_its_grandchildren(turn):
     assert not any(map(is_running, written_pids(turn)))  # at once: the session is let go now
 
 
-LAST_WORDS = ["", "sys.exit(3)", "raise ValueError('ours')", "os.kill(os.getpid(), 9)"]
-
-
-@pytest.mark.parametrize("last_words", LAST_WORDS)
-def test_a_program_that_ends_takes_its_commands_with_it(turn, last_words):
-    program = f"""
-import asyncio, os, pathlib, sys, threading, time
-sys.path.insert(0, {str(Path(tools.__file__).parent)!r})
-from tools import Exec, ToolRegistry, Turn
-call = ToolRegistry([Exec()]).execute("exec", {{"command": {TWO_GENERATIONS!r}}}, Turn())
-threading.Thread(target=asyncio.run, args=[call], daemon=True).start()
-while not pathlib.Path("pids").exists() or len(pathlib.Path("pids").read_text().split()) < 3:
-    time.sleep(0.02)
-{last_words}
-"""
-    subprocess.run(
-        [sys.executable, "-c", program], cwd=turn.cwd, timeout=20, stderr=subprocess.DEVNULL
-    )
-    assert len(written_pids(turn)) == 3
-    assert until(lambda: not any(map(is_running, written_pids(turn))))
-
-
 @pytest.mark.parametrize("last_words", ["", "os.kill(os.getpid(), 9)"])
 def test_only_what_left_the_process_group_outlives_the_program(turn, last_words):
     """Background processes run on during later calls; `setsid` is how one outlives even `kill -9`."""
@@ -3066,15 +2557,9 @@ for command in ("sleep 60 & echo $! >> pids", "setsid sleep 60 & echo $! >> pids
 
 @pytest.mark.parametrize("command", ["true", "sleep 60", "(sleep 60)", "kill -9 $$"])
 def test_a_command_that_ended_leaves_no_process(turn, command):
-    def children() -> set[int]:
-        found = subprocess.run(
-            ["pgrep", "-P", str(os.getpid())], capture_output=True, encoding="utf-8"
-        )
-        return {pid for pid in map(int, found.stdout.split()) if is_running(pid)}
-
-    before = children()
+    before = own_children()
     call(turn, "exec", command=command, timeout=1)
-    assert children() == before
+    assert until(lambda: own_children() == before)
 
 
 # ---- The sandbox ----
@@ -3086,11 +2571,10 @@ needs_bwrap = pytest.mark.skipif(bool(sandbox_problem()), reason=sandbox_problem
 def confined(turn, own_home):
     """As at a user's: workspace, project and keys are in HOME; `turn.cwd` is the project."""
     workspace, project = own_home / ".nanobot" / "workspace", own_home / "project"
-    for folder in (workspace / "sessions", project, own_home / ".ssh"):
-        folder.mkdir(parents=True)
-    (workspace / "sessions" / "a.jsonl").write_text("record")
+    for name in ("project/sub/x", ".nanobot/workspace/sessions/a.jsonl", ".ssh/id"):
+        (own_home / name).parent.mkdir(parents=True)
+        (own_home / name).write_text("gold")
     (own_home / ".nanobot" / "config.json").write_text("gold")
-    (own_home / ".ssh" / "id").write_text("gold")
     return Turn(workspace, project, secret=(own_home / ".nanobot" / "config.json",))
 
 
@@ -3101,13 +2585,12 @@ def run_confined(turn, command, network=False, **arguments) -> ToolResult:
 
 @needs_bwrap
 def test_a_confined_command_works_in_project_and_workspace(confined):
-    command = f"echo one > made && cat made && touch {confined.workspace}/too && mktemp"
-    text = run_confined(confined, command).text
-    assert re.fullmatch(r"one\n/tmp/tmp\.\w+\nExit code: 0", text)
-    assert (confined.cwd / "made").exists() and (confined.workspace / "too").exists()
-    assert run_confined(confined, "pwd; exit 7", working_dir=str(confined.workspace)).text == (
-        f"{confined.workspace}\nExit code: 7"
-    )
+    command = f"echo one > made && touch {confined.workspace}/too && pwd; exit 7"
+    text = run_confined(confined, command, working_dir=str(confined.workspace)).text
+    assert text == f"{confined.workspace}\nExit code: 7"
+    assert (confined.workspace / "made").exists() and (confined.workspace / "too").exists()
+    assert run_confined(confined, "touch made").text == "Exit code: 0"
+    assert (confined.cwd / "made").exists()
 
 
 @needs_bwrap
@@ -3116,8 +2599,6 @@ def test_a_confined_command_works_in_project_and_workspace(confined):
     [
         "echo x > /tmp/b && cat /tmp/b",
         "cat /etc/os-release",
-        ". /etc/os-release && echo $NAME",
-        "ls / /usr/bin/env",
         "mkdir -p /tmp/a/b && cd /tmp && rm -rf a && ls",
         "D=$(mktemp -d) && touch $D/x && rm -rf $D",
         "cd sub && rm -rf build && mkdir build",
@@ -3128,10 +2609,8 @@ def test_a_confined_command_works_in_project_and_workspace(confined):
 )
 @pytest.mark.parametrize("restrict", [True, False])
 def test_daily_commands_run_in_the_sandbox(confined, command, restrict):
-    (confined.cwd / "sub").mkdir()
     result = run_confined(replace(confined, restrict=restrict), command)
-    assert not result.is_error, result.text
-    assert "No such file" not in result.text
+    assert not result.is_error and "No such file" not in result.text, result.text
 
 
 @needs_bwrap
@@ -3275,13 +2754,11 @@ asyncio.run(ToolRegistry([Exec(sandbox="bwrap")]).execute("exec", {{"command": "
 def test_where_bwrap_does_not_run_no_command_runs_and_the_fix_is_told(
     confined, tmp_path, monkeypatch, bwrap
 ):
-    programs = tmp_path / "bin"
-    programs.mkdir()
-    (programs / "bash").symlink_to(shutil.which("bash"))
+    (tmp_path / "bash").symlink_to(shutil.which("bash"))
     if bwrap:
-        (programs / "bwrap").write_text(bwrap)
-        (programs / "bwrap").chmod(0o755)
-    monkeypatch.setenv("PATH", str(programs))
+        (tmp_path / "bwrap").write_text(bwrap)
+        (tmp_path / "bwrap").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
     result = run_confined(confined, "echo ran > ran")
     assert result.is_error and "was not run" in result.text and "Install bubblewrap" in result.text
     assert ("no permissions" in result.text) == bool(bwrap) and not (confined.cwd / "ran").exists()
@@ -3294,19 +2771,16 @@ def test_where_bwrap_does_not_run_no_command_runs_and_the_fix_is_told(
     "name, arguments, shown",
     [
         ("read_file", {"path": "a.txt"}, "1 line"),
-        ("read_file", {"path": "none"}, "failed: Cannot read"),
         ("read_file", {"path": []}, "not run: read_file was not run: path must be string"),
         ("list_dir", {}, "7 lines"),
         ("write_file", {"path": "new.txt", "content": "a\nb\n"}, "+2 −0\n"),
         ("edit_file", {"path": "a.txt", "old_text": "text", "new_text": "x\ny"}, "+2 −1\n@@ "),
         ("edit_file", {"path": "a.txt", "old_text": "gone", "new_text": ""}, "failed: old_text is"),
-        ("glob", {"pattern": "*.txt"}, "2 files"),
         ("grep", {"pattern": "t", "path": "a.txt"}, "1 match in 1 file"),
-        ("grep", {"pattern": "text", "output_mode": "content"}, "2 matches in 2 files"),
         ("exec", {"command": "exit 3"}, "exit 3"),
         ("exec", {"command": "sleep 9", "timeout": 1}, "timed out after 1 s"),
         ("exec", {"command": "rm -rf /"}, "refused: rm -rf may only delete named things inside"),
-        ("bash", {"command": "ls"}, "not run: There is no tool 'bash'. The tools, closest first"),
+        ("Read_File", {}, "not run: There is no tool 'Read_File'. The tools, closest first: read"),
     ],
 )
 def test_a_call_says_in_one_line_for_people_how_it_ended(turn, name, arguments, shown):
@@ -3323,74 +2797,65 @@ def test_the_last_turn_that_changed_files_is_taken_back_to_the_byte(turn):
     script = turn.cwd / "run.sh"
     script.write_bytes(b"\xef\xbb\xbfone\r\ntwo \xff\r\n")
     script.chmod(0o754)
-    before = {path: path.read_bytes() for path in turn.cwd.rglob("*") if path.is_file()}
+    before = state_of(turn.cwd)
     first, second = replace(turn, started="1"), replace(turn, started="2")
     call(first, "edit_file", path="run.sh", old_text="one", new_text="1")
-    middle = script.read_bytes()
+    middle = state_of(turn.cwd)
     call(second, "edit_file", path="run.sh", old_text="1", new_text="uno")
     call(second, "edit_file", path="run.sh", old_text="uno", new_text="eins")
     call(second, "write_file", path="deep/er/new.txt", content="new")
-    call(second, "edit_file", path="a.txt", old_text="text", new_text="words")
-    call(second, "edit_file", path="a.txt", old_text="not there", new_text="")
-    call(replace(second, session_key="telegram:7"), "write_file", path="other", content="x")
-    assert undo(turn) == {"run.sh": True, "deep/er/new.txt": True, "a.txt": True}
-    assert script.read_bytes() == middle and not (turn.cwd / "deep").exists()
+    assert undo(replace(turn, session_key="telegram:7")) == {}
+    assert undo(turn) == {"run.sh": True, "deep/er/new.txt": True}
+    assert state_of(turn.cwd) == middle
     assert undo(turn) == {"run.sh": True} and undo(turn) == {}
-    after = {path: path.read_bytes() for path in turn.cwd.rglob("*") if path.is_file()}
-    assert after.pop(turn.cwd / "other") == b"x" and after == before
-    assert stat.S_IMODE(script.stat().st_mode) == 0o754
+    assert state_of(turn.cwd) == before
 
 
 def test_what_has_changed_since_is_left_alone_and_named(turn):
-    for name in ("a.txt", "new", "gone", "again"):
-        call(turn, "read_file", path=name)
+    for name in ("new", "gone", "again", "sub/x"):
         assert not call(turn, "write_file", path=name, content="mine").is_error
     (turn.cwd / "again").write_text("the user's")
     call(turn, "edit_file", path="again", old_text="user", new_text="agent")
-    (turn.cwd / "a.txt").write_text("the user's")
     (turn.cwd / "gone").unlink()
-    call(turn, "write_file", path="sub/x", content="mine")
     shutil.move(turn.cwd / "sub", turn.workspace.parent / "moved")
     (turn.cwd / "sub").symlink_to(turn.workspace.parent / "moved")
-    (turn.cwd / "fixed").write_text("x")
-    (turn.cwd / "fixed").chmod(0o444)
-    assert call(turn, "edit_file", path="fixed", old_text="x", new_text="y").is_error  # no change
-    assert undo(turn) == dict.fromkeys(("a.txt", "gone", "again", "sub/x"), False) | {"new": True}
-    assert (turn.cwd / "again").read_text() == "the agent's"
-    assert (turn.cwd / "a.txt").read_text() == "the user's" and not (turn.cwd / "new").exists()
+    (turn.cwd / "a.txt").chmod(0o444)
+    fixed = call(turn, "edit_file", path="a.txt", old_text="text", new_text="y")
+    assert fixed.is_error and "read-only" in fixed.text
+    assert undo(turn) == dict.fromkeys(("gone", "again", "sub/x"), False) | {"new": True}
+    assert (turn.cwd / "again").read_text() == "the agent's" and not (turn.cwd / "new").exists()
     assert (turn.workspace.parent / "moved" / "x").read_text() == "mine"
 
 
 def test_old_versions_are_private_bounded_and_their_loss_is_said(turn, monkeypatch):
     monkeypatch.setattr(tools, "UNDO_CHANGES", 3)
-    monkeypatch.setattr(tools, "UNDO_BYTES", 5_000)
     monkeypatch.setattr(tools, "UNDO_FILE_BYTES", 500)
     for number in range(5):
         at = replace(turn, started=f"1{number}")
         call(at, "write_file", path=f"f{number}", content="x" * number)
     assert [undo(turn) for _ in range(4)] == [{"f4": True}, {"f3": True}, {"f2": True}, {}]
+    texts = [call(turn, "write_file", path=f"g{n}", content="x").text for n in range(4)]
+    assert ["too much" in text for text in texts] == [False] * 3 + [True] and len(undo(turn)) == 3
     (turn.cwd / "big").write_text("x" * 501)
     big = call(turn, "edit_file", path="big", old_text="x" * 501, new_text="y")
     assert "(too large to undo)" in big.text and "(too large to undo)" in big.shown
     call(turn, "edit_file", path="big", old_text="y", new_text="z")  # its first version is lost
     assert undo(turn) == {"big": False} and (turn.cwd / "big").read_text() == "z"
     shutil.rmtree(turn.undo)
-    change(turn, "edit_file", path="a.txt", old_text="text", new_text="secret")
+    call(turn, "edit_file", path="a.txt", old_text="text", new_text="secret")
     (kept,) = turn.undo.iterdir()
     assert stat.S_IMODE(kept.stat().st_mode) == 0o600
     assert stat.S_IMODE(turn.undo.stat().st_mode) == 0o700
-    agent = replace(turn, secret=(*turn.secret, turn.undo), cwd=turn.undo.parent)
-    assert "holds keys" in call(agent, "read_file", path=f"undo/{kept.name}").text
-    assert "holds keys" in call(agent, "exec", command=f"cat undo/{kept.name}").text
-    assert call(agent, "grep", pattern="text").text.startswith("No match")
-    assert call(agent, "write_file", path="undo/undo-1", content="{}").is_error
+    agent = replace(turn, secret=(turn.undo,), cwd=turn.undo.parent)
+    for name, arguments in USES:
+        assert call(agent, name, path=f"undo/{kept.name}", **arguments).is_error
+    assert call(agent, "grep", pattern="text of ws").text.startswith("No match")
     kept.write_bytes(b"half of a li")  # a kill
     assert undo(turn) == {}
 
 
 def test_tools_alone_keep_results_and_old_versions_in_a_private_folder(tmp_path):
-    for file in ("tools.py",):
-        shutil.copy(Path(tools.__file__).with_name(file), tmp_path)
+    shutil.copy(tools.__file__, tmp_path)
     (tmp_path / "work").mkdir()
     (tmp_path / "work" / "a.txt").write_text("one\n")
     script = """
@@ -3401,122 +2866,53 @@ registry = tools.ToolRegistry([*tools.FILE_TOOLS, tools.Exec()])
 def call(name, **arguments):
     return asyncio.run(registry.execute(name, arguments)).text
 call("edit_file", path="a.txt", old_text="one", new_text="two")
-print(call("exec", command="seq 90000").splitlines()[-3])
+call("exec", command="seq 90000")
 print(open("a.txt").read(), tools.take_back(registry.turn.store("undo"), "cli:direct"))
-print(open("a.txt").read(), oct(os.stat(tools.temporary_folder()).st_mode)[-3:])
+print(open("a.txt").read(), oct(os.stat(tools.temporary_folder()).st_mode)[-3:], os.listdir())
 """
     done = subprocess.run(
-        [sys.executable, "-c", script], cwd=tmp_path / "work", capture_output=True, encoding="utf-8"
+        [sys.executable, "-c", script], cwd=tmp_path / "work", capture_output=True
     )
-    assert done.stdout.split("\n")[1:] == ["two", " {'a.txt': True}", "one", " 700", ""], done
-    assert [path.name for path in (tmp_path / "work").iterdir()] == ["a.txt"]
-
-
-@pytest.mark.parametrize(
-    "hint, value, wanted",
-    [
-        (Literal["auto"] | int, "auto", "auto"),
-        (Literal["auto"] | int, "5", 5),
-        (list[int] | list[str], ["a"], ["a"]),
-        (list[int] | list[str], '["1"]', [1]),
-        (list[int] | list[str], "x", None),
-        (Literal["auto"] | int, "on", None),
-        (dict | list[int] | None, None, None),
-    ],
-)
-def test_a_value_of_several_kinds_is_cast_to_the_one_that_fits(hint, value, wanted):
-    @tool
-    def take(value: hint) -> str:
-        """Take."""
-        return repr(value)
-
-    assert answer(take, value=value).text.startswith(
-        repr(wanted) if wanted is not None or value is None else "take was not run: value must be"
-    )
-
-
-def test_null_counts_as_left_out_if_the_parameter_is_optional():
-    @tool
-    def take(size: int = 3, name: str = "x", other: int | None = 5, any_one=7) -> str:
-        """Take."""
-        return f"{size} {name} {other} {any_one}"
-
-    result = answer(take, size=None, name=None, other=None, any_one=None)
-    assert result.text == "3 x None None"
-
-
-def test_a_type_without_a_schema_is_named(caplog):
-    @tool
-    def take(value: set, data: bytes = b"") -> str:
-        """Take."""
-
-    take.to_schema()
-    assert "set" in caplog.text and "bytes" in caplog.text and "no JSON Schema" in caplog.text
+    wanted = ["two", " {'a.txt': True}", "one", " 700 ['a.txt']", ""]
+    assert done.stdout.decode().splitlines() == wanted[:-1], done
 
 
 def test_schema_classes_and_tools_check_values_by_themselves():
-    schema = ObjectSchema(
-        name=StringSchema("Who"), size=IntegerSchema(minimum=1), required=["name"]
-    )
-    assert schema.to_json_schema()["properties"]["size"] == {"type": "integer", "minimum": 1}
-    assert (
-        tools.tool_parameters_schema(**schema["properties"])["properties"] == schema["properties"]
-    )
-    written = {"type": ["string", "null"], "description": "A path", "minLength": 1, "default": "x"}
-    assert StringSchema("A path", min_length=1, nullable=True, default="x") == written
-    assert schema.validate_value({"size": 0}) == ["name is required", "size must be >= 1"]
-
-    @tool_parameters(schema)
+    @tool_parameters(ObjectSchema(name=StringSchema("Who"), size=NumberSchema(), required=["name"]))
     class Take(Tool):
         name = "take"
 
         async def execute(self, **arguments):
-            return arguments
+            return repr(arguments)
 
     take = Take()
-    assert take.cast_params({"name": "a", "size": "2"}) == {"name": "a", "size": 2}
-    assert take.validate_params({"size": 1, "x": 1})[0] == "name is required"
+    assert take.validate_params({"size": "x"}) == [
+        "name is required",
+        'size must be number, not "x"',
+    ]
+    assert answer(take, name="a", size="2.5").text == "{'name': 'a', 'size': 2.5}"
     assert take.parameters is not Take().parameters
-
-
-def test_only_a_parameter_annotated_with_turn_is_filled(turn):
-    @tool
-    def play(turn: int, now: Turn) -> str:
-        """Play a turn."""
-        return f"{turn} {now.chat_id}"
-
-    assert list(play.parameters["properties"]) == ["turn"]
-    assert asyncio.run(ToolRegistry([play]).execute("play", {"turn": 3}, turn)).text == "3 direct"
-    with pytest.raises(
-        TypeError, match="Half is not a tool.* a name and a method `execute` or `run`"
-    ):
-        ToolRegistry([type("Half", (Tool,), {"name": "half"})()])
 
 
 @pytest.mark.parametrize(
     "pattern, path, names",
     [
         ("{tmp}/out/*.txt", ".", ["{tmp}/out/gold.txt"]),
-        ("~/*.txt", ".", ["{tmp}/out/gold.txt"]),
         ("~/**/*.txt", ".", ["{tmp}/out/gold.txt", "{tmp}/out/sub/b.txt"]),
         ("../out/*.txt", ".", ["../out/gold.txt"]),
-        ("{tmp}/out/gold.txt", ".", ["{tmp}/out/gold.txt"]),
         ("b.*", "sub", ["sub/b.txt"]),
-        ("b.*", "{tmp}/ws/sub", ["{tmp}/ws/sub/b.txt"]),
     ],
 )
 def test_the_names_that_glob_shows_can_be_used_as_they_stand(
     turn, monkeypatch, pattern, path, names
 ):
-    out = turn.workspace.parent / "out"
-    (out / "sub").mkdir()
-    (out / "sub" / "b.txt").touch()
-    monkeypatch.setenv("HOME", str(out))
-    monkeypatch.setenv("USERPROFILE", str(out))
-    fill = lambda text: text.replace("{tmp}", str(out.parent))  # noqa: E731
-    shown = call(turn, "glob", pattern=fill(pattern), path=fill(path)).text.split("\n")
-    assert sorted(shown) == [fill(name) for name in names]
-    assert not any(call(turn, "read_file", path=name).is_error for name in shown)
+    tmp = str(turn.workspace.parent)
+    shutil.copytree(turn.cwd / "sub", f"{tmp}/out/sub")
+    monkeypatch.setenv("HOME", f"{tmp}/out")
+    monkeypatch.setenv("USERPROFILE", f"{tmp}/out")
+    shown = call(turn, "glob", pattern=pattern.replace("{tmp}", tmp), path=path).text
+    assert sorted(shown.replace(tmp, "{tmp}").split("\n")) == names
+    assert not any(call(turn, "read_file", path=name).is_error for name in shown.split("\n"))
 
 
 def test_a_search_works_while_the_file_of_the_tools_is_being_edited(tmp_path):
@@ -3534,20 +2930,13 @@ print(asyncio.run(tools.ToolRegistry(tools.FILE_TOOLS).execute("grep", {"pattern
 def test_a_notebook_is_read_as_numbered_cells(turn):
     book = json.loads(notebook())
     book["cells"][1]["outputs"] = [
-        {"output_type": "stream", "name": "stdout", "text": ["x" * 5_000]},
-        {"output_type": "execute_result", "data": {"text/plain": ["42"]}, "metadata": {}},
-        {"output_type": "display_data", "data": {"image/png": "iVBOR" * 999}, "metadata": {}},
-        {"output_type": "error", "ename": "E", "evalue": "by zero", "traceback": ["…"]},
+        {"output_type": "stream", "text": ["x" * 5_000]},
+        {"output_type": "execute_result", "data": {"text/plain": ["42"]}},
+        {"output_type": "display_data", "data": {"image/png": "iVBOR" * 999}},
     ]
     (turn.cwd / "x.ipynb").write_text(json.dumps(book))
     text = call(turn, "read_file", path="x.ipynb").text
-    for part in ("[cell 0, markdown]", "[cell 1, code]", "| 42", "by zero", "image/png"):
+    for part in ("[cell 0, markdown]", "[cell 1, code]", "| 42", "image/png"):
         assert part in text
     assert len(text) < 2_500 and "iVBOR" not in text
     assert call(turn, "write_file", path="x.ipynb", content="").is_error  # cells are not the file
-    appended = call(turn, "notebook_edit", path="x.ipynb", cell=3, source="new", mode="insert")
-    assert "[cell 3, code]" in call(turn, "read_file", path="x.ipynb").text
-    assert len(appended.text) < 100 and appended.shown.startswith("+")
-    assert not call(turn, "notebook_edit", path="x.ipynb", cell=3, mode="delete").is_error
-    (turn.cwd / "x.ipynb").write_text("no notebook")
-    assert call(turn, "read_file", path="x.ipynb").text == "1| no notebook"

@@ -239,6 +239,7 @@ def start(tools: list, hooks: list, rules: str, words: list[str]) -> int:
 
 
 def main(words: list[str]) -> int:
+    sys.stdout.reconfigure(encoding="utf-8")
     if not words:
         print(__doc__)
         return 2
