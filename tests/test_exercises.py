@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import nanobot
-from exercises.mistakes import MESSAGES, SOLUTIONS, code_of
+from exercises.mistakes import MESSAGES, SOLUTIONS, code_of, lay_out_projects
 from exercises.walk import Follower
 from test_docs import NOTES, ROOT, run
 
@@ -149,44 +149,17 @@ def test_the_table_of_a_class_runs_each_student_apart_and_says_that_it_runs_code
     assert "has_tool_calls" not in said, "what a solution prints"
 
 
-DICE = HERE / "project" / "dice"
-RULE = (DICE / "rule.md").read_text(encoding="utf-8")
-TOOL = '''from tools import tool
-
-
-@tool
-def {0}() -> str:
-    """Say the name."""
-    return "{0}"
-'''
-PASSES = "def test_it():\n    assert True\n"
-FAILS = "def test_it():\n    open('grades.csv').close()\n    assert 1 == 2\n"
-GREEDY = "## say all\n- ...\ntool: greedy\n"
-TWIN = "## throw\n- throw [a] dice with <number> sides\ntool: twin\n"
-TYPO = "## hop\n- hop <fiel>\ntool: typo\n"
-PROJECTS = [  # a project that is left out, its rule and its test, what is said of it
-    ("bad", RULE.replace("roll\n", "bad\n"), FAILS, "test_tool.py, line 3: assert 1 == 2"),
-    ("old_rule", RULE, PASSES, "rule.md names the tool roll; tool.py has old_rule"),
-    ("greedy", GREEDY, PASSES, "its rule takes `read a.txt`, too"),
-    ("twin", TWIN, PASSES, "its rule and that of dice both take `throw dice with 5 sides`"),
-    ("typo", TYPO, PASSES, "rule.md, line 2: <fiel> is not defined"),
-]
-
-
 def test_a_class_has_a_folder_and_an_agent_with_each_project_whose_test_passes(tmp_path, own_home):
     course, projects = tmp_path / "course", tmp_path / "projects"
     said = run(str(HERE / "session0.py"), str(course))
     assert "\nREADY" in said and f'    cd "{course}"\n' in said and (course / "letter.txt").exists()
-    shutil.copytree(course / "project" / "dice", projects / "dice")
-    for name, rule, test, _ in PROJECTS:
-        files = {"tool.py": TOOL.format(name), "rule.md": rule, "test_tool.py": test}
-        for file, text in {**files, "grades.csv": ""}.items():
-            (projects / name).mkdir(exist_ok=True)
-            (projects / name / file).write_text(text, encoding="utf-8")
+    problems = lay_out_projects(course / "project" / "dice", projects)
     start = [str(HERE / "agent.py"), str(projects), "agent", "--offline", "-m"]
     said = run(*start, "throw a die with 2 sides")
-    lines = dict(re.findall(r"✗ (\w+) is left out: (.*)", said))
-    assert [row for row in PROJECTS if row[3] not in lines.get(row[0], "")] == [], said
+    told = dict(re.findall(r"✗ (\w+) is left out: (.*)", said))
+    assert {name for name in problems if problems[name] in told.get(name, "")} == set(problems), (
+        said
+    )
     assert "✓ dice: roll; 2 tests passed" in said and "You have thrown a" in said
 
 

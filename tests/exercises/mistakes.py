@@ -1,5 +1,6 @@
 """What students write, and what the grader must say of it; tests/test_exercises.py checks each row."""
 
+import shutil
 from pathlib import Path
 
 SOLUTIONS = Path(__file__).parent / "solutions"
@@ -139,3 +140,38 @@ MESSAGES = [  # exercise, what a student writes, what the grader must say of it
         "expected: `how many lines are in notes.txt?` still goes to its own rule",
     ),
 ]
+
+# ---- Projects ----
+
+DICE_RULE = (SOLUTIONS.parent / "project" / "dice" / "rule.md").read_text(encoding="utf-8")
+TOOL = '''from tools import tool
+
+
+@tool
+def {0}() -> str:
+    """Say the name."""
+    return "{0}"
+'''
+PASSES = "def test_it():\n    assert True\n"
+FAILS = "def test_it():\n    open('grades.csv').close()\n    assert 1 == 2\n"
+GREEDY = "## say all\n- ...\ntool: greedy\n"
+TWIN = "## throw\n- throw [a] dice with <number> sides\ntool: twin\n"
+TYPO = "## hop\n- hop <fiel>\ntool: typo\n"
+PROJECTS = [  # a project that is left out, its rule and its test, what is said of it
+    ("bad", DICE_RULE.replace("roll\n", "bad\n"), FAILS, "test_tool.py, line 3: assert 1 == 2"),
+    ("old_rule", DICE_RULE, PASSES, "rule.md names the tool roll; tool.py has old_rule"),
+    ("greedy", GREEDY, PASSES, "its rule takes `read a.txt`, too"),
+    ("twin", TWIN, PASSES, "its rule and that of dice both take `throw dice with 5 sides`"),
+    ("typo", TYPO, PASSES, "rule.md, line 2: <fiel> is not defined"),
+]
+
+
+def lay_out_projects(dice: Path, folder: Path) -> dict[str, str]:
+    """Copy the dice into the folder, and write the projects beside it: {"bad": what is said of it, …}"""
+    shutil.copytree(dice, folder / "dice")
+    for name, rule, test, _ in PROJECTS:
+        (folder / name).mkdir()
+        files = {"tool.py": TOOL.format(name), "rule.md": rule, "test_tool.py": test}
+        for file, text in {**files, "grades.csv": ""}.items():
+            (folder / name / file).write_text(text, encoding="utf-8")
+    return {name: problem for name, _, _, problem in PROJECTS}
