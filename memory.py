@@ -589,8 +589,10 @@ def remember_terminals(sessions):
         # the marks decide; a day's slack because clocks are set back. The first time: of a month
         done = max([now - 30 * 86_400, *(moment for moment in earlier if moment < now)])
         for key, used in reversed(sessions.by_last_use()):
+            if not done - 86_400 < used < now - 3_600:
+                continue
             first = sessions.first_line(key)
-            if not first.get("typed") or not done - 86_400 < used < now - 3_600:
+            if not first.get("typed"):
                 continue
             session = sessions.load(key)
             said = [message for message in session.messages if message["n"] > session.remembered]
@@ -1052,7 +1054,7 @@ class Dream:
                 return "There is nothing new to dream about."
             with contextlib.suppress(OSError):  # if it fails, the second commit fails, too
                 await asyncio.to_thread(repository.commit, OUTSIDE)
-            outcome = await self._dream(batch)
+            outcome = await self._dream(batch, repository)
             self.failures = self.failures + 1 if outcome == "failed" else 0
             if outcome != "completed" and self.failures < 3:
                 return f"The dream {outcome}. Nothing is lost: the next dream tries again."
@@ -1068,7 +1070,7 @@ class Dream:
                 return f"{told}. The changes cannot be shown or undone: {problem}"
             return f"{told}: {changes or 'no change'}. /dream-log shows the changes."
 
-    async def _dream(self, batch):
+    async def _dream(self, batch, repository):
         """Run both phases. Returns "completed", "failed" or UNREACHABLE."""
         most = self.budget // 2 // len(batch)
         lines = [f"[{entry['timestamp']}] {fitted(entry['content'], most)}" for entry in batch]
@@ -1092,7 +1094,7 @@ class Dream:
         question = "\n\n".join(["# Findings", *findings, *files, "# Skills", *known])
         # what a turn has saved meanwhile is no part of the dream
         with contextlib.suppress(OSError):
-            await asyncio.to_thread(MemoryRepository(self.store.workspace).commit, OUTSIDE)
+            await asyncio.to_thread(repository.commit, OUTSIDE)
         result = await self.run_agent(request(self.edit_prompt, question), self.refuse)
         outcomes = {"completed": "completed", "error": UNREACHABLE}
         return outcomes.get(result.stop_reason, "failed")
@@ -1163,6 +1165,7 @@ class MemoryRepository:
         if not (self.folder / "HEAD").exists():
             self.git("init", "-q")
             write_atomically(self.folder / "info" / "attributes", self.attributes)
+        (self.folder / "index.lock").unlink(missing_ok=True)  # a killed git has left it
         self.git("add", "-u")  # changed and deleted files
         names = [name for name in self.files if (self.workspace / name).exists()]
         self.git("add", "-f", "--", *names)
@@ -1178,9 +1181,12 @@ class MemoryRepository:
     def record(self, subject: str):
         """Commit if git works, and unless a dream is running, whose commit then contains these
         changes, too. Returns `2 lines removed, 1 added`, or ""."""
-        with contextlib.suppress(OSError, SessionBusy), self.lock():
-            return self.commit(subject)
-        return ""
+        try:
+            with self.lock():
+                return self.commit(subject)
+        except (OSError, SessionBusy) as problem:
+            log.info("MEMORY.md is not committed: %s", problem)
+            return ""
 
     def log(self, sha: str = ""):
         """List the last commits, one per line. With `sha`, show the changes of that commit."""

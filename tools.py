@@ -948,9 +948,8 @@ def forget_old_changes(kept):
     """Forget the changes of old turns. If the turn of `kept` alone has too many, forget `kept`."""
     room = UNDO_BYTES
     turn = kept.name.rpartition("-")[0]
-    for number, entry in enumerate(
-        sorted(kept.parent.glob("undo-*"), reverse=True)
-    ):  # newest first
+    newest_first = sorted(kept.parent.glob("undo-*"), reverse=True)
+    for number, entry in enumerate(newest_first):
         room -= entry.stat().st_size
         if number >= UNDO_CHANGES or room < 0:
             if entry.name.startswith(turn):
@@ -1194,14 +1193,11 @@ def glob(pattern: str, path: str = ".", head_limit: Limit = 250, *, turn: Turn):
         path = os.path.normpath(os.path.join(path, os.path.expanduser(folder)))
         pattern = f"./{pattern.removeprefix(folder)}"
     found = find_files(turn, path, pattern)
-    names = [
-        name
-        for _, name in sorted(
-            (-os.lstat(file).st_mtime, name)
-            for name, file in found
-            if os.path.lexists(file)  # false if its path is too long for Windows
-        )
-    ]
+    ages = []
+    for name, file in found:
+        if os.path.lexists(file):  # false if its path is too long for Windows
+            ages.append((-os.lstat(file).st_mtime, name))
+    names = [name for _, name in sorted(ages)]
     text = first_lines(names, head_limit) or f"No file below {turn.path(path)} matches {pattern}."
     return ToolResult(text, shown=counted(len(names), "file", "files"))
 

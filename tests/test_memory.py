@@ -1475,6 +1475,14 @@ def test_with_a_damaged_repository_it_dreams_all_the_same_and_says_what_to_do(ho
 
 
 @needs_git
+def test_a_lock_that_a_killed_git_has_left_does_not_end_the_history(home):
+    MemoryRepository(home).commit("first")
+    (home / ".nanobot" / "memory.git" / "index.lock").touch()
+    [told] = say(dreamer(home, edit("green", "blue")), "/dream")
+    assert "1 line removed, 1 added" in told and MemoryStore(home).read_facts() == BLUE
+
+
+@needs_git
 def test_the_users_own_repository_and_settings_are_left_alone(home, own_home, monkeypatch):
     outer = home.parent
     subprocess.run(["git", "init", "-q"], cwd=outer)
