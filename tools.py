@@ -1090,8 +1090,8 @@ def find_files(turn, path, *globs):
         return [(path, str(root))]
     if not root.is_dir():
         raise ToolError(f"There is no folder {root}.{similar_names(root)}")
-    wanted = [plain_globs(glob) for glob in globs if glob not in ("", "*")]
-    prefix = "" if path in ("", ".") else os.path.join(path, "").replace(os.sep, "/")
+    wanted = [plain_globs(glob.replace(os.sep, "/")) for glob in globs if glob not in ("", "*")]
+    prefix = "" if path == "." else os.path.join(path, "").replace(os.sep, "/")
     start, deadline = len(os.path.join(root, "")), time.monotonic() + SEARCH_SECONDS
     secret = ("/proc/", *map(str, turn.secret))  # as in `is_secret`, but fast
     inodes = {path.stat().st_ino for path in turn.secret if path.is_file()}
@@ -1188,15 +1188,16 @@ def is_match(name, glob):
 @tool(read_only=True)
 def glob(pattern: str, path: str = ".", head_limit: Limit = 250, *, turn: Turn):
     """Find files by name, newest first. `*.py` finds files in all folders below path."""
-    if pattern.startswith(("/", "~", "..")):  # /etc/*.conf → path /etc/, pattern ./*.conf
+    pattern = pattern.replace(os.sep, "/")  # on Windows: src\*.py → src/*.py
+    if "/" in pattern:  # src/*.py → path src, pattern ./*.py
         folder = re.match(BEFORE_PATTERN, pattern)[0]
         path = os.path.normpath(os.path.join(path, os.path.expanduser(folder)))
         pattern = f"./{pattern.removeprefix(folder)}"
-    found = find_files(turn, path, pattern)
-    ages = []
-    for name, file in found:
-        if os.path.lexists(file):  # false if its path is too long for Windows
-            ages.append((-os.lstat(file).st_mtime, name))
+    ages = [
+        (-os.lstat(file).st_mtime, name)
+        for name, file in find_files(turn, path, pattern)
+        if os.path.lexists(file)  # false if its path is too long for Windows
+    ]
     names = [name for _, name in sorted(ages)]
     text = first_lines(names, head_limit) or f"No file below {turn.path(path)} matches {pattern}."
     return ToolResult(text, shown=counted(len(names), "file", "files"))
