@@ -1,5 +1,7 @@
 """Every test starts with a home of its own, no keys in the environment and nothing of this machine."""
 
+import contextlib
+import functools
 import gc
 import io
 import multiprocessing
@@ -11,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+import tools
+
 # Started by nohup, all programs that the tests start would inherit ignored signals: their Ctrl-C would do nothing.
 for name in ("SIGINT", "SIGTERM", "SIGHUP"):
     number = getattr(signal, name, None)  # there is no SIGHUP on Windows
@@ -18,8 +22,9 @@ for name in ("SIGINT", "SIGTERM", "SIGHUP"):
         signal.signal(number, signal.default_int_handler if name == "SIGINT" else signal.SIG_DFL)
 
 
-if os.name == "nt":  # `read_text()` and `write_text(…)` of tests are UTF-8, not of the code page
+if os.name == "nt":  # `read_text()` and `write_text(…)` of tests are UTF-8 with \n, as elsewhere
     io.text_encoding = lambda encoding, level=2: encoding or "utf-8"
+    Path.write_text = functools.partialmethod(Path.write_text, newline="\n")
 
 
 @pytest.fixture(autouse=True)
@@ -62,3 +67,17 @@ def fork(target, *arguments) -> multiprocessing.Process:
     process = FORKS.Process(target=target, args=arguments, daemon=True)
     process.start()
     return process
+
+
+def need_bash() -> None:
+    """For tests with commands of bash, which a Windows without Git does not have."""
+    if "-c" not in tools.find_shell():
+        pytest.skip("there is no bash")
+
+
+def link(path: Path, target: Path | str) -> None:
+    """Make a symbolic link or skip the test: on Windows, links need rights; wine makes none."""
+    with contextlib.suppress(OSError):
+        path.symlink_to(target)
+    if not path.is_symlink():
+        pytest.skip("there are no links")

@@ -22,7 +22,7 @@ import pytest
 
 import nanobot as program
 from channels import JobStore
-from conftest import fork
+from conftest import fork, need_bash
 from fake_llm import Failure, FakeLLM, Hang, Reply, call, error
 from fake_telegram import FakeTelegram
 from memory import MemoryStore, SessionManager, locked, write_atomically
@@ -48,6 +48,18 @@ def start(*arguments: str, server: FakeLLM | None = None, extra=None, program=PR
     usual = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     letters = {"encoding": "utf-8", "errors": "backslashreplace"}
     return subprocess.Popen([*program, *arguments], env=environ, **usual | options | letters)
+
+
+def interrupt(process: subprocess.Popen) -> None:
+    if os.name != "posix":
+        process.kill()
+        pytest.skip("Windows has no signal for one process: Ctrl-C goes to a console")
+    process.send_signal(signal.SIGINT)
+
+
+def shell(script: str, **options) -> subprocess.CompletedProcess:
+    need_bash()
+    return subprocess.run(["sh", "-c", script], capture_output=True, encoding="utf-8", **options)
 
 
 def nanobot(
@@ -270,15 +282,15 @@ def test_sessions_are_apart_remembered_listed_and_shown_with_their_odd_lines(own
 def test_nothing_that_is_shown_reaches_the_terminal_raw_but_a_pipe_as_it_is(own_home, tmp_path):
     """Answer, hints, text beside calls, results, logs, errors, history and prompt: all in one life."""
     evil = "\x1b]0;owned\x07\u202e\u200b\U000e0041\x9b2J\x7f"
-    (tmp_path / evil).write_text(evil, encoding="utf-8")
+    name = evil if os.name == "posix" else "evil"  # on Windows, no file has such a name
+    (tmp_path / name).write_text(evil, encoding="utf-8")
     workspace = workspace_of(own_home)
-    (workspace / "skills" / evil).mkdir(parents=True)
-    (workspace / "skills" / evil / "SKILL.md").write_text(
-        "---\nmetadata: {\n---\n"
-    )  # a warning names it
+    (workspace / "skills" / name).mkdir(parents=True)
+    broken = "---\nmetadata: {\n---\n"  # a warning names it
+    (workspace / "skills" / name / "SKILL.md").write_text(broken)
     (workspace / "SOUL.md").write_text(evil, encoding="utf-8")
     beside = Reply(
-        evil, [call("read_file", path=evil), call("exec", command=f"echo '{evil}'")], "tool_calls"
+        evil, [call("read_file", path=name), call("exec", command=f"echo '{evil}'")], "tool_calls"
     )
     script = [
         beside,
@@ -334,7 +346,7 @@ def test_the_hint_after_a_stop_resumes_the_turn_that_was_stopped(own_home, tmp_p
     with FakeLLM([Hang(60), "I go on."]) as server:
         process = start(*flags, "-m", "begin", server=server)
         wait_until(lambda: server.bodies)
-        process.send_signal(signal.SIGINT)
+        interrupt(process)
         _, err = process.communicate(timeout=LONG)
         hint = re.search("`nanobot (.+)` resumes this turn", err)[1]
         assert nanobot(*shlex.split(hint), server=server)[:2] == (0, "I go on.\n")
@@ -395,9 +407,9 @@ def test_status_tells_of_settings_that_others_can_read_and_how_to_mend_it(own_ho
             ["gone.json: No such file", "`nanobot onboard --config "],
         ),
         (["status", "--config", "~no-such-user/x"], 1, ["no-such-user"]),
-        (["status", "--workspace", "/dev/null/x"], 1, ["--workspace"]),
+        (["status", "--workspace", f"{__file__}/x"], 1, ["--workspace"]),
         (["--model", "human", "-m", "x"], 1, ["terminal"]),
-        (["--offline", "-m", "x", "--trace", "no/t.jsonl"], 1, ["no/t.jsonl", "No such file"]),
+        (["--offline", "-m", "x", "--trace", "no/t.jsonl"], 1, ["t.jsonl", "No such file"]),
         (["replay", "gone.jsonl"], 1, ["No such file", "nanobot agent --trace FILE"]),
         (["replay", __file__], 1, ["line 1", "no event of a run", "nanobot agent --trace FILE"]),
         (["cron", "remove", "r9"], 1, ["r9"]),
@@ -502,7 +514,8 @@ def test_status_and_prompt_show_servers_and_what_was_pasted_from_elsewhere_is_no
     status, out, err = nanobot("status", "--offline", *flags)
     assert status == 1
     assert re.search(r"^ok +mcp good +connected$", out, re.MULTILINE)
-    assert re.search(r"^BAD +mcp bad .*no-such-program.*tools\.mcpServers\.bad", out, re.MULTILINE)
+    missing = "no-such-program|WinError 2"  # Windows does not say which
+    assert re.search(rf"^BAD +mcp bad .*({missing}).*tools\.mcpServers\.bad", out, re.MULTILINE)
     assert "tools.mcpServers.good.autoApprove: unknown key" in err
     assert is_gone(int((tmp_path / "pid").read_text()))
     assert '"mcp_good_echo"' in nanobot("prompt", *flags)[1]
@@ -515,7 +528,7 @@ class Terminal:
     """The program on a pseudo-terminal: what a person would see and type."""
 
     def __init__(self, *arguments: str, server: FakeLLM | None = None, cwd=None, program=PROGRAM):
-        import fcntl
+        fcntl = pytest.importorskip("fcntl", reason="pseudo-terminals are POSIX")
         import termios
 
         def take_terminal() -> None:  # it becomes the one whose Ctrl-C reaches the program
@@ -1014,7 +1027,7 @@ def test_in_a_deleted_folder_the_error_says_what_to_do(tmp_path):
     code = (
         f"mkdir gone && cd gone && rmdir ../gone && {sys.executable} {ROOT}/nanobot.py --offline hi"
     )
-    done = subprocess.run(["sh", "-c", code], cwd=tmp_path, capture_output=True, encoding="utf-8")
+    done = shell(code, cwd=tmp_path)
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert "does not exist" in done.stderr and "cd" in done.stderr
 
@@ -1169,10 +1182,10 @@ def test_a_command_in_a_loop_leaves_the_list_alone_and_names_what_it_attaches(tm
     one_shot = f"{sys.executable} {ROOT}/nanobot.py -m"
     loop = f'while read name; do {one_shot} "file $name"; done < list'
     with FakeLLM(lambda body: "ok") as server:
-        options = {"cwd": tmp_path, "env": surroundings(server), "capture_output": True}
-        subprocess.run(["sh", "-c", loop], check=True, **options)
+        options = {"cwd": tmp_path, "env": surroundings(server)}
+        shell(loop, check=True, **options)
         assert [texts_sent(body) for body in server.bodies] == [[f"file {name}"] for name in "abc"]
-        done = subprocess.run(["sh", "-c", f"{one_shot} count < list"], encoding="utf-8", **options)
+        done = shell(f"{one_shot} count < list", **options)
         assert "attached: 5 characters from standard input" in done.stderr
         assert texts_sent(server.bodies[-1]) == ["count\n\na\nb\nc"]
 
@@ -1196,7 +1209,8 @@ def test_a_run_is_played_as_it_looked_and_nothing_is_executed(own_home, tmp_path
     with FakeLLM(script) as server:
         first = nanobot("-m", "do it", *record, server=server, cwd=tmp_path)
     record = tmp_path / "t.jsonl"
-    assert record.stat().st_mode & 0o777 == 0o600 and record.read_text("utf-8") == first[1]
+    assert record.read_text("utf-8") == first[1]
+    assert os.name != "posix" or record.stat().st_mode & 0o777 == 0o600
     events = events_of(record)
     answers = [event["answer"] for event in events if event["kind"] == "answer"]
     assert [len(answer["tool_calls"]) for answer in answers] == [1, 2, 0]
@@ -1208,7 +1222,7 @@ def test_a_run_is_played_as_it_looked_and_nothing_is_executed(own_home, tmp_path
     results = [(e["is_error"], e["outcome"]) for e in events if e["kind"] == "result"]
     assert sorted(is_error for is_error, _ in results) == [False, False, True]
     (tmp_path / "a.txt").unlink()
-    (tmp_path / "ran.txt").unlink()
+    (tmp_path / "ran.txt").unlink(missing_ok=True)
     status, out, err = nanobot("replay", "--fast", "t.jsonl", cwd=tmp_path)
     assert (status, out) == (0, "It says Γειά.\n"), err
     live = [line for line in first[2].splitlines(True) if "· context " not in line]
@@ -1242,7 +1256,7 @@ def test_turns_add_up_in_one_recording_and_are_played_one_after_the_other(own_ho
         assert nanobot("-m", "two", *trace, server=server)[0] == 1
         process = start("-m", "three", *trace, server=server)
         wait_until(lambda: len(server.bodies) == 5)
-        process.send_signal(signal.SIGINT)
+        interrupt(process)
         process.communicate(timeout=LONG)
         status, out, err = nanobot("-m", "four", *trace, server=server, cwd=tmp_path)
     assert out == "All done.\n", err
@@ -1409,7 +1423,8 @@ def test_onboard_writes_settings_and_workspace_and_touches_nothing_twice(own_hom
     file = own_home / ".nanobot" / "config.json"
     status, out, _ = nanobot("onboard")
     assert status == 0 and str(file) in out and str(workspace_of(own_home)) in out
-    assert (file.stat().st_mode & 0o777, file.parent.stat().st_mode & 0o777) == (0o600, 0o700)
+    modes = [path.stat().st_mode & 0o777 for path in (file, file.parent)]
+    assert os.name != "posix" or modes == [0o600, 0o700]
     assert json.loads(file.read_text())["agents"]["defaults"]["maxTokens"] == 8_192
     file.write_text('{"agents": {"defaults": {"model": "mine"}}}')
     assert nanobot("onboard")[0] == 0 and "mine" in file.read_text()
@@ -1461,13 +1476,11 @@ def test_a_flag_wins_over_a_variable_and_a_variable_over_the_file(own_home, monk
     defaults = {"workspace": str(own_home / "file"), "model": "of-file", "provider": "human"}
     flags = settings(own_home, agents={"defaults": defaults})
     rows = status_rows(*flags)
-    assert (rows["workspace"], rows["model"][:8]) == (f"ok {own_home}/file", "ok human")
+    assert (rows["workspace"], rows["model"][:8]) == (f"ok {own_home / 'file'}", "ok human")
     monkeypatch.setenv("NANOBOT_WORKSPACE", str(own_home / "variable"))
-    assert status_rows("--offline", *flags)["workspace"] == f"ok {own_home}/variable"
-    assert (
-        status_rows("--offline", *flags, "--workspace", f"{own_home}/flag")["workspace"]
-        == f"ok {own_home}/flag"
-    )
+    assert status_rows("--offline", *flags)["workspace"] == f"ok {own_home / 'variable'}"
+    rows = status_rows("--offline", *flags, "--workspace", str(own_home / "flag"))
+    assert rows["workspace"] == f"ok {own_home / 'flag'}"
     with FakeLLM([], known_models=["of-flag", "of-variable"]) as server:
         monkeypatch.setenv("NANOBOT_MODEL", "of-variable")
         monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9/v1")
@@ -1489,6 +1502,7 @@ def test_the_setting_of_a_sandbox_reaches_status_and_exec(own_home, tmp_path, sa
     with FakeLLM([call("exec", command=f"cat {own_home}/out.txt"), "done"]) as server:
         assert nanobot("-m", "x", *flags, server=server, cwd=tmp_path / "project")[1] == "done\n"
         result = server.bodies[1]["messages"][-1]["content"]
+    need_bash()
     assert ("gold" in result) == (not sandbox)
 
 
@@ -1569,16 +1583,11 @@ class Gateway:
         shown = {"sendToolHints": hints, "sendProgress": hints}
         config = settings(home, **{"channels": {**shown, "telegram": bot}} | sections)
         self.log = home / "gateway.log"
+        options = {"server": server, "program": program}
+        if os.name == "posix":
+            options["preexec_fn"] = lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)
         with open(self.log, "a") as log:
-            self.process = start(
-                "gateway",
-                *config,
-                *flags,
-                server=server,
-                stderr=log,
-                program=program,
-                preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),
-            )
+            self.process = start("gateway", *config, *flags, stderr=log, **options)
 
     def end(self) -> float:
         before = time.monotonic()
@@ -1608,6 +1617,7 @@ sys.exit(nanobot.main())
 """
 
 
+@pytest.mark.skipif(os.name != "posix", reason="Windows has no signal for one process")
 def test_a_gateway_answers_lets_others_look_survives_its_terminal_and_ends_whatever_hangs(own_home):
     def script(body):
         text = str(body["messages"][-1]["content"])
@@ -1932,6 +1942,7 @@ def test_a_key_without_effect_warns(own_home, tools, said):
     assert (status, warnings) == (0, [said] if said else [])
 
 
+@pytest.mark.skipif(os.name != "posix", reason="on Windows, a folder has the size of an empty file")
 def test_a_command_that_fails_in_a_chat_is_told_there(own_home):
     (workspace_of(own_home) / "memory").mkdir(parents=True)
     (workspace_of(own_home) / "memory" / "history.jsonl").mkdir()

@@ -20,6 +20,7 @@ import pytest
 
 from channels import Channel, InboundMessage, MessageBus
 from chats import DOWN, Chats, Gate, Model, serve_chats, waiting_tool
+from conftest import link
 from memory import (
     Governed,
     Inbox,
@@ -28,9 +29,12 @@ from memory import (
     Session,
     SessionBusy,
     SessionManager,
+    SkillsLoader,
+    counted,
+    estimate,
     remember_terminals,
+    total_tokens,
 )
-from memory import SkillsLoader, counted, estimate, total_tokens
 from nanobot import AgentLoop, Config, JobRunner, Program
 from providers import LLMProvider, LLMResponse, OfflineProvider, ToolCallRequest, legal
 from tools import FILE_TOOLS, Tool, ToolRegistry, tool
@@ -1200,7 +1204,7 @@ def test_memory_md(tmp_path, law, before, new, after):
     elsewhere = tmp_path / "elsewhere.md"
     elsewhere.write_text(before)
     elsewhere.chmod(0o600)
-    memory.facts.symlink_to(elsewhere)
+    link(memory.facts, elsewhere)
     assert memory.write_facts(new, instead_of=before)
     assert elsewhere.read_text() == after and memory.facts.is_symlink(), "a link stays a link"
     assert elsewhere.stat().st_mode & 0o777 == 0o600
@@ -1382,8 +1386,9 @@ def test_a_dreamer_edits_three_files_and_its_own_skills_only(home, own_home, tmp
     """Arguments are judged in the form that will run, a skill in the form that is loaded."""
     (own_home / "id_rsa").write_text("sk-secret")
     (home / "skills").mkdir()
-    (home / "skills" / "link").symlink_to(tmp_path)
-    step = json.loads(json.dumps(step).replace("{secret}", str(own_home / "id_rsa")))
+    if "link" in str(step):
+        link(home / "skills" / "link", tmp_path)
+    step = json.loads(json.dumps(step).replace("{secret}", (own_home / "id_rsa").as_posix()))
     loop = dreamer(home, step)
 
     def files() -> dict[Path, bytes]:
@@ -1592,7 +1597,8 @@ REQUIRES = [
     ('metadata: {"nanobot": {"requires": {"bins": ["no-such-b"], "env": ["NO_SUCH_A"]}}}', NEEDS),
     ('metadata: {\n "nanobot": {"requires":\n   {"bins": ["no-such-b"]}}\n }', NEEDS[:1]),
     (
-        "metadata:\n  nanobot:\n    requires:\n      bins:\n        - sh\n        - no-such-b\n"
+        "metadata:\n  nanobot:\n    requires:\n      bins:\n"
+        f"        - {'cmd' if os.name == 'nt' else 'sh'}\n        - no-such-b\n"
         "      env: [NO_SUCH_A]  # the key",
         NEEDS,
     ),

@@ -7,6 +7,7 @@ import json
 import os
 import random
 import re
+import shutil
 import time
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 
 import nanobot
 from chats import Chats, Desk, Gate, Model, serve_chats, waiting_tool
+from conftest import need_bash
 from fake_llm import Failure, FakeLLM, Hang, Raw, Reply, error
 from fake_llm import call as ask_for
 from channels import CronError, CronJob
@@ -949,6 +951,8 @@ def test_a_command_is_answered_without_the_model_and_what_is_none_is_a_question(
     tmp_path, text, said
 ):
     loop = make_loop(tmp_path, ["asked"])
+    if "dream" in text and not shutil.which("git"):
+        said = "git is not installed"
     result, events = ask(loop, text)
     assert said.lower() in result.final_content.lower()
     assert (events[-1], result.stop_reason) == (("final", result.final_content), "completed")
@@ -965,9 +969,9 @@ def test_files_come_before_the_text_images_as_data_and_the_journal_has_a_line_fo
     first, second = [request.messages[1]["content"] for request in loop.provider.requests]
     assert [block["type"] for block in first] == ["image_url", "text"]
     lines = [
-        f"[image: {tmp_path}/cat.png]",
-        f"[file: {tmp_path}/a.txt]",
-        f"[file: {tmp_path}/gone.png, not readable: No such file or directory]",
+        f"[image: {tmp_path / 'cat.png'}]",
+        f"[file: {tmp_path / 'a.txt'}]",
+        f"[file: {tmp_path / 'gone.png'}, not readable: No such file or directory]",
         "what is it?",
     ]
     assert first[1]["text"].endswith("\n\n" + "\n".join(lines))
@@ -1213,9 +1217,9 @@ def test_a_workspace_is_private_filled_once_and_never_overwritten(tmp_path):
     ask(loop, "hello")
     path = loop.sessions.path("cli:direct")
     modes = [each.stat().st_mode & 0o777 for each in (home, path.parent, path)]
-    assert modes == [0o700, 0o700, 0o600]
-    said = f"Cannot write the workspace {path}/ws: Not a directory. Choose another folder"
-    with pytest.raises(ConfigError, match=re.escape(said)):
+    assert os.name != "posix" or modes == [0o700, 0o700, 0o600]
+    said = re.escape(f"Cannot write the workspace {path / 'ws'}: ")
+    with pytest.raises(ConfigError, match=f"{said}.+ Choose another folder"):
         make_loop(tmp_path, workspace=str(path / "ws"))
 
 
@@ -1431,6 +1435,7 @@ def test_the_tools_are_these_and_two_sorts_can_be_switched_off(own_home, off, go
 
 
 def test_the_settings_of_exec_and_of_the_web_have_their_effect(own_home, monkeypatch):
+    need_bash()
     monkeypatch.setenv("SEEN", "yes")
     monkeypatch.setenv("UNSEEN", "no")
     program = own_home / "my-program"
