@@ -15,7 +15,7 @@ import pytest
 from conftest import FORKS, fork
 from memory import MemoryStore, SessionManager
 from test_memory import CHAT, contents, gateway, history_of, lines_of, loaded
-from test_memory import posix, said, told, tokens_in
+from test_memory import said, told, tokens_in
 
 
 class Line:
@@ -99,7 +99,6 @@ LIFE = [
 ]
 
 
-@posix
 @pytest.mark.parametrize("window", [100, 2])
 @pytest.mark.parametrize("every", [13, pytest.param(1, marks=pytest.mark.slow)])
 def test_kill_9_before_any_write_of_a_message_s_life_loses_and_doubles_nothing(
@@ -127,7 +126,6 @@ def test_kill_9_before_any_write_of_a_message_s_life_loses_and_doubles_nothing(
     assert moment > 30
 
 
-@posix
 @pytest.mark.parametrize(("seed", "kills"), [(1, 6), pytest.param(2, 200, marks=pytest.mark.slow)])
 def test_whatever_comes_when_each_message_is_seen_in_order_and_answered_once(tmp_path, seed, kills):
     """Random arrivals, stops, kills in mid turn and consolidations."""

@@ -8,7 +8,6 @@ import os
 import random
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -44,7 +43,7 @@ DATA = Path(__file__).parent / "data"
 KEY = "cli:direct"
 CHAT = "desk:1"
 needs_git = pytest.mark.skipif(not shutil.which("git"), reason="git is missing")
-posix = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="FIFOs and kill -9 are POSIX")
+posix = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="FIFOs and fcntl are POSIX")
 
 
 # ---- What the tests say and look at ----
@@ -1744,7 +1743,7 @@ def die_at_write(workspace: Path, moment: int) -> None:
             is_write and str(workspace) in str(arguments[0]) and ".lock" not in str(arguments[0])
         )
         if (is_ours or event in ("os.rename", "os.remove")) and next(writes) == moment:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), 9)
 
     sys.addaudithook(look)
 
@@ -1753,10 +1752,8 @@ class Wire(Channel):
     name = "desk"
 
     async def start(self, bus):
-        here, arrived = asyncio.get_running_loop(), asyncio.Queue()
-        here.add_reader(self.pipe.fileno(), lambda: arrived.put_nowait(self.pipe.recv()))
         while True:
-            number, text = await arrived.get()
+            number, text = await asyncio.to_thread(self.pipe.recv)
             await bus.publish(InboundMessage("desk", "7", "1", text, message_id=f"id-{number}"))
             self.pipe.send(("confirmed", number))
 
