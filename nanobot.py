@@ -2546,7 +2546,8 @@ def record_events(loop, files):
         file.write(f"{as_json(event)}\n".encode(errors="replace"))
 
     for name in files:
-        file = open(name, "ab", 0, opener=partial(os.open, mode=0o600))  # noqa: SIM115
+        mode = "wb" if name == 1 else "ab"  # "ab" seeks, which fails on some pipes of Windows
+        file = open(name, mode, 0, opener=partial(os.open, mode=0o600))  # noqa: SIM115
         loop.listeners.append(partial(write, file=file))
     return as_json
 
@@ -2586,13 +2587,16 @@ def recorded(file):
 def described(event):
     """An event for `nanobot trace`: `10:00:01 turn result: 1| hello`"""
     moment = datetime.fromtimestamp(event["time"])
-    about = f"{moment:%H:%M:%S} {event['who']} {event['kind']}"
-    return f"{about}: {shown(event)[1]} {event.get('arguments', '')}"
+    return (
+        f"{moment:%H:%M:%S} {event['who']} {event['kind']}: "
+        f"{shown(event)[1]} {event.get('arguments', '')}"
+    )
 
 
 def shown(event):
     """The kind of an OutboundMessage, and its text. The terminal shows only some kinds."""
-    kind, text = event["kind"], str(event.get("text"))
+    kind = event["kind"]
+    text = str(event.get("text"))
     if kind == "request":
         text = f"{event['model']}, messages {event['sent']}, ~{sum(event['tokens']):,} tokens"
         for message in event["messages"]:
@@ -2602,10 +2606,8 @@ def shown(event):
         kind = "progress" if event["answer"]["tool_calls"] else "final"
         text = str(event["answer"]["content"] or "")
     elif kind == "call":
-        kind, text = (
-            "tool_hint",
-            tool_hint(providers.ToolCallRequest("", event["name"], event["arguments"])),
-        )
+        kind = "tool_hint"
+        text = tool_hint(providers.ToolCallRequest("", event["name"], event["arguments"]))
     elif kind == "journal":
         text = json.dumps(dict(event["line"]))
     return kind, text
