@@ -100,9 +100,9 @@ class Page:
 class Window:
     """A window of the page that stays open: the events that it is sent."""
 
-    def __init__(self, page: Page, chat: str = "page", lines: int = 300):
+    def __init__(self, page: Page, chat: str = "page"):
         self.connection = page.connect()
-        self.connection.request("GET", f"/events?{chat}&{lines}", headers={"Cookie": page.cookie})
+        self.connection.request("GET", f"/events?{chat}&300", headers={"Cookie": page.cookie})
         self.stream = self.connection.getresponse()
         self.events: list[dict] = []
 
@@ -515,6 +515,7 @@ def test_a_window_shows_and_answers_what_other_sessions_and_the_memory_ask(
         path.value = 'a.txt';
         path.dispatchEvent(new KeyboardEvent('keydown', {key: 'Enter', bubbles: true, cancelable: true}));
     })(document.querySelector('.question select'))""")
+    tab.click("Answer it here")
     tab.wait(f"{question}.includes('1| hello')")
     tab.run("document.querySelector('.question textarea').value = 'It says hello.'")
     tab.click("Answer")
