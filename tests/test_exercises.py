@@ -209,7 +209,7 @@ def test_the_tour_has_the_places_of_a_walk_in_their_order_all_of_the_story_and_t
     tmp_path,
 ):
     """And what runs in a task or a thread stands below its caller."""
-    entered, printed = places_in(walk(tmp_path, "--all")), walk(tmp_path)
+    entered, printed = places_in(walk(tmp_path, "--all", "--workspace", "w")), walk(tmp_path)
     story = places_in(printed)
     rows = tour_rows()
     named = {place for places, _ in rows for place in places}
