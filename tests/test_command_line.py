@@ -543,7 +543,7 @@ def test_a_conversation_at_the_prompt():
         while terminal.process.poll() is None:  # a signal right before it waits is not seen
             terminal.process.send_signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                terminal.process.wait(10)
+                terminal.process.wait(1)
         terminal.close("", 130)
 
 
@@ -1359,13 +1359,18 @@ def test_a_gateway_answers_lets_others_look_survives_its_terminal_and_ends_whate
         return stay if text.endswith("stay") else f"to {text.split()[-1]}"
 
     with FakeTelegram() as telegram, LLM(script) as server:
-        gateway = Gateway(telegram, program=[sys.executable, "-c", WITH_A_STUBBORN_TOOL])
+        stubborn = [sys.executable, "-c", WITH_A_STUBBORN_TOOL]
+        no_dreams = {"defaults": {"dream": {"intervalH": 0}}}
+        gateway = Gateway(telegram, program=stubborn, agents=no_dreams)
         telegram.say("hello")
         telegram.wait_until(lambda: telegram.texts() == ["to hello"])
         gateway.process.send_signal(signal.SIGHUP)
         status, _, err = nanobot("gateway")
         assert status == 1 and "A gateway or a page already serves" in err
-        assert "dream" in nanobot("cron")[1] and nanobot("status", "--offline")[0] == 0
+        assert (
+            "dream · every 7200 s · off" in nanobot("cron")[1]
+            and nanobot("status", "--offline")[0] == 0
+        )
         telegram.say("stay")
         telegram.wait_until(lambda: telegram.texts() == ["to hello", "I stay."])
         assert gateway.end() < 10 and gateway.process.returncode == 0
