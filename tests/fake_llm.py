@@ -178,7 +178,6 @@ class FakeLLM(Server):
         self.requests: list[Recorded] = []
         self.models = list(known_models or ["test-model"])
         self.required_key = required_key
-        self.known_models = known_models
         self.numbers = itertools.count(1)
         rest = (
             None if callable(script) else iter(script)
@@ -211,9 +210,6 @@ class FakeLLM(Server):
             return Failure(200, {"object": "list", "data": models})
         if (method, request.path) != ("POST", "/v1/chat/completions"):
             return error(404, f"Invalid URL ({method} {request.path})")
-        model = request.body.get("model")
-        if self.known_models and model not in self.known_models:
-            return error(404, f"The model `{model}` does not exist.", "model_not_found")
         line = self._script(request.body)
         if isinstance(line, str):
             return Reply(line)
