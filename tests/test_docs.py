@@ -20,6 +20,7 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 NOTES = (ROOT / "NOTES.md").read_text(encoding="utf-8")
 COURSE = (ROOT / "tests/exercises/README.md").read_text(encoding="utf-8")
+TOUR = (ROOT / "tests/exercises/tour.md").read_text(encoding="utf-8")
 FILES = [f"{name}.py" for name in ("nanobot", "providers", "tools", "memory", "channels")]
 
 
@@ -106,7 +107,7 @@ def test_the_lines_of_the_first_readings_are_stated():
 
 
 def test_every_place_in_notes_and_course_exists():
-    places = set(re.findall(r"`(\w+)\.py:([\w.]+)`", NOTES + COURSE))
+    places = set(re.findall(r"`(\w+)\.py:([\w.]+)`", NOTES + COURSE + TOUR))
     for file, name in places:
         attrgetter(name)(import_module(file))
 

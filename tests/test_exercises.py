@@ -1,4 +1,4 @@
-"""The lessons: each exercise can be solved, plausible mistakes get messages that help, and the tour of NOTES.md is true."""
+"""The lessons: each exercise can be solved, plausible mistakes get messages that help, and the tour is true."""
 
 import inspect
 import json
@@ -13,7 +13,7 @@ import pytest
 
 import nanobot
 from exercises.mistakes import MESSAGES, SOLUTIONS, code_of, lay_out_projects
-from test_docs import NOTES, ROOT, run
+from test_docs import ROOT, TOUR, run
 
 HERE = Path(__file__).parent / "exercises"
 STUBS = {file.stem: file for file in sorted(HERE.glob("ex_*.py"))}
@@ -182,10 +182,9 @@ def test_the_list_names_each_exercise_and_a_wrong_number_is_told():
 
 
 def tour_rows() -> list[tuple[list[str], list[str]]]:
-    """(places, data) of each row of the tour in NOTES.md."""
-    table = NOTES.partition("## The tour")[2].partition("\n## ")[0]
+    """(places, data) of each row of the tour's table."""
     rows = []
-    for line in table.split("\n"):
+    for line in TOUR.split("\n"):
         if re.match(r"\| \d+ \|", line):
             _, _, places, data, _, _ = re.split(r"(?<!\\)\|", line)
             rows.append((re.findall(r"`(\w+\.py:[\w.]+)`", places), re.findall(r"`(.+?)`", data)))
