@@ -1815,6 +1815,7 @@ WORD = r"<(\w+)>"
 TYPED_WORD = r"(?<![\w./'’-])[a-z]{3,20}(?![\w/'’-]|\.\w)"  # not the `txt` of a.txt
 # the signs of a sentence as parts of a regex; `...` stands for any words
 MARKS = {"[": "(?:", "]": ")?", "(": "(?:", ")": ")", "|": "|", "...": r"[^\w\s]*(?:\s+\S+)*?"}
+ENDING = "(?:ies|ing|ed|es|e|s|y)"  # of a word: grades, grade, graded
 
 
 class Rules:
@@ -1947,8 +1948,17 @@ class Rules:
         for regex, rule in self.sentences:
             found = re.fullmatch(regex, f" {spoken}", re.IGNORECASE | re.DOTALL)
             if found and rule:
-                return rule, {"left": text} | found.groupdict("")
-        return self.otherwise, {"left": text}
+                return rule, {"left": text, "asked": text} | found.groupdict("")
+        return self.otherwise, {"left": text, "asked": text}
+
+    def stems(self, text: str):
+        """`the grades of b.csv` → {"grad", "csv", "b.csv"}: what is meant, without endings"""
+        text = text.lower().replace("to do", "todo")
+        return {
+            re.sub(rf"(?<=\w{{3}}){ENDING}$", "", word)
+            for word in re.findall(r"[^\W_]+", text) + re.findall(r"[\w-]+\.\w+", text)
+            if not re.fullmatch(self.kinds["common"], word)
+        }
 
 
 def rules_beside_this_file():
@@ -1965,10 +1975,12 @@ QUOTED = "(?s)^[\"'`“‘](.+)[\"'`”’]$"
 MEMORY_PATH = r"[:`] ?((?:/|~|\w:\\)[^\n:`]*MEMORY\.md)"  # - Facts: /home/a b/memory/MEMORY.md
 # tool → pattern for a successful result; any other result is an error
 SUCCESS = {"read_file": r"\d+\| ", "edit_file": "--- |Wrote ", "exec": r"(?s).*Exit code: 0$"}
+OWN_SUCCESS = r"(?!Error\b|\w+ failed: )"  # of every other tool
 # not shown to the user
 NOISE = r"(?m)^\S*MEMORY\.md:\d+: (?:- )?|^Exit code: 0\Z|\nExit code: \d+\Z| Tell the user\."
 MISSING = "No such file|There is no folder"  # in the error text of a tool
-WHICH_FILE = "Which file do you mean? Name it, like: read a.txt (or say: list the files here)"
+NOTHING = r"No (?:match|file)\b.*?(?= in [\d,]+ files of | below )"  # what a search has not found
+WHICH_FILE = "Which file do you mean?"
 
 
 class Plan:
@@ -1982,6 +1994,7 @@ class Plan:
         # <words>; `file` is "it", `last` is the last number
         self.known = dict(file="", Time=time.ctime(), last="(which number?)", calls="")
         self.results = []  # of the calls in this turn that have a result
+        self.paths = None  # the files here, if they were looked up in this turn
         self.matches = {}  # title of a rule → the values of its <words>
         self.next_call = None  # the first call that has no result yet
 
@@ -2010,7 +2023,7 @@ class Plan:
 
     def _reports(self, question):
         """Plan one turn. Returns an answer for each step and file."""
-        self.matches, self.next_call = {}, None
+        self.matches, self.next_call, self.paths = {}, None, None
         reports = []
         for rule, said in self.rules.find(question, self.request.read_only):
             self.matches[rule.get("title")] = said
@@ -2028,29 +2041,37 @@ class Plan:
             return [self.known["file"]]
         return [re.sub(QUOTED, r"\1", file).replace("\\", "/") for file in files]
 
-    def _look_up(self, name):
-        """`essay` → `My Essay.md`, if only one file has such a name or one of its words; or "" """
-        paths = self._result("glob", {"pattern": "*"}).splitlines()
-        stems = [Path(path).stem for path in paths]
-        near = difflib.get_close_matches(Path(name).stem, stems, 1, 0.7)
-        for word in (name, *near, *name.split()):
-            # `essay` is in My Essay.md, but `a.txt` is not in data.txt
-            part = rf"(?i)(?!No file)(?:.*(?:_|\W))?{re.escape(word)}[^/]*"
-            same = [path for path in paths if re.fullmatch(part, path)]
-            same = [path for path in same if "/" not in path] or same  # those in folders come last
-            if same:
-                return same[0] if len(same) == 1 else ""
-        return ""
+    def _look_up(self, text):
+        """`my essay` → `My Essay.md`, if only one name comes nearest to the text; or "" """
+        named = self._nearest_files(text)
+        return named[0] if len(named) == 1 else ""
+
+    def _nearest_files(self, text):
+        """Return the files whose names have most words of the text, and few others."""
+        if self.paths is None:
+            has_glob = "glob" in parameters_by_name(self.request.tools)
+            listed = self._result("glob", {"pattern": "*"}) if has_glob else ""
+            self.paths = re.findall(r"(?m)^(?!No file|\(there).+", listed)
+        said = self.rules.stems(text)
+        names = self.rules.stems(" ".join(self.paths))
+        for word in list(said):  # also if it is misspelt
+            said |= {*difflib.get_close_matches(word, names, 1, 0.87)}
+        ranks = defaultdict(list)
+        for path in self.paths:
+            name = self.rules.stems(Path(path).name)
+            in_name, in_path = len(said & name), len(said & self.rules.stems(path))
+            ranks[in_name, in_path, -len(name) * bool(in_name)].append(path)
+        best = max(ranks, default=(0, 0))
+        return ranks[best] if best[1] else []
 
     def _follow(self, rule, said, file):
         """Apply one rule to one file. Returns the rule's answer, or the error text of a tool."""
+        if "offer" in rule:
+            return self._advise(said, rule.get("answer", rule["offer"]))
+        if "<file>" in str(rule) and not file:
+            return self._advise({"asked": said["asked"]}, WHICH_FILE)
         self.known["file"] = file
         known = self.known | {name: re.sub(QUOTED, r"\1", text) for name, text in said.items()}
-        if "offer" in rule:
-            said["file"] = file and shlex.quote(file)  # it can have spaces
-            return fill(rule["offer"].strip(), self.known | said)
-        if "<file>" in str(rule) and not file:
-            return WHICH_FILE
         if (
             rule.get("command", "<command>") != "<command>"  # a rule's own command is for bash
             and "Windows PowerShell" in str(self.request.tools)
@@ -2064,18 +2085,47 @@ class Plan:
             result = self._change_lines(rule, known)
         elif "tool" in rule:
             result = self._result(rule["tool"], arguments_of(rule, known))
-        other = file and re.search(MISSING, result) and self._look_up(file)
-        if other and other != file:
-            if rule.get("tool") in self.request.read_only:
+        reads = rule.get("tool") in self.request.read_only
+        other = self._look_up(file) if file and re.search(MISSING, result) else file
+        if other != file:
+            if other and reads:
                 return self._follow(rule, said, other)
-            self.known["file"] = other
-            return f"There is no {file}, but {other}: say it with that name."
+            return self._advise(said | {"name": file, "left": ""}, f"There is no {file} here.")
+        nothing = reads and re.match(f"{NOTHING}|{MISSING}", result)
+        if nothing:
+            return self._advise({"asked": said["asked"]}, f"{nothing[0]}.")
         shown = re.sub(NOISE, "", result).strip()
-        if not re.match(SUCCESS.get(rule.get("tool"), ""), result):
+        if not re.match(SUCCESS.get(rule.get("tool"), OWN_SUCCESS), result):
             return shown
         self.known["file"] = known.get("target", file)
         known |= {"result": shown or "Done.", "count": str(shown.count("\n") + 1)}
         return fill(rule.get("answer", "<result>").strip(), known)
+
+    def _advise(self, said, text):
+        """Return `text`, the lines of files that are nearest to what was asked, and three offers.
+
+        `when is the test` → `notes.md: test on Friday` and `find test in notes.md`, …
+        """
+        asked, it = said["asked"], self.known["file"]
+        place = said.get("name") or said.get("document") or asked
+        named = self._nearest_files(place)
+        files = named or [path for path in self.paths if path == it and place == asked]
+        file = files[0] if len(files) == 1 else ""
+        self.known["file"] = file or it
+        words = self.rules.stems(asked) - self.rules.stems(" ".join(named))
+        pattern = rf"(?i)\b(?:{'|'.join(sorted(words))}){ENDING}?\b"
+        search = {"pattern": pattern, "path": file if named else "", "output_mode": "content"}
+        result = self._result("grep", search) if words and self.paths else ""
+        rows = re.findall(r"(?m)^(.+?):\d+: (.{1,200})", result)
+        rows.sort(key=lambda row: (-len({*re.findall(pattern, row[1])}), row[0] != file))
+        near = [*(path for path, _ in rows), *files, *self.paths, ""][0]
+        known = self.known | said | {"rows": "\n".join(map(": ".join, rows[:3]))}
+        known["found"] = re.search(pattern, rows[0][1])[0] if rows else ""
+        known["file"], known["near"] = (path and shlex.quote(path) for path in (file, near))
+        known["here"] = "" if file or rows else ", ".join((named or self.paths)[:20])
+        known["head"] = fill(text, known)
+        advice = fill(self.rules.otherwise["offer"], known)
+        return re.sub(r"((?:\n  .+){3})[\s\S]+", r"\1", advice)  # three offers
 
     def _result(self, tool, arguments):
         """Return a call's result. If the call has no result yet, set `next_call` and return ""."""
