@@ -1810,7 +1810,9 @@ IMPLIED = {  # a rule with this field needs no `tool:`; the first such field cou
     "action": "cron",
     "url": "web_fetch",
 }
-BUILT_IN = "<result> <Time> <memory> <file> <count> <can> <calls> <last> <left>"  # filled in here
+BUILT_IN = (  # filled in here
+    "<result> <Time> <memory> <file> <count> <can> <calls> <last> <head> <rows> <files_here>"
+)
 WORD = r"<(\w+)>"
 TYPED_WORD = r"(?<![\w./'’-])[a-z]{3,20}(?![\w/'’-]|\.\w)"  # not the `txt` of a.txt
 # the signs of a sentence as parts of a regex; `...` stands for any words
@@ -1837,8 +1839,7 @@ class Rules:
                 self.problems.append(f"{OFFLINE_RULES}, line {number}: {problem}")
                 log.warning(self.problems[-1])
                 self.last.clear()  # the rule is left out
-        said = re.findall("(?m)^(?:- |<sum>|<show>|<verb>|<unit>).*", text)
-        self.vocabulary = set(re.findall("[a-z]{3,}", str(said)))
+        self.vocabulary = set(re.findall(r"\b[a-z]{3,}\b", text))
 
     def _read(self, line):
         """Read one line. Raises ValueError or re.error with a text that describes the mistake."""
@@ -1895,38 +1896,23 @@ class Rules:
     def find(self, text: str, read_only: Collection[str]):
         """Find the rule of each step, and its <words>: `list docs and read a.txt` has two steps.
 
-        If a step has no rule, the steps that read run, and a rule with an `offer` refuses the
-        others (<left>); but if one of them writes, nothing runs: the only rule has an `offer` then,
-        and <can> is the steps that have a rule. Only rules that read run if text is piped in (after
-        a blank line), words are misspelt or something is not to be done (`don't change it`).
+        If a step has no rule, nothing runs: the only rule has an `offer` then, and <can> is the
+        steps that have a rule. Only rules that read run if text is piped in (after a blank line) or
+        words are misspelt.
         """
-
-        def only_read(steps):
-            tools = {rule.get("tool", "") for rule, _ in steps if "reads" not in rule}
-            return tools <= {"", *read_only}
-
         head = text.partition("\n\n")[0]
         if len(head) > 1_000:
             head = ""  # no rule is for such a long text
-        for spell in (re.Match.group, self._nearest):  # first as it is typed, then corrected
-            spoken = re.sub(TYPED_WORD, spell, head)
+        corrected = re.sub(TYPED_WORD, lambda word: nearest(word[0], self.vocabulary), head)
+        for spoken in (head, corrected):
             pieces = re.split(f"({self.kinds['between']})", spoken, maxsplit=6)
             steps = self._steps(pieces)
-            if steps and (only_read(steps) or spoken == text):
+            tools = {rule.get("tool", "") for rule, _ in steps if "reads" not in rule}
+            if steps and (tools <= {"", *read_only} or spoken == text):
                 return steps
-        steps = [self.match(part) for part in pieces[::2]]
-        can = [said["left"] for rule, said in steps if "offer" not in rule]
-        if can and only_read(steps):
-            return steps
+        can = [part for part in pieces[::2] if "offer" not in self.match(part)[0]]
         rule, said = self.match(head)
-        said |= {"left": "", "can": "\n  ".join(can)}
-        return [(rule if "offer" in rule else self.otherwise, said)]
-
-    def _nearest(self, word):
-        """`opne` → `open`, `mny` → `many`: the word of the rules that is nearest, or the same"""
-        alike = [known for known in self.vocabulary if known[0] == word[0][0]]
-        swapped = [known for known in alike if sorted(known) == sorted(word[0])]
-        return [*swapped, *difflib.get_close_matches(word[0], alike, 1, 0.82), word[0]][0]
+        return [(rule if "offer" in rule else self.otherwise, said | {"can": "\n  ".join(can)})]
 
     def _steps(self, pieces):
         """Join pieces, as few as possible, until each step has a rule; [] if that is impossible.
@@ -1948,8 +1934,8 @@ class Rules:
         for regex, rule in self.sentences:
             found = re.fullmatch(regex, f" {spoken}", re.IGNORECASE | re.DOTALL)
             if found and rule:
-                return rule, {"left": text, "asked": text} | found.groupdict("")
-        return self.otherwise, {"left": text, "asked": text}
+                return rule, found.groupdict("")
+        return self.otherwise, {}
 
     def stems(self, text: str):
         """`the grades of b.csv` → {"grad", "csv", "b.csv"}: what is meant, without endings"""
@@ -1959,6 +1945,13 @@ class Rules:
             for word in re.findall(r"[^\W_]+", text) + re.findall(r"[\w-]+\.\w+", text)
             if not re.fullmatch(self.kinds["common"], word)
         }
+
+
+def nearest(word: str, known: Collection[str]):
+    """`opne` → `open`, `mny` → `many`: the known word that is nearest, or the same word"""
+    alike = [each for each in known if each[0] == word[0]]
+    swapped = [each for each in alike if sorted(each) == sorted(word)]
+    return [*swapped, *difflib.get_close_matches(word, alike, 1, 0.82), word][0]
 
 
 def rules_beside_this_file():
@@ -1976,10 +1969,12 @@ MEMORY_PATH = r"[:`] ?((?:/|~|\w:\\)[^\n:`]*MEMORY\.md)"  # - Facts: /home/a b/m
 # tool → pattern for a successful result; any other result is an error
 SUCCESS = {"read_file": r"\d+\| ", "edit_file": "--- |Wrote ", "exec": r"(?s).*Exit code: 0$"}
 OWN_SUCCESS = r"(?!Error\b|\w+ failed: )"  # of every other tool
-# not shown to the user
-NOISE = r"(?m)^\S*MEMORY\.md:\d+: (?:- )?|^Exit code: 0\Z|\nExit code: \d+\Z| Tell the user\."
+NOISE = (  # not shown to the user
+    r"(?m)^\S*MEMORY\.md:\d+: (?:- )?|^Exit code: 0\Z|\nExit code: \d+\Z| Tell the user\.|"
+    r"(?<=') in [\d,]+ files of .*\Z"  # No match for 'x' in 3 files of /home/a.
+)
 MISSING = "No such file|There is no folder"  # in the error text of a tool
-NOTHING = r"No (?:match|file)\b.*?(?= in [\d,]+ files of | below )"  # what a search has not found
+NOTHING = "No match for |No file below |There is no folder"
 WHICH_FILE = "Which file do you mean?"
 
 
@@ -1994,7 +1989,6 @@ class Plan:
         # <words>; `file` is "it", `last` is the last number
         self.known = dict(file="", Time=time.ctime(), last="(which number?)", calls="")
         self.results = []  # of the calls in this turn that have a result
-        self.paths = None  # the files here, if they were looked up in this turn
         self.matches = {}  # title of a rule → the values of its <words>
         self.next_call = None  # the first call that has no result yet
 
@@ -2004,7 +1998,7 @@ class Plan:
         prompt = messages[0]["content"]
         if "save_memory" in parameters_by_name(self.request.tools):
             return ""  # rules can sum up nothing: the history gets the text as it is
-        if "[SKIP]" in prompt and "[MEMORY]" in prompt:
+        if "[SKIP]" in prompt:
             return "[SKIP]"  # tells Dream that there is nothing to save
         self.known["memory"] = [*re.findall(MEMORY_PATH, prompt), "MEMORY.md"][0]
         question = ""
@@ -2023,7 +2017,8 @@ class Plan:
 
     def _reports(self, question):
         """Plan one turn. Returns an answer for each step and file."""
-        self.matches, self.next_call, self.paths = {}, None, None
+        self.matches, self.next_call = {}, None
+        self.question, self.paths = question[:1_000], None  # paths: the files here, if needed
         reports = []
         for rule, said in self.rules.find(question, self.request.read_only):
             self.matches[rule.get("title")] = said
@@ -2033,8 +2028,8 @@ class Plan:
 
     def _files(self, said):
         """`a.txt and b.txt` → both; `it` → the file named last; `my essay` → `essay.md`"""
-        name = (said.get("name") or said.get("document", "")).lower().strip('"')
-        if name and name not in self.known["file"].lower():
+        name = said.get("name", "")
+        if name.lower() not in self.known["file"].lower():
             return [self._look_up(name)]
         files = re.findall(self.rules.kinds["a_file"], said.get("files", ""), re.IGNORECASE)
         if not files:
@@ -2042,34 +2037,28 @@ class Plan:
         return [re.sub(QUOTED, r"\1", file).replace("\\", "/") for file in files]
 
     def _look_up(self, text):
-        """`my essay` → `My Essay.md`, if only one name comes nearest to the text; or "" """
-        named = self._nearest_files(text)
-        return named[0] if len(named) == 1 else ""
-
-    def _nearest_files(self, text):
-        """Return the files whose names have most words of the text, and few others."""
+        """`my essay` → `My Essay.md`, if only one name has most words of the text; or "" """
         if self.paths is None:
-            has_glob = "glob" in parameters_by_name(self.request.tools)
+            has_glob = "glob" in self.request.read_only
             listed = self._result("glob", {"pattern": "*"}) if has_glob else ""
             self.paths = re.findall(r"(?m)^(?!No file|\(there).+", listed)
-        said = self.rules.stems(text)
-        names = self.rules.stems(" ".join(self.paths))
-        for word in list(said):  # also if it is misspelt
-            said |= {*difflib.get_close_matches(word, names, 1, 0.87)}
-        ranks = defaultdict(list)
-        for path in self.paths:
-            name = self.rules.stems(Path(path).name)
-            in_name, in_path = len(said & name), len(said & self.rules.stems(path))
-            ranks[in_name, in_path, -len(name) * bool(in_name)].append(path)
-        best = max(ranks, default=(0, 0))
-        return ranks[best] if best[1] else []
+        stems = self.rules.stems
+        names = stems(" ".join(self.paths))
+        said = {nearest(word, names) for word in stems(text)}
+        ranks = {
+            path: (len(said & stems(path)), -len(stems(path)))
+            for path in self.paths
+            if said & stems(Path(path).name)
+        }
+        best = [path for path in ranks if ranks[path] == max(ranks.values())]
+        return best[0] if len(best) == 1 else ""
 
     def _follow(self, rule, said, file):
         """Apply one rule to one file. Returns the rule's answer, or the error text of a tool."""
         if "offer" in rule:
-            return self._advise(said, rule.get("answer", rule["offer"]))
+            return self._advise(rule.get("answer", rule["offer"]), said)
         if "<file>" in str(rule) and not file:
-            return self._advise({"asked": said["asked"]}, WHICH_FILE)
+            return self._advise(WHICH_FILE, {})
         self.known["file"] = file
         known = self.known | {name: re.sub(QUOTED, r"\1", text) for name, text in said.items()}
         if (
@@ -2085,44 +2074,41 @@ class Plan:
             result = self._change_lines(rule, known)
         elif "tool" in rule:
             result = self._result(rule["tool"], arguments_of(rule, known))
-        reads = rule.get("tool") in self.request.read_only
         other = self._look_up(file) if file and re.search(MISSING, result) else file
         if other != file:
-            if other and reads:
+            if other and rule.get("tool") in self.request.read_only:
                 return self._follow(rule, said, other)
-            return self._advise(said | {"name": file, "left": ""}, f"There is no {file} here.")
-        nothing = reads and re.match(f"{NOTHING}|{MISSING}", result)
-        if nothing:
-            return self._advise({"asked": said["asked"]}, f"{nothing[0]}.")
+            return self._advise(f"There is no {file} here.", said | {"name": file})
         shown = re.sub(NOISE, "", result).strip()
+        if re.match(NOTHING, result):
+            return self._advise(shown, {})
         if not re.match(SUCCESS.get(rule.get("tool"), OWN_SUCCESS), result):
             return shown
         self.known["file"] = known.get("target", file)
         known |= {"result": shown or "Done.", "count": str(shown.count("\n") + 1)}
         return fill(rule.get("answer", "<result>").strip(), known)
 
-    def _advise(self, said, text):
+    def _advise(self, text, said):
         """Return `text`, the lines of files that are nearest to what was asked, and three offers.
 
         `when is the test` → `notes.md: test on Friday` and `find test in notes.md`, …
         """
-        asked, it = said["asked"], self.known["file"]
-        place = said.get("name") or said.get("document") or asked
-        named = self._nearest_files(place)
-        files = named or [path for path in self.paths if path == it and place == asked]
-        file = files[0] if len(files) == 1 else ""
+        it, name = self.known["file"], said.get("name") or self.question
+        named = file = self._look_up(name)
+        if not named and name == self.question and it in self.paths:
+            file = it
         self.known["file"] = file or it
-        words = self.rules.stems(asked) - self.rules.stems(" ".join(named))
+        words = self.rules.stems(self.question) - self.rules.stems(named)
         pattern = rf"(?i)\b(?:{'|'.join(sorted(words))}){ENDING}?\b"
-        search = {"pattern": pattern, "path": file if named else "", "output_mode": "content"}
+        search = {"pattern": pattern, "path": named, "output_mode": "content"}
         result = self._result("grep", search) if words and self.paths else ""
         rows = re.findall(r"(?m)^(.+?):\d+: (.{1,200})", result)
-        rows.sort(key=lambda row: (-len({*re.findall(pattern, row[1])}), row[0] != file))
-        near = [*(path for path, _ in rows), *files, *self.paths, ""][0]
+        rows.sort(key=lambda row: -len({*re.findall(pattern, row[1])}))
+        near, line = [*rows, (file, "")][0]
         known = self.known | said | {"rows": "\n".join(map(": ".join, rows[:3]))}
-        known["found"] = re.search(pattern, rows[0][1])[0] if rows else ""
+        known["found"] = re.search(f"{pattern}|$", line)[0]
         known["file"], known["near"] = (path and shlex.quote(path) for path in (file, near))
-        known["here"] = "" if file or rows else ", ".join((named or self.paths)[:20])
+        known["files_here"] = "" if file or rows else ", ".join(self.paths[:20])
         known["head"] = fill(text, known)
         advice = fill(self.rules.otherwise["offer"], known)
         return re.sub(r"((?:\n  .+){3})[\s\S]+", r"\1", advice)  # three offers

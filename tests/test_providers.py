@@ -2091,7 +2091,7 @@ OFFERED = {  # nothing is run: what can be done with these words is offered, or 
 def test_what_no_rule_has_is_offered_asked_for_or_refused_and_nothing_is_run(desk, sentence):
     """A file that is named is looked up, so that an offer names no file that is not there."""
     text, tools = desk.ask(sentence)
-    assert set(tools) <= {"glob"} and OFFERED[sentence] in text and "gone.txt" not in text
+    assert set(tools) <= {"glob", "grep"} and OFFERED[sentence] in text and "gone.txt" not in text
     assert desk.read("a.txt") == "one\ntwo\nthree\n" and not (desk.folder / "b.txt").exists()
     for line in re.findall("(?m)^  (.*)$", text):
         assert "know no rule" not in (offline(line)[1] or ""), line
