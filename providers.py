@@ -1968,13 +1968,13 @@ QUOTED = "(?s)^[\"'`“‘](.+)[\"'`”’]$"
 MEMORY_PATH = r"[:`] ?((?:/|~|\w:\\)[^\n:`]*MEMORY\.md)"  # - Facts: /home/a b/memory/MEMORY.md
 # tool → pattern for a successful result; any other result is an error
 SUCCESS = {"read_file": r"\d+\| ", "edit_file": "--- |Wrote ", "exec": r"(?s).*Exit code: 0$"}
-OWN_SUCCESS = r"(?!Error\b|\w+ failed: )"  # of every other tool
+NOTHING = "No match for |No file below |There is no folder"
+OTHER_SUCCESS = rf"(?!{NOTHING}|Cannot |Error\b|\w+ failed: )"  # also of a project's own tools
 NOISE = (  # not shown to the user
     r"(?m)^\S*MEMORY\.md:\d+: (?:- )?|^Exit code: 0\Z|\nExit code: \d+\Z| Tell the user\.|"
     r"(?<=') in [\d,]+ files of .*\Z"  # No match for 'x' in 3 files of /home/a.
 )
 MISSING = "No such file|There is no folder"  # in the error text of a tool
-NOTHING = "No match for |No file below |There is no folder"
 WHICH_FILE = "Which file do you mean?"
 
 
@@ -2032,16 +2032,16 @@ class Plan:
         if name.lower() not in self.known["file"].lower():
             return [self._look_up(name)]
         files = re.findall(self.rules.kinds["a_file"], said.get("files", ""), re.IGNORECASE)
-        if not files:
-            return [self.known["file"]]
-        return [re.sub(QUOTED, r"\1", file).replace("\\", "/") for file in files]
+        files = [re.sub(QUOTED, r"\1", file).replace("\\", "/") for file in files]
+        return files or [self.known["file"]]
 
     def _look_up(self, text):
         """`my essay` → `My Essay.md`, if only one name has most words of the text; or "" """
         if self.paths is None:
-            has_glob = "glob" in self.request.read_only
-            listed = self._result("glob", {"pattern": "*"}) if has_glob else ""
-            self.paths = re.findall(r"(?m)^(?!No file|\(there).+", listed)
+            self.paths = []
+            if "glob" in self.request.read_only:
+                listed = self._result("glob", {"pattern": "*"})
+                self.paths = re.findall(r"(?m)^(?!No file|\(there).+", listed)
         stems = self.rules.stems
         names = stems(" ".join(self.paths))
         said = {nearest(word, names) for word in stems(text)}
@@ -2074,44 +2074,47 @@ class Plan:
             result = self._change_lines(rule, known)
         elif "tool" in rule:
             result = self._result(rule["tool"], arguments_of(rule, known))
+        shown = re.sub(NOISE, "", result).strip()
+        if re.match(SUCCESS.get(rule.get("tool"), OTHER_SUCCESS), result):
+            self.known["file"] = known.get("target", file)
+            known |= {"result": shown or "Done.", "count": str(shown.count("\n") + 1)}
+            return fill(rule.get("answer", "<result>").strip(), known)
         other = self._look_up(file) if file and re.search(MISSING, result) else file
         if other != file:
             if other and rule.get("tool") in self.request.read_only:
                 return self._follow(rule, said, other)
             return self._advise(f"There is no {file} here.", said | {"name": file})
-        shown = re.sub(NOISE, "", result).strip()
-        if re.match(NOTHING, result):
-            return self._advise(shown, {})
-        if not re.match(SUCCESS.get(rule.get("tool"), OWN_SUCCESS), result):
-            return shown
-        self.known["file"] = known.get("target", file)
-        known |= {"result": shown or "Done.", "count": str(shown.count("\n") + 1)}
-        return fill(rule.get("answer", "<result>").strip(), known)
+        return self._advise(shown, {}) if re.match(NOTHING, result) else shown
 
     def _advise(self, text, said):
         """Return `text`, the lines of files that are nearest to what was asked, and three offers.
 
         `when is the test` → `notes.md: test on Friday` and `find test in notes.md`, …
         """
-        it, name = self.known["file"], said.get("name") or self.question
-        named = file = self._look_up(name)
-        if not named and name == self.question and it in self.paths:
+        it, name = self.known["file"], said.get("name")
+        named = file = self._look_up(name or self.question)
+        if not (named or name) and it in self.paths:
             file = it
         self.known["file"] = file or it
         words = self.rules.stems(self.question) - self.rules.stems(named)
+        words |= {nearest(word, self.rules.vocabulary) for word in words}  # erors: errors
         pattern = rf"(?i)\b(?:{'|'.join(sorted(words))}){ENDING}?\b"
         search = {"pattern": pattern, "path": named, "output_mode": "content"}
         result = self._result("grep", search) if words and self.paths else ""
         rows = re.findall(r"(?m)^(.+?):\d+: (.{1,200})", result)
         rows.sort(key=lambda row: -len({*re.findall(pattern, row[1])}))
         near, line = [*rows, (file, "")][0]
-        known = self.known | said | {"rows": "\n".join(map(": ".join, rows[:3]))}
-        known["found"] = re.search(f"{pattern}|$", line)[0]
-        known["file"], known["near"] = (path and shlex.quote(path) for path in (file, near))
-        known["files_here"] = "" if file or rows else ", ".join(self.paths[:20])
+        advice = {
+            "file": file and shlex.quote(file),  # it can have spaces
+            "near": near and shlex.quote(near),
+            "found": re.search(f"{pattern}|$", line)[0],
+            "rows": "\n".join(map(": ".join, rows[:3])),
+            "files_here": "" if near else ", ".join(self.paths[:20]),
+        }
+        known = self.known | said | advice
         known["head"] = fill(text, known)
-        advice = fill(self.rules.otherwise["offer"], known)
-        return re.sub(r"((?:\n  .+){3})[\s\S]+", r"\1", advice)  # three offers
+        text = fill(self.rules.otherwise["offer"], known)
+        return re.sub(r"((?:\n  .+){3})[\s\S]+", r"\1", text)  # three offers
 
     def _result(self, tool, arguments):
         """Return a call's result. If the call has no result yet, set `next_call` and return ""."""
