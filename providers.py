@@ -1811,7 +1811,7 @@ IMPLIED = {  # a rule with this field needs no `tool:`; the first such field cou
     "url": "web_fetch",
 }
 BUILT_IN = (  # filled in here
-    "<result> <Time> <memory> <file> <count> <can> <calls> <last> <head> <rows> <files_here>"
+    "<result> <Time> <memory> <file> <count> <calls> <last> <head> <rows> <files_here>"
 )
 WORD = r"<(\w+)>"
 TYPED_WORD = r"(?<![\w./'’-])[a-z]{3,20}(?![\w/'’-]|\.\w)"  # not the `txt` of a.txt
@@ -1839,7 +1839,8 @@ class Rules:
                 self.problems.append(f"{OFFLINE_RULES}, line {number}: {problem}")
                 log.warning(self.problems[-1])
                 self.last.clear()  # the rule is left out
-        self.vocabulary = set(re.findall(r"\b[a-z]{3,}\b", text))
+        said = re.findall("(?m)^(?:- |<sum>|<show>|<verb>|<unit>|<said_level>).*", text)
+        self.vocabulary = set(re.findall("[a-z]{3,}", str(said)))
 
     def _read(self, line):
         """Read one line. Raises ValueError or re.error with a text that describes the mistake."""
@@ -1896,36 +1897,22 @@ class Rules:
     def find(self, text: str, read_only: Collection[str]):
         """Find the rule of each step, and its <words>: `list docs and read a.txt` has two steps.
 
-        If a step has no rule, nothing runs: the only rule has an `offer` then, and <can> is the
-        steps that have a rule. Only rules that read run if text is piped in (after a blank line) or
-        words are misspelt.
+        If a step has no rule, nothing runs: the only rule has an `offer` then. Only rules that read
+        run if text is piped in (after a blank line) or words are misspelt.
         """
         head = text.partition("\n\n")[0]
         if len(head) > 1_000:
             head = ""  # no rule is for such a long text
         corrected = re.sub(TYPED_WORD, lambda word: nearest(word[0], self.vocabulary), head)
         for spoken in (head, corrected):
-            pieces = re.split(f"({self.kinds['between']})", spoken, maxsplit=6)
-            steps = self._steps(pieces)
-            tools = {rule.get("tool", "") for rule, _ in steps if "reads" not in rule}
-            if steps and (tools <= {"", *read_only} or spoken == text):
-                return steps
-        can = [part for part in pieces[::2] if "offer" not in self.match(part)[0]]
+            for cut in (self.kinds["between"], self.kinds["after_then"], "(?!)"):
+                steps = [self.match(part) for part in re.split(cut, spoken, maxsplit=6)]
+                tools = {rule.get("tool", "") for rule, _ in steps if "reads" not in rule}
+                runs = tools <= {"", *read_only} or spoken == text
+                if runs and not any("offer" in rule for rule, _ in steps):
+                    return steps
         rule, said = self.match(head)
-        return [(rule if "offer" in rule else self.otherwise, said | {"can": "\n  ".join(can)})]
-
-    def _steps(self, pieces):
-        """Join pieces, as few as possible, until each step has a rule; [] if that is impossible.
-
-        `list docs`, ` and `, `read a.txt`, `, `, `b.txt` → the rules of `list docs` and of the rest
-        """
-        for end in range(1, len(pieces) + 1, 2):
-            first = self.match("".join(pieces[:end]))
-            if "offer" not in first[0]:
-                rest = self._steps(pieces[end + 1 :])
-                if rest or end == len(pieces):
-                    return [first, *rest]
-        return []
+        return [(rule, said) if "offer" in rule else (self.otherwise, self.match(corrected)[1])]
 
     def match(self, text: str):
         """Return the first rule that has a matching sentence, and the values of its <words>."""
@@ -2028,9 +2015,8 @@ class Plan:
 
     def _files(self, said):
         """`a.txt and b.txt` → both; `it` → the file named last; `my essay` → `essay.md`"""
-        name = said.get("name", "")
-        if name.lower() not in self.known["file"].lower():
-            return [self._look_up(name)]
+        if said.get("name"):
+            return [self._look_up(said["name"])]
         files = re.findall(self.rules.kinds["a_file"], said.get("files", ""), re.IGNORECASE)
         files = [re.sub(QUOTED, r"\1", file).replace("\\", "/") for file in files]
         return files or [self.known["file"]]
@@ -2040,8 +2026,8 @@ class Plan:
         if self.paths is None:
             self.paths = []
             if "glob" in self.request.read_only:
-                listed = self._result("glob", {"pattern": "*"})
-                self.paths = re.findall(r"(?m)^(?!No file|\(there).+", listed)
+                found = self._result("glob", {"pattern": "*"})
+                self.paths = re.findall(r"(?m)^(?!No file|\(there).+", found)
         stems = self.rules.stems
         names = stems(" ".join(self.paths))
         said = {nearest(word, names) for word in stems(text)}
@@ -2102,7 +2088,7 @@ class Plan:
         search = {"pattern": pattern, "path": named, "output_mode": "content"}
         result = self._result("grep", search) if words and self.paths else ""
         rows = re.findall(r"(?m)^(.+?):\d+: (.{1,200})", result)
-        rows.sort(key=lambda row: -len({*re.findall(pattern, row[1])}))
+        rows.sort(key=lambda row: -len(re.findall(pattern, row[1])))
         near, line = [*rows, (file, "")][0]
         advice = {
             "file": file and shlex.quote(file),  # it can have spaces
