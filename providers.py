@@ -1883,7 +1883,7 @@ class Rules:
             raise ValueError(f"`{sentence}`: a bracket is not closed")
         if re.search(r"<(\w+)>.*<\1>", sentence):
             raise ValueError(f"`{sentence}`: the same <word> occurs twice")
-        regex = ""
+        regex = "(?is)"
         for token in re.findall(r"[\[\]()|]|[^\s\[\]()|]+", sentence):
             said = self.kinds.get(f"said_{token}", rf"\s+{re.escape(token)}")
             if token[0] == "<":
@@ -1912,14 +1912,14 @@ class Rules:
                 if runs and not any("offer" in rule for rule, _ in steps):
                     return steps
         rule, said = self.match(head)
-        return [(rule, said) if "offer" in rule else (self.otherwise, self.match(corrected)[1])]
+        return [(rule if "offer" in rule else self.otherwise, said)]
 
     def match(self, text: str):
         """Return the first rule that has a matching sentence, and the values of its <words>."""
         spoken = re.sub(self.kinds["after"], "", text.strip())
         spoken = re.sub(self.kinds["before"], "", spoken)
         for regex, rule in self.sentences:
-            found = re.fullmatch(regex, f" {spoken}", re.IGNORECASE | re.DOTALL)
+            found = re.fullmatch(regex, f" {spoken}")
             if found and rule:
                 return rule, found.groupdict("")
         return self.otherwise, {}
@@ -1972,7 +1972,8 @@ class Plan:
     """
 
     def __init__(self, request: LLMRequest, rules: Rules):
-        self.request, self.rules = request, rules
+        self.request = request
+        self.rules = rules
         # <words>; `file` is "it", `last` is the last number
         self.known = dict(file="", Time=time.ctime(), last="(which number?)", calls="")
         self.results = []  # of the calls in this turn that have a result
@@ -2004,8 +2005,10 @@ class Plan:
 
     def _reports(self, question):
         """Plan one turn. Returns an answer for each step and file."""
-        self.matches, self.next_call = {}, None
-        self.question, self.paths = question[:1_000], None  # paths: the files here, if needed
+        self.matches = {}
+        self.next_call = None
+        self.question = question[:1_000]
+        self.paths = None  # the files here, once they are needed
         reports = []
         for rule, said in self.rules.find(question, self.request.read_only):
             self.matches[rule.get("title")] = said
@@ -2024,10 +2027,10 @@ class Plan:
     def _look_up(self, text):
         """`my essay` → `My Essay.md`, if only one name has most words of the text; or "" """
         if self.paths is None:
-            self.paths = []
+            found = ""
             if "glob" in self.request.read_only:
                 found = self._result("glob", {"pattern": "*"})
-                self.paths = re.findall(r"(?m)^(?!No file|\(there).+", found)
+            self.paths = re.findall(r"(?m)^(?!No file|\(there).+", found)
         stems = self.rules.stems
         names = stems(" ".join(self.paths))
         said = {nearest(word, names) for word in stems(text)}
@@ -2077,11 +2080,11 @@ class Plan:
 
         `when is the test` → `notes.md: test on Friday` and `find test in notes.md`, …
         """
-        it, name = self.known["file"], said.get("name")
-        named = file = self._look_up(name or self.question)
-        if not (named or name) and it in self.paths:
-            file = it
-        self.known["file"] = file or it
+        name = said.get("name")
+        named = self._look_up(name or self.question)
+        file = self.known["file"] = named or self.known["file"]
+        if file not in self.paths or (name and not named):
+            file = ""  # a file that is gone, or another one than "it"
         words = self.rules.stems(self.question) - self.rules.stems(named)
         words |= {nearest(word, self.rules.vocabulary) for word in words}  # erors: errors
         pattern = rf"(?i)\b(?:{'|'.join(sorted(words))}){ENDING}?\b"
@@ -2090,17 +2093,16 @@ class Plan:
         rows = re.findall(r"(?m)^(.+?):\d+: (.{1,200})", result)
         rows.sort(key=lambda row: -len(re.findall(pattern, row[1])))
         near, line = [*rows, (file, "")][0]
-        advice = {
+        here = {
             "file": file and shlex.quote(file),  # it can have spaces
             "near": near and shlex.quote(near),
             "found": re.search(f"{pattern}|$", line)[0],
             "rows": "\n".join(map(": ".join, rows[:3])),
             "files_here": "" if near else ", ".join(self.paths[:20]),
         }
-        known = self.known | said | advice
-        known["head"] = fill(text, known)
-        text = fill(self.rules.otherwise["offer"], known)
-        return re.sub(r"((?:\n  .+){3})[\s\S]+", r"\1", text)  # three offers
+        known = self.known | said | here
+        advice = fill(self.rules.otherwise["offer"].replace("<head>", text), known)
+        return re.sub(r"((?:\n  .+){3})[\s\S]+", r"\1", advice)  # three offers
 
     def _result(self, tool, arguments):
         """Return a call's result. If the call has no result yet, set `next_call` and return ""."""
