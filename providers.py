@@ -1986,7 +1986,7 @@ class Plan:
         prompt = messages[0]["content"]
         if "save_memory" in parameters_by_name(self.request.tools):
             return ""  # rules can sum up nothing: the history gets the text as it is
-        if "[SKIP]" in prompt:
+        if "[SKIP] if there is nothing to change" in prompt:
             return "[SKIP]"  # tells Dream that there is nothing to save
         self.known["memory"] = [*re.findall(MEMORY_PATH, prompt), "MEMORY.md"][0]
         question = ""

@@ -2407,10 +2407,8 @@ def test_the_offline_model_sums_up_nothing():
         0
     ]
     assert not saved.tool_calls and not saved.content
-    find = {
-        "role": "system",
-        "content": "One a line: [USER|SOUL|MEMORY] fact, or [SKIP]. [MEMORY] is for facts.",
-    }
+    prompt = Path(providers.__file__).with_name("templates") / "dream_find.md"
+    find = {"role": "system", "content": prompt.read_text(encoding="utf-8")}
     assert ask(OFFLINE, [find, user("# History\n\nHello.")])[0].content == "[SKIP]"
 
 
