@@ -2174,6 +2174,7 @@ SIGNS = {  # what is said → what it means to Python
     "divided? by|divide|over": "/",
     "(?:%|percent) of": "/100*",
     "%|percent": "/100",
+    " of ": "*",
     r"\b(?<![\d.])(\d+)(?![\d.])": r"\1.",  # with fractions, 9**9**9 fails at once
 }
 
