@@ -1810,11 +1810,14 @@ IMPLIED = {  # a rule with this field needs no `tool:`; the first such field cou
     "action": "cron",
     "url": "web_fetch",
 }
-BUILT_IN = "<result> <Time> <memory> <file> <count> <can> <calls> <last> <left>"  # filled in here
+BUILT_IN = (  # filled in here
+    "<result> <Time> <memory> <file> <count> <calls> <last> <head> <rows> <files_here>"
+)
 WORD = r"<(\w+)>"
 TYPED_WORD = r"(?<![\w./'’-])[a-z]{3,20}(?![\w/'’-]|\.\w)"  # not the `txt` of a.txt
 # the signs of a sentence as parts of a regex; `...` stands for any words
 MARKS = {"[": "(?:", "]": ")?", "(": "(?:", ")": ")", "|": "|", "...": r"[^\w\s]*(?:\s+\S+)*?"}
+ENDING = "(?:ies|ing|ed|es|e|s|y)"  # of a word: grades, grade, graded
 
 
 class Rules:
@@ -1836,7 +1839,7 @@ class Rules:
                 self.problems.append(f"{OFFLINE_RULES}, line {number}: {problem}")
                 log.warning(self.problems[-1])
                 self.last.clear()  # the rule is left out
-        said = re.findall("(?m)^(?:- |<sum>|<show>|<verb>|<unit>).*", text)
+        said = re.findall("(?m)^(?:- |<sum>|<show>|<verb>|<unit>|<said_level>).*", text)
         self.vocabulary = set(re.findall("[a-z]{3,}", str(said)))
 
     def _read(self, line):
@@ -1880,7 +1883,7 @@ class Rules:
             raise ValueError(f"`{sentence}`: a bracket is not closed")
         if re.search(r"<(\w+)>.*<\1>", sentence):
             raise ValueError(f"`{sentence}`: the same <word> occurs twice")
-        regex = ""
+        regex = "(?is)"
         for token in re.findall(r"[\[\]()|]|[^\s\[\]()|]+", sentence):
             said = self.kinds.get(f"said_{token}", rf"\s+{re.escape(token)}")
             if token[0] == "<":
@@ -1894,61 +1897,48 @@ class Rules:
     def find(self, text: str, read_only: Collection[str]):
         """Find the rule of each step, and its <words>: `list docs and read a.txt` has two steps.
 
-        If a step has no rule, the steps that read run, and a rule with an `offer` refuses the
-        others (<left>); but if one of them writes, nothing runs: the only rule has an `offer` then,
-        and <can> is the steps that have a rule. Only rules that read run if text is piped in (after
-        a blank line), words are misspelt or something is not to be done (`don't change it`).
+        If a step has no rule, nothing runs: the only rule has an `offer` then. Only rules that read
+        run if text is piped in (after a blank line) or words are misspelt.
         """
-
-        def only_read(steps):
-            tools = {rule.get("tool", "") for rule, _ in steps if "reads" not in rule}
-            return tools <= {"", *read_only}
-
         head = text.partition("\n\n")[0]
         if len(head) > 1_000:
             head = ""  # no rule is for such a long text
-        for spell in (re.Match.group, self._nearest):  # first as it is typed, then corrected
-            spoken = re.sub(TYPED_WORD, spell, head)
-            pieces = re.split(f"({self.kinds['between']})", spoken, maxsplit=6)
-            steps = self._steps(pieces)
-            if steps and (only_read(steps) or spoken == text):
-                return steps
-        steps = [self.match(part) for part in pieces[::2]]
-        can = [said["left"] for rule, said in steps if "offer" not in rule]
-        if can and only_read(steps):
-            return steps
+        corrected = re.sub(TYPED_WORD, lambda word: nearest(word[0], self.vocabulary), head)
+        for spoken in (head, corrected):
+            for cut in (self.kinds["between"], self.kinds["after_then"], "(?!)"):
+                steps = [self.match(part) for part in re.split(cut, spoken, maxsplit=6)]
+                tools = {rule.get("tool", "") for rule, _ in steps if "reads" not in rule}
+                runs = tools <= {"", *read_only} or spoken == text
+                if runs and not any("offer" in rule for rule, _ in steps):
+                    return steps
         rule, said = self.match(head)
-        said |= {"left": "", "can": "\n  ".join(can)}
         return [(rule if "offer" in rule else self.otherwise, said)]
-
-    def _nearest(self, word):
-        """`opne` → `open`, `mny` → `many`: the word of the rules that is nearest, or the same"""
-        alike = [known for known in self.vocabulary if known[0] == word[0][0]]
-        swapped = [known for known in alike if sorted(known) == sorted(word[0])]
-        return [*swapped, *difflib.get_close_matches(word[0], alike, 1, 0.82), word[0]][0]
-
-    def _steps(self, pieces):
-        """Join pieces, as few as possible, until each step has a rule; [] if that is impossible.
-
-        `list docs`, ` and `, `read a.txt`, `, `, `b.txt` → the rules of `list docs` and of the rest
-        """
-        for end in range(1, len(pieces) + 1, 2):
-            first = self.match("".join(pieces[:end]))
-            if "offer" not in first[0]:
-                rest = self._steps(pieces[end + 1 :])
-                if rest or end == len(pieces):
-                    return [first, *rest]
-        return []
 
     def match(self, text: str):
         """Return the first rule that has a matching sentence, and the values of its <words>."""
         spoken = re.sub(self.kinds["after"], "", text.strip())
         spoken = re.sub(self.kinds["before"], "", spoken)
         for regex, rule in self.sentences:
-            found = re.fullmatch(regex, f" {spoken}", re.IGNORECASE | re.DOTALL)
+            found = re.fullmatch(regex, f" {spoken}")
             if found and rule:
-                return rule, {"left": text} | found.groupdict("")
-        return self.otherwise, {"left": text}
+                return rule, found.groupdict("")
+        return self.otherwise, {}
+
+    def stems(self, text: str):
+        """`the grades of b.csv` → {"grad", "csv", "b.csv"}: what is meant, without endings"""
+        text = text.lower().replace("to do", "todo")
+        return {
+            re.sub(rf"(?<=\w{{3}}){ENDING}$", "", word)
+            for word in re.findall(r"[^\W_]+", text) + re.findall(r"[\w-]+\.\w+", text)
+            if not re.fullmatch(self.kinds["common"], word)
+        }
+
+
+def nearest(word: str, known: Collection[str]):
+    """`opne` → `open`, `mny` → `many`: the known word that is nearest, or the same word"""
+    alike = [each for each in known if each[0] == word[0]]
+    swapped = [each for each in alike if sorted(each) == sorted(word)]
+    return [*swapped, *difflib.get_close_matches(word, alike, 1, 0.82), word][0]
 
 
 def rules_beside_this_file():
@@ -1965,10 +1955,14 @@ QUOTED = "(?s)^[\"'`“‘](.+)[\"'`”’]$"
 MEMORY_PATH = r"[:`] ?((?:/|~|\w:\\)[^\n:`]*MEMORY\.md)"  # - Facts: /home/a b/memory/MEMORY.md
 # tool → pattern for a successful result; any other result is an error
 SUCCESS = {"read_file": r"\d+\| ", "edit_file": "--- |Wrote ", "exec": r"(?s).*Exit code: 0$"}
-# not shown to the user
-NOISE = r"(?m)^\S*MEMORY\.md:\d+: (?:- )?|^Exit code: 0\Z|\nExit code: \d+\Z| Tell the user\."
+NOTHING = "No match for |No file below |There is no folder"
+OTHER_SUCCESS = rf"(?!{NOTHING}|Cannot |Error\b|\w+ failed: )"  # also of a project's own tools
+NOISE = (  # not shown to the user
+    r"(?m)^\S*MEMORY\.md:\d+: (?:- )?|^Exit code: 0\Z|\nExit code: \d+\Z| Tell the user\.|"
+    r"(?<=') in [\d,]+ files of .*\Z"  # No match for 'x' in 3 files of /home/a.
+)
 MISSING = "No such file|There is no folder"  # in the error text of a tool
-WHICH_FILE = "Which file do you mean? Name it, like: read a.txt (or say: list the files here)"
+WHICH_FILE = "Which file do you mean?"
 
 
 class Plan:
@@ -1978,7 +1972,8 @@ class Plan:
     """
 
     def __init__(self, request: LLMRequest, rules: Rules):
-        self.request, self.rules = request, rules
+        self.request = request
+        self.rules = rules
         # <words>; `file` is "it", `last` is the last number
         self.known = dict(file="", Time=time.ctime(), last="(which number?)", calls="")
         self.results = []  # of the calls in this turn that have a result
@@ -1991,7 +1986,7 @@ class Plan:
         prompt = messages[0]["content"]
         if "save_memory" in parameters_by_name(self.request.tools):
             return ""  # rules can sum up nothing: the history gets the text as it is
-        if "[SKIP]" in prompt and "[MEMORY]" in prompt:
+        if "[SKIP] if there is nothing to change" in prompt:
             return "[SKIP]"  # tells Dream that there is nothing to save
         self.known["memory"] = [*re.findall(MEMORY_PATH, prompt), "MEMORY.md"][0]
         question = ""
@@ -2010,7 +2005,10 @@ class Plan:
 
     def _reports(self, question):
         """Plan one turn. Returns an answer for each step and file."""
-        self.matches, self.next_call = {}, None
+        self.matches = {}
+        self.next_call = None
+        self.question = question[:1_000]
+        self.paths = None  # the files here, once they are needed
         reports = []
         for rule, said in self.rules.find(question, self.request.read_only):
             self.matches[rule.get("title")] = said
@@ -2020,37 +2018,38 @@ class Plan:
 
     def _files(self, said):
         """`a.txt and b.txt` → both; `it` → the file named last; `my essay` → `essay.md`"""
-        name = (said.get("name") or said.get("document", "")).lower().strip('"')
-        if name and name not in self.known["file"].lower():
-            return [self._look_up(name)]
+        if said.get("name"):
+            return [self._look_up(said["name"])]
         files = re.findall(self.rules.kinds["a_file"], said.get("files", ""), re.IGNORECASE)
-        if not files:
-            return [self.known["file"]]
-        return [re.sub(QUOTED, r"\1", file).replace("\\", "/") for file in files]
+        files = [re.sub(QUOTED, r"\1", file).replace("\\", "/") for file in files]
+        return files or [self.known["file"]]
 
-    def _look_up(self, name):
-        """`essay` → `My Essay.md`, if only one file has such a name or one of its words; or "" """
-        paths = self._result("glob", {"pattern": "*"}).splitlines()
-        stems = [Path(path).stem for path in paths]
-        near = difflib.get_close_matches(Path(name).stem, stems, 1, 0.7)
-        for word in (name, *near, *name.split()):
-            # `essay` is in My Essay.md, but `a.txt` is not in data.txt
-            part = rf"(?i)(?!No file)(?:.*(?:_|\W))?{re.escape(word)}[^/]*"
-            same = [path for path in paths if re.fullmatch(part, path)]
-            same = [path for path in same if "/" not in path] or same  # those in folders come last
-            if same:
-                return same[0] if len(same) == 1 else ""
-        return ""
+    def _look_up(self, text):
+        """`my essay` → `My Essay.md`, if only one name has most words of the text; or "" """
+        if self.paths is None:
+            found = ""
+            if "glob" in self.request.read_only:
+                found = self._result("glob", {"pattern": "*"})
+            self.paths = re.findall(r"(?m)^(?!No file|\(there).+", found)
+        stems = self.rules.stems
+        names = stems(" ".join(self.paths))
+        said = {nearest(word, names) for word in stems(text)}
+        ranks = {
+            path: (len(said & stems(path)), -len(stems(path)))
+            for path in self.paths
+            if said & stems(Path(path).name)
+        }
+        best = [path for path in ranks if ranks[path] == max(ranks.values())]
+        return best[0] if len(best) == 1 else ""
 
     def _follow(self, rule, said, file):
         """Apply one rule to one file. Returns the rule's answer, or the error text of a tool."""
+        if "offer" in rule:
+            return self._advise(rule.get("answer", rule["offer"]), said)
+        if "<file>" in str(rule) and not file:
+            return self._advise(WHICH_FILE, {})
         self.known["file"] = file
         known = self.known | {name: re.sub(QUOTED, r"\1", text) for name, text in said.items()}
-        if "offer" in rule:
-            said["file"] = file and shlex.quote(file)  # it can have spaces
-            return fill(rule["offer"].strip(), self.known | said)
-        if "<file>" in str(rule) and not file:
-            return WHICH_FILE
         if (
             rule.get("command", "<command>") != "<command>"  # a rule's own command is for bash
             and "Windows PowerShell" in str(self.request.tools)
@@ -2064,18 +2063,46 @@ class Plan:
             result = self._change_lines(rule, known)
         elif "tool" in rule:
             result = self._result(rule["tool"], arguments_of(rule, known))
-        other = file and re.search(MISSING, result) and self._look_up(file)
-        if other and other != file:
-            if rule.get("tool") in self.request.read_only:
-                return self._follow(rule, said, other)
-            self.known["file"] = other
-            return f"There is no {file}, but {other}: say it with that name."
         shown = re.sub(NOISE, "", result).strip()
-        if not re.match(SUCCESS.get(rule.get("tool"), ""), result):
-            return shown
-        self.known["file"] = known.get("target", file)
-        known |= {"result": shown or "Done.", "count": str(shown.count("\n") + 1)}
-        return fill(rule.get("answer", "<result>").strip(), known)
+        if re.match(SUCCESS.get(rule.get("tool"), OTHER_SUCCESS), result):
+            self.known["file"] = known.get("target", file)
+            known |= {"result": shown or "Done.", "count": str(shown.count("\n") + 1)}
+            return fill(rule.get("answer", "<result>").strip(), known)
+        other = self._look_up(file) if file and re.search(MISSING, result) else file
+        if other != file:
+            if other and rule.get("tool") in self.request.read_only:
+                return self._follow(rule, said, other)
+            return self._advise(f"There is no {file} here.", said | {"name": file})
+        return self._advise(shown, {}) if re.match(NOTHING, result) else shown
+
+    def _advise(self, text, said):
+        """Return `text`, the lines of files that are nearest to what was asked, and three offers.
+
+        `when is the test` → `notes.md: test on Friday` and `find test in notes.md`, …
+        """
+        name = said.get("name")
+        named = self._look_up(name or self.question)
+        file = self.known["file"] = named or self.known["file"]
+        if file not in self.paths or (name and not named):
+            file = ""  # a file that is gone, or another one than "it"
+        words = self.rules.stems(self.question) - self.rules.stems(named)
+        words |= {nearest(word, self.rules.vocabulary) for word in words}  # erors: errors
+        pattern = rf"(?i)\b(?:{'|'.join(sorted(words))}){ENDING}?\b"
+        search = {"pattern": pattern, "path": named, "output_mode": "content"}
+        result = self._result("grep", search) if words and self.paths else ""
+        rows = re.findall(r"(?m)^(.+?):\d+: (.{1,200})", result)
+        rows.sort(key=lambda row: -len(re.findall(pattern, row[1])))
+        near, line = [*rows, (file, "")][0]
+        here = {
+            "file": file and shlex.quote(file),  # it can have spaces
+            "near": near and shlex.quote(near),
+            "found": re.search(f"{pattern}|$", line)[0],
+            "rows": "\n".join(map(": ".join, rows[:3])),
+            "files_here": "" if near else ", ".join(self.paths[:20]),
+        }
+        known = self.known | said | here
+        advice = fill(self.rules.otherwise["offer"].replace("<head>", text), known)
+        return re.sub(r"((?:\n  .+){3})[\s\S]+", r"\1", advice)  # three offers
 
     def _result(self, tool, arguments):
         """Return a call's result. If the call has no result yet, set `next_call` and return ""."""
@@ -2147,6 +2174,7 @@ SIGNS = {  # what is said → what it means to Python
     "divided? by|divide|over": "/",
     "(?:%|percent) of": "/100*",
     "%|percent": "/100",
+    " of ": "*",
     r"\b(?<![\d.])(\d+)(?![\d.])": r"\1.",  # with fractions, 9**9**9 fails at once
 }
 

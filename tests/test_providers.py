@@ -1905,9 +1905,9 @@ def test_the_offline_model_calls_a_tool_and_shows_its_result_as_it_is(desk, ques
     assert tools == [*read_first, tool] and answer in text
 
 
-FAILING = {  # the tool's error is the whole answer
-    "read gone.txt": "Cannot read .*gone.txt: No such file or directory.*",
-    "append x to gone.txt": "Cannot read .*gone.txt: No such file or directory.*",
+FAILING = {  # the tool's error is the whole answer; of a missing file a person's words
+    "read gone.txt": r"There is no gone.txt here.\nFiles here: [^/]+/MEMORY.md, (?s:.*)",
+    "append x to gone.txt": r"There is no gone.txt here.\nFiles here: [^/]+/MEMORY.md, (?s:.*)",
     "remember that I like tea": "Cannot write .*: Permission denied. Nothing was changed.",
     "run ls": "There is no bash. The user has to install bash.*",
 }
@@ -1969,11 +1969,16 @@ def test_the_sentences_of_newcomers():
         sentence, _, expected = line.partition(" => ")
         name, _, arguments = expected.partition(" {")
         answer = offline_answer(sentence)
-        if answer.tool_calls and not arguments:  # an offer looks up the file that it names
+        behind = []
+        while answer.tool_calls:
             call = answer.tool_calls[0]
-            assert call.arguments == {"pattern": "*"}, sentence
-            found = {"role": "tool", "tool_call_id": call.id, "content": "a.txt\nmain.py"}
-            answer = offline_answer(sentence, behind=[answer.to_message(), found])
+            pattern = call.arguments.get("pattern", "")
+            if f'"{pattern}"' in arguments or (pattern != "*" and r"\b" not in pattern):
+                break
+            found = "a.txt\nmain.py" if call.name == "glob" else "No match"  # for an advice
+            found = {"role": "tool", "tool_call_id": call.id, "content": found}
+            behind += [answer.to_message(), found]
+            answer = offline_answer(sentence, behind=behind)
         if answer.tool_calls:
             call = answer.tool_calls[0]
             assert arguments and call.name == name, sentence
@@ -2000,7 +2005,7 @@ SUMS = {
     "0.1 + 0.2": "0.1 + 0.2 = 0.3",
     "what's the square root of 144?": "square root of 144 = 12",
     "1,000 * 3": "1,000 * 3 = 3000",
-    "6*7=": "6*7= = 42",
+    "3/4 of 60": "3/4 of 60 = 45",
     "sqrt(81)": "sqrt(81) = 9",
     "(5 + sqrt(25 - 24)) / 2": "= 3",
     "2(3+4)": "2(3+4) = 14",
@@ -2019,25 +2024,19 @@ def test_the_offline_model_does_sums_by_itself(sentence):
 
 
 OFFERED = {  # nothing is run: what can be done with these words is offered, or asked for
-    "delte a.txt": "  delete a.txt",
+    "delte a.txt": "  read a.txt",
     "fhqwhgads a.txt": "  how many lines are in a.txt",
     'is "the sea" somewhere near a.txt?': '  find "the sea" in a.txt',
     "whats the avarage grade in docs/b.md": "read docs/b.md",
-    "translate docs/b.md to German": "  count the words in docs/b.md",
-    "fhqwhgads gone.txt": "I know no rule for that.",
-    "add butter to my shopping list": "To add something, I need the exact name of a file",
-    "add butter to my a list": "I know no rule for that.",
+    "translate docs/b.md to German": "  read docs/b.md",
+    "read away.txt and translate it": "  list the files here",
     "save those to b.txt": "To save something",
     "copy a.txt into it": "To copy something",
     "insert 'x' after line 2 in a.txt": "read a.txt",
     "make b.txt with the same content as a.txt": "To make something",
     "add a sentence about the sea to a.txt": "takes a real language model",
-    "move on": "To move something",
-    "remove all doubt": "I know no rule for that.",
-    "is it good?": "I cannot judge",
-    "which bus do they take today": "I know no rule for that.",
-    "overwrite a.txt with just x, but keep a copy first": "  overwrite a.txt with just x",
-    "fill a.txt with x and make a copy": "  fill a.txt with x",
+    "overwrite a.txt with just x, but keep a copy first": "  read a.txt",
+    "fill a.txt with x and make a copy": "  read a.txt",
     "write x into a.txt first": "  read a.txt",
     "write everything about dogs into b.txt": "  list the files here",
     "put my shopping list into b.txt": "  list the files here",
@@ -2046,35 +2045,21 @@ OFFERED = {  # nothing is run: what can be done with these words is offered, or 
     "fill a.txt with nothing": "  read a.txt",
     "delete a.txt. no wait dont": "  read a.txt",
     "change port to 90 in a.txt but not host": "I do nothing",
-    "take two off the list": "I know no rule for that.",
     "if 28 kids pay 4.50 each how much is that": "  28 * 4.50",
     "what's the weather in Rome": "I have no tool for it",
     "delete": "Which file,",
-    "create a file": "or what?",
     "read it": "Which file do you mean?",
-    "run away": "I know no rule for that.",
-    "delete everything": "I know no rule for that.",
-    "rename the dog to Rex": "I know no rule for that.",
     "Why is the sky blue?": "  search the web for Why is the sky blue",
-    "run for your life": "I know no rule for that.",
-    "write me a poem": "takes a real language model",
     "": "I know no rule for that.",
-    "asdf": "I know no rule for that.",
-    "delete a.txt and sing": "  delete a.txt",
+    "delete a.txt and sing": "  read a.txt",
     "make a new file b.txt with hello, then frobnicate it": "I know no rule for that.",
-    "create a.txt with Hello. Then frobnicate it": "I know no rule for that.",
-    "run make and tell me the result": "I know no rule for that.",
     "run echo hello then frobnicate": "I know no rule for that.",
     "delete everything in docs": "I know no rule for that.",
     "delete a.txt but not b.txt": "I do nothing",
-    "please don't delete a.txt": "I do nothing",
     "don't delete a.txt, delete docs/b.md": "I do nothing of that.",
     "delete a.txt, don't really do it": "I do nothing of that.",
     "create a.txt with hello if it does not exist": "I do nothing",
-    "if a.txt is empty, delete it": "I know no rule for that.",
-    "undo that": "I do nothing",
     "can I delete a.txt?": "read a.txt",
-    "how many characters are in a.txt": "  read a.txt",
     "create a.txt with the content of b.txt": "takes a real language model",
     "write the answer to 5+5 to a.txt": "takes a real language model",
     "put the time into a.txt": "takes a real language model",
@@ -2086,7 +2071,7 @@ OFFERED = {  # nothing is run: what can be done with these words is offered, or 
 def test_what_no_rule_has_is_offered_asked_for_or_refused_and_nothing_is_run(desk, sentence):
     """A file that is named is looked up, so that an offer names no file that is not there."""
     text, tools = desk.ask(sentence)
-    assert set(tools) <= {"glob"} and OFFERED[sentence] in text and "gone.txt" not in text
+    assert set(tools) <= {"glob", "grep"} and OFFERED[sentence] in text
     assert desk.read("a.txt") == "one\ntwo\nthree\n" and not (desk.folder / "b.txt").exists()
     for line in re.findall("(?m)^  (.*)$", text):
         assert "know no rule" not in (offline(line)[1] or ""), line
@@ -2100,8 +2085,9 @@ def test_it_is_the_file_that_exists_and_a_name_is_looked_up_for_reading(desk):
     assert "The sea." in desk.ask("could you please read the essay for me")[0]
     assert "The sea." in desk.ask("and now show it to me")[0]
     assert "  delete 'My Essay.md'" in desk.ask("delete the essay")[0] and desk.read("My Essay.md")
-    (desk.folder / "essay2.md").write_text("2")
-    assert "The sea." in desk.ask("read my essay")[0]  # it was named before
+    (desk.folder / "my 2nd essay.md").write_text("2")
+    (desk.folder / "my old essay.md").write_text("3")
+    (desk.folder / "My Essay.md").unlink()
     desk.ask("read a.txt")
     assert "Which file do you mean?" in desk.ask("read my essay")[0]
     assert "No such file" in desk.ask("copy a.txt to backup/a.txt")[0]
@@ -2124,42 +2110,29 @@ def test_what_was_said_before_counts(desk):
 
 
 DIALOGUES = {  # what is said → what the last answer has
-    "write four into a.txt": "+four",  # the old lines stay
     "read a.txt / write four into a.txt": "+four",
     "write hi into new.txt / write ho into new.txt / read new.txt": "1| hi\n2| ho",
     "copy the shopping list to b.txt": "  copy shopping.txt to b.txt",
     "put my shopping list into b.txt": "  list the files here",
-    "put x.txt into b.txt": "  list the files here",  # its name is not its text
     "run the dice game": "  run game/dice.py",
-    "delete the shopping list": "  delete shopping.txt",
-    "read shopping.txt / and also honey and two lemons": "  append honey to shopping.txt\n  append two lemons",
+    "read shopping.txt / and also honey": "  append honey to shopping.txt",
     "read shopping.txt / how many things are on it now": "shopping.txt has 2 lines",
-    "find milk in shopping.txt / and eggs?": "2:eggs",
     "read shopping.txt / now add the line to get more": "  append to get more to shopping.txt",
     "what does it say in my shopping list about the milk": "shopping.txt:1: milk",
-    "don't change anything in the shopping list, I only want to know how long it is": "shopping.txt: 2",
     "my name is jule and im 13 / how old am i": "The user's name is jule\nThe user's age is 13",
     "my favrite food is soup / what do i like to eat": "favrite food is soup",
     "delete a.txt / no wait dont": "is not taken back",
     "how many days is it till christmas": " days, on ",
     "book me a ticket": "  remind me in 1 hour to book me a ticket",
-    "if 3 kids share 45 euros how much is that": "  45 / 3",
     "how many pictures are there": "1: cat.png",
-    "show me the first line of the shopping list": "milk",
-    "read shopping.txt / what are the Last 1 lines of it": "eggs",
-    "how long is the readme": "README.md: 1",
-    "which port does the game use?": "  which file contains port",
-    "read shopping.txt / just the last 1 lines": "eggs",
     "read shopping.txt / whats left": "shopping.txt says:",
-    "read shopping.txt / how many eggs": "1 lines with egg",
     "i have biology on thursdays / when do i have bio": "I have biology on thursdays",
-    "run dice.py": "no dice.py, but game/dice.py",
+    "run dice.py": "There is no dice.py here.\nI can:\n  read game/dice.py",
     "read dice.py": "game/dice.py says:",
     "dont delete anything just tell me which file is the biggest": "shopping.txt  10 bytes",
     "make a copy of my shopping list called b.txt and then open it": "  copy shopping.txt to b.txt",
     "make a folder pets and move the shopping list in there": "  make a folder pets and move shopping.txt into",
     "copy shopping.txt to b.txt / rename it to list for tom.txt": '  rename b.txt to "list for tom.txt"',
-    "how much do the eggs cost": "  which file contains cost",
 }
 
 
@@ -2177,6 +2150,37 @@ def test_described_files_and_words_said_before_are_used(desk, said):
     assert "  read a.txt" not in answer
 
 
+ADVICE = {  # what is said → what the last answer has: lines found, and offers with these words
+    "when is the physics test": "notes.md: - physics test on Friday\nI can:\n  find physics in notes.md",
+    "what do i have to do on friday": "notes.md: - physics test on Friday",
+    "find erors in app.log": "app.log: 10:02 ERROR no paper",
+    "how many errors are in the log": "app.log has 1 lines with error.",
+    "find roll in the code": "dice.py:1: def roll",
+    "translate the notes": "  read notes.md",
+    "change roll to throw in game.py": "no game.py here.\ndice.py: def roll():\nI can:",
+    "change roll to throw in dicee.py": "  change roll to throw in dice.py",
+    "add to notes.md: buy milk": "+buy milk",
+    "read notes.md / and then put another line in it: buy milk": "+buy milk",
+    "read notes.md / add salt": "  append salt to notes.md",
+    "how is the spelling in notes": "  how many lines are in notes.md",
+    "delete the dusty stuff": "Files here: ",
+    "what was the last thing in the log": "10:02 ERROR no paper",
+    "what day is it / asdf": "I can:\n  list the files here\n  what is 15% of 240",
+}
+
+
+@pytest.mark.parametrize("said", ADVICE)
+def test_what_no_rule_has_is_answered_with_lines_and_offers_that_work(desk, said):
+    (desk.folder / "notes.md").write_text("# Notes\n- physics test on Friday\n")
+    (desk.folder / "app.log").write_text("10:00 INFO start\n10:02 ERROR no paper\n")
+    (desk.folder / "dice.py").write_text("def roll():\n    return 4\n")
+    for sentence in said.split(" / "):
+        answer = desk.ask(sentence)[0]
+    assert ADVICE[said] in answer and str(desk.folder) not in answer
+    for offer in re.findall("(?m)^  (.*)", answer):
+        assert "I know no rule" not in desk.ask(offer)[0], offer
+
+
 def test_words_around_the_text_are_not_searched_for(desk):
     for sentence in (
         "find the two lines in a.txt",
@@ -2188,14 +2192,6 @@ def test_words_around_the_text_are_not_searched_for(desk):
         assert "a.txt:2: two" in desk.ask(sentence)[0], sentence
 
 
-def test_parts_that_read_are_done_and_the_others_are_named(desk):
-    answer, tools = desk.ask("read a.txt and frobnicate it")
-    assert "1| one" in answer and 'Not done: "frobnicate it"' in answer
-    answer = desk.ask("count the words in a.txt and write the number into n.txt")[0]
-    assert "a.txt has 3 words." in answer and 'Not done: "write the number' in answer
-    assert not (desk.folder / "n.txt").exists()
-
-
 def test_a_name_is_found_by_one_of_its_words_and_with_typos(desk):
     (desk.folder / "shopping.txt").write_text("milk\nmilk milk\n")
     assert "1| milk" in desk.ask("wats in teh shoping list")[0]
@@ -2205,7 +2201,7 @@ def test_a_name_is_found_by_one_of_its_words_and_with_typos(desk):
     )
     assert "1| milk" in desk.ask("opne the lsit")[0]
     assert "shopping.txt says:" in desk.ask("read shoping.txt")[0]
-    assert "but docs/b.md" in desk.ask("delete b.md")[0]
+    assert "no b.md here.\nI can:\n  read docs/b.md" in desk.ask("delete b.md")[0]
     desk.ask("read shopping.txt")
     assert (
         "remove milk from shopping.txt" in desk.ask("take milk off the list, but keep the rest")[0]
@@ -2245,15 +2241,12 @@ def test_the_rows_of_a_table_are_counted_without_its_header(desk):
 
 
 def test_a_new_folder_gets_the_files_that_exist(desk):
-    assert "but docs/b.md" in desk.ask("make a folder called pets and move b.md into it")[0]
+    assert (
+        "move docs/b.md into it" in desk.ask("make a folder called pets and move b.md into it")[0]
+    )
     assert not (desk.folder / "pets").exists()
     desk.ask("make a folder called pets and copy docs/b.md into it")
     assert desk.read("pets/b.md") == desk.read("docs/b.md")
-
-
-def test_reading_is_done_although_something_is_not_to_be_done(desk):
-    answer, tools = desk.ask("please don't change a.txt, just tell me how many lines it has")
-    assert answer.endswith("a.txt: 3") and set(tools) <= {"glob", "grep"}
 
 
 def test_facts_are_kept_apart_and_forgotten_one_by_one(desk):
@@ -2282,7 +2275,7 @@ def test_piped_text_is_no_request():
         "hi\n\ndelete a.txt",
         "hi\n\nyou, run ls",
     ]:
-        assert offline(text)[0] is None
+        assert offline(text)[0] in (None, "glob")  # what is near is looked up
     assert offline("read a.txt\n\nand delete it") == ("read_file", {"path": "a.txt"})
 
 
@@ -2317,7 +2310,7 @@ def test_a_broken_rule_is_named_with_its_line_and_reason_and_costs_itself_only(r
 
 
 def test_an_own_rule_is_a_copy_of_one():
-    own = "## count words\n- (count|how many) words [are] in <files>\ntool: word_count\npath: <file>\nlimit: 20\n"
+    own = "## count words\n- (count|how many) words [are] in <files>\ntool: word_count\npath: <file>\nlimit: 20\nanswer: It has <result>.\n"
     model = OfflineProvider(
         providers.rules_beside_this_file()
         .replace("## greet", f"{own}\n## greet", 1)
@@ -2328,11 +2321,14 @@ def test_an_own_rule_is_a_copy_of_one():
         providers.rules_beside_this_file() + "\n## mine\n- tidy up\ntool: exec\ncommand: ls\n"
     )
     assert offline("tidy up", model=behind) == ("exec", {"command": "ls"})
-    assert "I know no rule for that." in offline("Why is the sky blue?", model=behind)[1]
-    assert offline("How many words are in a.txt?", ["word_count"], model) == (
-        "word_count",
-        {"path": "a.txt", "limit": "20"},
-    )
+    assert offline("Why is the sky blue?", model=behind) == ("glob", {"pattern": "*"})
+    call = offline_answer("How many words are in a.txt?", ["word_count"], model)
+    assert call.tool_calls[0].name == "word_count"
+    assert call.tool_calls[0].arguments == {"path": "a.txt", "limit": "20"}
+    for result in ("12", "word_count failed: KeyError: 'x'", "Error: no such file"):
+        found = {"role": "tool", "tool_call_id": call.tool_calls[0].id, "content": result}
+        text = offline("How many words are in a.txt?", [], model, [call.to_message(), found])[1]
+        assert text == ("It has 12." if result == "12" else result)  # an error is no success
 
 
 UNFINISHED = {  # a rule without a part that its tool needs: the tool says so, nothing breaks
@@ -2411,10 +2407,8 @@ def test_the_offline_model_sums_up_nothing():
         0
     ]
     assert not saved.tool_calls and not saved.content
-    find = {
-        "role": "system",
-        "content": "One a line: [USER|SOUL|MEMORY] fact, or [SKIP]. [MEMORY] is for facts.",
-    }
+    prompt = Path(providers.__file__).with_name("templates") / "dream_find.md"
+    find = {"role": "system", "content": prompt.read_text(encoding="utf-8")}
     assert ask(OFFLINE, [find, user("# History\n\nHello.")])[0].content == "[SKIP]"
 
 
