@@ -231,12 +231,12 @@ def legal(messages: list[dict], reply: bool = True) -> list[dict]:
     joined. Each call has one result. Ids are unique, arguments are JSON objects, texts are not
     empty. Unknown keys are removed. If `reply` is set, assistant messages at the end are removed.
     """
-    clean = [message for message in map(clean_message, messages) if message]
+    clean = [clean_message(message) for message in messages]
     system = [message for message in clean if message["role"] == "system"]
     talk = with_results([message for message in clean if message["role"] != "system"])
     if not talk or talk[0]["role"] != "user":
         talk.insert(0, {"role": "user", "content": "(earlier messages are left out)"})
-    lawful = with_neighbours_joined([*system, *talk])
+    lawful = with_neighbours_joined(system + talk)
     while reply and lawful[-1]["role"] == "assistant":
         lawful.pop()
     return with_whole_letters(lawful)
@@ -426,52 +426,31 @@ class OfflineProvider(LLMProvider):
 # "An assistant message with 'tool_calls' must be followed by tool messages responding to each …".
 
 REASONING = ("reasoning_content", "reasoning", "reasoning_details")  # copied into later requests
-KNOWN_KEYS = {"role", "content", "tool_calls", "tool_call_id", *REASONING}
+KNOWN_KEYS = ("role", "content", "tool_calls", "tool_call_id", *REASONING)
 NO_RESULT = "[interrupted: its outcome is unknown. Check before you repeat it]"
 
 
 def clean_message(message):
-    """Copy the known keys of a message and repair the content. Returns None if nothing is left."""
-    clean = {key: value for key, value in message.items() if key in KNOWN_KEYS and value}
-    role = "system" if message.get("role") == "developer" else message.get("role")
-    if role not in ("system", "user", "assistant", "tool"):
-        return None
-    # no filler in assistant messages, because models imitate their own messages
-    filler = None if role == "assistant" else "(empty)"
-    clean |= {"role": role, "content": clean_content(clean.get("content", "")) or filler}
-    calls = clean_calls(clean.pop("tool_calls", []))
-    if role == "assistant" and calls:
-        clean["tool_calls"] = calls
-    return clean if clean["content"] or "tool_calls" in clean else None
-
-
-def clean_content(content):
-    """Text or blocks. Blank blocks are removed, and blank text becomes ""."""
-    if isinstance(content, list):
-        return [each for each in content if each["type"] != "text" or clean_content(each["text"])]
-    text = str(content)
-    return text if text.strip() else ""
-
-
-def as_blocks(content: str | list):
-    """ "Hi" → [{"type": "text", "text": "Hi"}]"""
-    return content if isinstance(content, list) else [{"type": "text", "text": content}]
-
-
-def clean_calls(calls):
-    """Drop calls without a name, and turn the arguments into JSON text, such as None → "{}"."""
-    clean = []
-    for call in calls:
-        function = call.get("function") or {}
-        if function.get("name"):
-            arguments, _ = parse_arguments(function.get("arguments"), repair=False)
-            function = {"name": function["name"], "arguments": to_json(arguments)}
-            clean.append({**call, "type": "function", "function": function})
+    """Copy the known keys of a message, fill in a blank text, and repair arguments."""
+    clean = {key: message[key] for key in KNOWN_KEYS if message.get(key)}
+    if not str(clean.get("content", "")).strip():
+        # no filler in assistant messages, because models imitate their own messages
+        clean["content"] = None if clean["role"] == "assistant" else "(empty)"
+    if "tool_calls" in clean:
+        clean["tool_calls"] = [clean_call(call) for call in clean["tool_calls"]]
     return clean
 
 
+def clean_call(call):
+    """Copy a call; arguments that are no JSON object become "{}"."""
+    name = call["function"]["name"]
+    arguments, _ = parse_arguments(call["function"]["arguments"], repair=False)
+    return {**call, "function": {"name": name, "arguments": to_json(arguments)}}
+
+
 def with_results(messages):
-    """Give each call a unique id and exactly one result; drop results without a call.
+    """Give each call a unique id and exactly one result; drop results without a call, and messages
+    with neither text nor calls.
 
     Some endpoints use the same ids again in each answer. Therefore each result is matched only with
     the calls of the nearest earlier message that has calls.
@@ -480,17 +459,18 @@ def with_results(messages):
     used_ids = set()
     waiting = defaultdict(list)  # old id → tool messages that still contain NO_RESULT
     for message in messages:
+        calls = message.get("tool_calls", [])
+        if calls:
+            waiting.clear()
         if message["role"] == "tool":
-            places = waiting.get(message.get("tool_call_id"))
+            places = waiting[message["tool_call_id"]]
             if places:
                 places.pop(0)["content"] = message["content"]
-            continue
-        paired.append(message)
-        if "tool_calls" in message:
-            waiting.clear()
-        for call in message.get("tool_calls", []):
-            old_id = call.get("id") or None
-            if old_id is None or old_id in used_ids:
+        elif calls or message["content"]:
+            paired.append(message)
+        for call in calls:
+            old_id = call["id"]
+            if old_id in used_ids:
                 call["id"] = f"{len(used_ids):09d}"  # nine digits, because Mistral wants nine
             used_ids.add(call["id"])
             result = {
@@ -512,20 +492,27 @@ def new_id(old=""):
 
 def with_neighbours_joined(messages):
     """user "a", user [image] → user [text "a", image]. The reasoning is kept."""
-    joined = []
-    for message in messages:
-        if not joined or joined[-1]["role"] != message["role"] or message["role"] == "tool":
+    joined = messages[:1]
+    for message in messages[1:]:
+        above = joined[-1]
+        if message["role"] == "tool" or message["role"] != above["role"]:
             joined.append(message)
-            continue
-        above = joined[-1]["content"]
-        below = message["content"]
-        content = above
-        if isinstance(above, str) and isinstance(below, str):
-            content = f"{above}\n\n{below}"
-        elif below:
-            content = as_blocks(above) + as_blocks(below)
-        joined[-1] = {**message, **joined[-1], "content": content}
+        else:
+            content = joined_content(above["content"], message["content"])
+            joined[-1] = {**message, **above, "content": content}
     return joined
+
+
+def joined_content(above, below):
+    """Join two texts or lists of blocks; `below` is None if its message has only calls."""
+    if isinstance(above, list) or isinstance(below, list):
+        return as_blocks(above) + as_blocks(below)
+    return f"{above}\n\n{below}" if below else above
+
+
+def as_blocks(content: str | list):
+    """ "Hi" → [{"type": "text", "text": "Hi"}]"""
+    return content if isinstance(content, list) else [{"type": "text", "text": content}]
 
 
 def with_whole_letters(value):
@@ -1371,12 +1358,10 @@ REASONS = {  # the endpoint's finish reason → OpenAI's; any other (`eos`, `end
 
 
 @dataclass
-class CallParts:  # the pieces of one call that have arrived so far
+class CallParts:  # a call that is arriving in pieces
     index: int | None
-    id: str | None = None
-    name: str = ""
-    arguments: str = ""
-    extra: dict = field(default_factory=dict)
+    call: ToolCallRequest
+    written: str = ""  # the JSON of its arguments
 
 
 class AnswerReader:
@@ -1391,8 +1376,7 @@ class AnswerReader:
         self.read_only = read_only
         self.text = ""  # the answer so far, without thoughts
         self.end = 0  # `text` is shown up to here; the rest may begin a thought or a call
-        self.has_lost_tag = False  # True: after some text, </think> was removed, but not <think>
-        self.calls = []  # CallParts
+        self.parts = []  # CallParts
         self.text_calls = []  # ToolCallRequests
         self.unclear_at = None  # where the text has a call that may be only an example
         self.extra = {}
@@ -1432,25 +1416,22 @@ class AnswerReader:
         by id          a read_file {"pa        th":"a"}        b now {}
         all are 0      0 a read_file {"path":"a"}              0 b now {}
         without ids    0 read_file {"pa    0 th":"a"}          0 now {}
-        repeated       0 a read_file {"pa  0 a read_file th":"a"}
+
+        So a name begins a call, and a piece without a name continues the call with its index.
         """
         index = piece.get("index")
-        id_ = piece.get("id")
         function = piece.get("function") or {}
         name = function.get("name")
-        arguments = function.get("arguments")
-        fitting = [call for call in self.calls if index in (None, call.index)]
-        call = fitting[-1] if fitting else CallParts(index)
-        is_repeated = id_ and id_ == call.id and index is not None  # the same name in each piece
-        if not fitting or (name and call.name and not is_repeated):
-            call = CallParts(index)
-            self.calls.append(call)
-        call.id = call.id or id_
-        call.name = call.name or name or ""
-        if arguments is not None:
-            call.arguments += arguments if isinstance(arguments, str) else to_json(arguments)
+        fitting = [part for part in self.parts if index in (None, part.index)]
+        if name or not fitting:
+            call = ToolCallRequest(piece.get("id") or new_id(), name or "unnamed")
+            fitting = [CallParts(index, call)]
+            self.parts += fitting
+        part = fitting[-1]
+        arguments = function.get("arguments") or ""
+        part.written += arguments if isinstance(arguments, str) else to_json(arguments)
         if "extra_content" in piece:  # Gemini's signature of a thought
-            call.extra["extra_content"] = piece["extra_content"]
+            part.call.extra["extra_content"] = piece["extra_content"]
 
     def _ready(self, piece):
         """Return the text that may be shown now. Thoughts and possible calls are held back."""
@@ -1465,7 +1446,6 @@ class AnswerReader:
             thought = THOUGHT.match(self.text, self.end)
             if not thought or self.is_in_fence:
                 return self.text[begin : self.end]
-            self.has_lost_tag |= self.end > 0 and not thought[1]
             self.text = self.text[: self.end] + self.text[thought.end() :]
 
     @property
@@ -1483,7 +1463,7 @@ class AnswerReader:
             calls, end = read_calls(held, self.tools)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             calls = []  # no call, or a broken one
-        if not calls or self.calls or self.is_in_fence:
+        if not calls or self.parts or self.is_in_fence:
             self.end = len(self.text)
             return held
         if self._may_run(calls, shown, held, end):
@@ -1498,7 +1478,7 @@ class AnswerReader:
         if not shown.strip():
             return True
         has_own_tag = re.match(TAG, held) and END_TOKENS.match(held, end)
-        if not has_own_tag or self.has_lost_tag or THOUGHT_TAG.search(shown):
+        if not has_own_tag or THOUGHT_TAG.search(shown):
             return False
         return all(call.name in self.read_only for call in calls)
 
@@ -1507,20 +1487,19 @@ class AnswerReader:
         reason = REASONS.get(str(self.finish_reason).lower(), "stop")
         is_finished = reason in ("stop", "tool_calls")
         calls = self.text_calls
-        for call in self.calls:
-            arguments, error = parse_arguments(call.arguments, repair=is_finished)
-            calls.append(
-                ToolCallRequest(call.id or new_id(), call.name, arguments, error, extra=call.extra)
-            )
+        for part in self.parts:
+            call = part.call
+            call.arguments, call.error = parse_arguments(part.written, repair=is_finished)
+            calls.append(call)
+        is_cut = any(call.error for call in calls) if calls else not self.is_whole
+        if reason == "error" or (reason is None and is_cut):
+            raise Failure("the answer broke off", "cut")
         # keep the line break at the end of a cut answer, because the model will continue the answer
         text = self.text if reason == "length" else self.text.rstrip("\n")
         text = with_whole_letters(text) if text.strip() else None
-        is_cut = any(call.error for call in calls) if calls else not self.is_whole
-        if reason == "error" or (reason is None and is_cut):
-            raise Failure("the answer broke off" if text or calls else "it sent no answer", "cut")
-        thoughts = self.extra.get("reasoning_content") or self.extra.get("reasoning")
-        answer = LLMResponse(
-            text, calls, reason, {}, thoughts, extra=self.extra, unclear_at=self.unclear_at
+        answer = LLMResponse(text, calls, reason, extra=self.extra, unclear_at=self.unclear_at)
+        answer.reasoning_content = self.extra.get("reasoning_content") or self.extra.get(
+            "reasoning"
         )
         answer.usage = self.usage or estimate_usage(request, answer)
         return answer
@@ -1594,7 +1573,7 @@ THOUGHT_START = re.compile(THOUGHT_LINE)
 LINE_START = re.compile(rf"{THOUGHT_LINE}|(?:\A\s{{0,200}}|^)(?:{TAG}|{FENCE}|{BARE}|{UNCLEAR})")
 THOUGHT_TAG = re.compile(r"</?(?:think|thinking|thought)>")
 THOUGHT = re.compile(
-    r"\s{0,200}(<(?:think|thinking|thought)>(?:[^<]++|<)*?)?</(?:think|thinking|thought)>"
+    r"\s{0,200}(?:<(?:think|thinking|thought)>(?:[^<]++|<)*?)?</(?:think|thinking|thought)>"
 )
 AROUND = re.compile(
     r"(?:\s|</?(?:tool_calls?|tools)>|</function>|<\|python_tag\|>|\[TOOL_CALLS\](?=\s{0,99}[\[{]))*"
