@@ -128,11 +128,11 @@ class LLMRequest:
             if piece and self.on_delta:
                 await self.on_delta(piece)
 
-    async def tell(self, line: str, **fields):
-        """Tell the user why the answer takes longer, for example because of a retry. The event also
-        has `fields`: the endpoint's `error`, and the parameters that were `changed`."""
+    async def tell(self, line: str, error: str = ""):
+        """Tell the user why the answer takes longer: an `error` of the endpoint, or a short context
+        window."""
         log.info("%s", line)
-        self.on_event("retry", text=line, **fields)
+        self.on_event("retry", text=line, error=error)
         if self.on_retry:
             await self.on_retry(line)
 
@@ -250,8 +250,8 @@ class Failure(Exception):
     """A request failed. TROUBLES finds the `kind` in the endpoint's text. For each kind it says how
     often to retry, and what to tell the user:
 
-    "busy" (429, 5xx) three times, "loading" (503) six times, "closed" and "network" three times,
-    "timeout" once. Not at all: "unpaid" (also 429, if the quota is exhausted), "key", "model".
+    "busy" (429, 5xx), "closed" and "network" three times, "loading" (503) six times, "timeout"
+    once. Not at all: "unpaid" (also 429, if the quota is exhausted), "key", "model".
     "overflow" goes back to the runner, which sends a shorter request.
     """
 
@@ -303,9 +303,9 @@ class OpenAIProvider(LLMProvider):
             remedy = find_remedy(failure, body, tried)
             if remedy:
                 tried.append(remedy)
-                old, body = body, remedy.change(body)
+                body = remedy.change(body)
                 notice = f"{self.endpoint.spec.name}, {request.model}: {remedy.notice}"
-                await request.tell(notice, error=failure.cause, changed=difference(old, body))
+                await request.tell(notice, failure.cause)
                 continue
             seconds = retry_after(failure, tries)
             if seconds is None:
@@ -319,7 +319,7 @@ class OpenAIProvider(LLMProvider):
                 )
             tries += 1
             wait = f"{failure.cause}; asking again in {seconds:.0f} s"
-            await request.tell(wait, error=failure.cause)
+            await request.tell(wait, failure.cause)
             await asyncio.sleep(seconds * self.pace)
 
     async def _ask(self, request, body):
@@ -344,8 +344,7 @@ class OpenAIProvider(LLMProvider):
 
     async def _learn(self, request, answer, tried):
         """Remember the changes that this model needed. Warn once if the server cut the request."""
-        known = self.learnt.setdefault(request.model, [])
-        known += [remedy for remedy in tried if remedy.is_remembered and remedy not in known]
+        self.learnt[request.model] = [remedy for remedy in tried if remedy.is_remembered]
         notice = cut_notice(request, answer) if self.is_local and not self.is_warned else ""
         if notice:
             self.is_warned = True
@@ -362,8 +361,8 @@ class OpenAIProvider(LLMProvider):
         """Check address, key and model. Returns the problem in one line, or None."""
         try:
             offered = await self.connection.models()
-        except Failure as failure:
-            return explanation(failure, self.endpoint)
+        except Exception as problem:
+            return explanation(as_failure(problem), self.endpoint)
         if not offered or self.model in offered:
             return None
         return f"Set --model or NANOBOT_MODEL to one of these models: {', '.join(offered[:20])}"
@@ -591,15 +590,14 @@ class ProviderSpec:
     max_tokens_field: str = "max_tokens"
 
 
-PROVIDERS = [  # order: name, keywords, env_key, default_api_base, hosts
-    ProviderSpec(
-        "openai",
-        "gpt|chatgpt|o1|o3|o4",
-        "OPENAI_API_KEY",
-        "https://api.openai.com/v1",
-        default_model="gpt-5-mini",
-        max_tokens_field="max_completion_tokens",
-    ),
+# The order counts for a model of an unknown maker: the user's own servers, gateways, makers
+PROVIDERS = [  # name, keywords, env_key, default_api_base, hosts
+    ProviderSpec("ollama", "", "", "http://localhost:11434/v1", (":11434",), is_local=True),
+    ProviderSpec("lmstudio", "", "", "http://localhost:1234/v1", (":1234",), is_local=True),
+    ProviderSpec("vllm", "", "", "http://localhost:8000/v1", is_local=True),
+    ProviderSpec("llamacpp", "", "", "http://localhost:8080/v1", is_local=True),
+    ProviderSpec("local", "", "", "http://localhost:8000/v1", is_local=True),
+    ProviderSpec("custom"),
     ProviderSpec(
         "openrouter",
         "",
@@ -609,6 +607,29 @@ PROVIDERS = [  # order: name, keywords, env_key, default_api_base, hosts
         key_prefix="sk-or-",
         is_gateway=True,
         supports_prompt_caching=True,
+    ),
+    ProviderSpec(
+        "siliconflow",
+        "",
+        "SILICONFLOW_API_KEY",
+        "https://api.siliconflow.cn/v1",
+        (".api.siliconflow.com",),
+        is_gateway=True,
+    ),
+    ProviderSpec(
+        "aihubmix",
+        "",
+        "AIHUBMIX_API_KEY",
+        "https://aihubmix.com/v1",
+        is_gateway=True,
+    ),
+    ProviderSpec(
+        "openai",
+        "gpt|chatgpt|o1|o3|o4",
+        "OPENAI_API_KEY",
+        "https://api.openai.com/v1",
+        default_model="gpt-5-mini",
+        max_tokens_field="max_completion_tokens",
     ),
     ProviderSpec(
         "anthropic",
@@ -663,21 +684,6 @@ PROVIDERS = [  # order: name, keywords, env_key, default_api_base, hosts
         (".dashscope-intl.aliyuncs.com",),
         default_model="qwen-plus",
     ),
-    ProviderSpec(
-        "siliconflow",
-        "",
-        "SILICONFLOW_API_KEY",
-        "https://api.siliconflow.cn/v1",
-        (".api.siliconflow.com",),
-        is_gateway=True,
-    ),
-    ProviderSpec(
-        "aihubmix",
-        "",
-        "AIHUBMIX_API_KEY",
-        "https://aihubmix.com/v1",
-        is_gateway=True,
-    ),
     ProviderSpec("volcengine", "doubao", "ARK_API_KEY", "https://ark.cn-beijing.volces.com/api/v3"),
     ProviderSpec(
         "xai",
@@ -694,12 +700,6 @@ PROVIDERS = [  # order: name, keywords, env_key, default_api_base, hosts
         max_tokens_field="max_completion_tokens",
         hosts=(".openai.azure.com", ".services.ai.azure.com"),
     ),
-    ProviderSpec("ollama", "", "", "http://localhost:11434/v1", (":11434",), is_local=True),
-    ProviderSpec("lmstudio", "", "", "http://localhost:1234/v1", (":1234",), is_local=True),
-    ProviderSpec("vllm", "", "", "http://localhost:8000/v1", is_local=True),
-    ProviderSpec("llamacpp", "", "", "http://localhost:8080/v1", is_local=True),
-    ProviderSpec("local", "", "", "http://localhost:8000/v1", is_local=True),
-    ProviderSpec("custom"),
 ]
 ROWS = {row.name: row for row in PROVIDERS}
 
@@ -771,7 +771,7 @@ def row_of_address(base_url):
     place = f".{urlsplit(base_url).netloc.rpartition('@')[2]}"  # .api.openai.com, .localhost:11434
     for row in PROVIDERS:
         own = urlsplit(row.default_api_base).netloc
-        if place.endswith((f".{own}", *row.hosts) if own else row.hosts):
+        if place.endswith((f".{own}", *row.hosts)):
             return row
     # ".localhost:9000", ".127.0.0.1:9000", ".192.168.0.7"
     is_local = re.match(r"\.(localhost|0\.0\.0\.0|\[::1\])(:|$)|\.(127|10|192\.168)\.", place)
@@ -779,30 +779,33 @@ def row_of_address(base_url):
 
 
 def row_of_model(known, model):
-    """Choose a row that has a key or an address. The maker's row comes first; `maker/model` or
-    `keywords` identify the maker. Second is the user's own server; third, a gateway. If the maker
-    is unknown, any row may be chosen."""
-    maker = ROWS.get(model.partition("/")[0])
-    if maker and maker.is_local:
-        return maker
-    for row in PROVIDERS:  # the names `gpt-5` and `hf.co/gpt-5` match the row openai
-        start = f"(?i)(?<![a-z0-9])({row.keywords})"
-        if row.keywords and not maker and re.search(start, model):
-            maker = row
+    """Choose a row that has a key or an address: the maker's row, or else the first one. Another
+    maker gets the request only if the model's maker is unknown."""
     usable = []
     for row in PROVIDERS:
         own = known[row.name]
         if own.api_base or (own.api_key and row.default_api_base):
             usable.append(row)
-    if maker in usable:
+    maker = maker_of(model)
+    if maker and (maker.is_local or maker in usable):
         return maker
-    usable.sort(key=lambda row: (bool(row.env_key), not row.is_gateway))
     if not usable:
         return None
-    if maker and usable[0].env_key and not usable[0].is_gateway:
+    first = usable[0]
+    if maker and first.env_key and not first.is_gateway:
         fix = f"set {maker.env_key or 'its apiBase'}, or name a gateway with --provider"
         raise ValueError(f"{model} is a model of {maker.name}: {fix}")
-    return usable[0]
+    return first
+
+
+def maker_of(model):
+    """`ollama/llama3` → ollama;  `gpt-5`, `hf.co/gpt-5` → openai;  `unheard-of` → None"""
+    named = ROWS.get(model.partition("/")[0])
+    if named:
+        return named
+    for row in PROVIDERS:
+        if row.keywords and re.search(f"(?i)(?<![a-z0-9])({row.keywords})", model):
+            return row
 
 
 # ---- What went wrong ----
@@ -861,8 +864,7 @@ TROUBLES = {  # the first row whose pattern fits
         "{where} does not answer like a model ({cause}). Base URLs mostly end in /v1.",
     ),
     "closed": Trouble(
-        "^APIConnectionError (RemoteProtocol|Read|Write)Error",
-        "{where} closed the connection ({cause}).",
+        "^(APIConnectionError )?(RemoteProtocol|Read|Write)Error",
         retries=3,
         cause="it closed the connection",
     ),
@@ -876,11 +878,6 @@ TROUBLES = {  # the first row whose pattern fits
         "{where} gave no answer in time. Ask again, or try a smaller model.",
         retries=1,
         cause="no answer in time",
-    ),
-    "cut": Trouble(
-        "^(RemoteProtocol|Read|Write)Error",
-        retries=3,
-        cause="it closed the connection in the middle",
     ),
     # "No module named 'openai'", "DLL load failed while importing jiter"
     "package": Trouble(
@@ -998,12 +995,6 @@ def refused_parameters(body, complaint):
         if re.search(f"(?i){named}", complaint):
             refused.append(name)
     return sorted(refused)
-
-
-def difference(old, new):
-    """The parameters that a remedy has changed: {"stop": None}. The long ones are left out."""
-    short = (old | new).keys() - {"messages", "tools"}
-    return {name: new.get(name) for name in short if old.get(name) != new.get(name)}
 
 
 def setting(**values):
@@ -1305,13 +1296,10 @@ class Connection:
                 raise as_failure(problem) from problem
 
     async def models(self):
-        """The ids of the models that the endpoint offers; raises Failure."""
-        try:
-            response = await self.client().models.with_raw_response.list(timeout=10.0)
-            rows = parse_answer(response.content).get("data") or []
-            return [str(row.get("id")).removeprefix("models/") for row in rows]  # Gemini's prefix
-        except Exception as problem:
-            raise as_failure(problem) from problem
+        """The ids of the models that the endpoint offers."""
+        response = await self.client().models.with_raw_response.list(timeout=10.0)
+        rows = parse_answer(response.content).get("data") or []
+        return [str(row.get("id")).removeprefix("models/") for row in rows]  # Gemini's prefix
 
 
 async def chunks_of(response):
@@ -1336,7 +1324,7 @@ def parse_answer(data):
         if isinstance(answer, dict):
             return answer
     start = " ".join(data[:2_000].decode(errors="replace").split())
-    kind = "cut" if not start or start.startswith("{") else "nonsense"
+    kind = "closed" if not start or start.startswith("{") else "nonsense"
     raise Failure(f"not a JSON object but: {start[:120] or 'nothing'}", kind)
 
 
@@ -1387,14 +1375,11 @@ class AnswerReader:
     def feed(self, chunk: dict):
         """Add a chunk. Returns the text that may be shown now."""
         choices = chunk.get("choices") or []
-        try:
-            for part in (chunk, *choices):
-                if part.get("error"):
-                    raise refusal(part["error"])
-                self.usage = read_usage(part.get("usage") or {}) or self.usage
-            return "".join([self._add(choice) for choice in choices])
-        except (AttributeError, TypeError, ValueError) as problem:
-            raise Failure("its answer has a strange form", "nonsense") from problem
+        for part in (chunk, *choices):
+            if part.get("error"):
+                raise refusal(part["error"])
+            self.usage = read_usage(part.get("usage") or {}) or self.usage
+        return "".join([self._add(choice) for choice in choices])
 
     def _add(self, choice):
         self.finish_reason = choice.get("finish_reason") or self.finish_reason
@@ -1493,7 +1478,7 @@ class AnswerReader:
             calls.append(call)
         is_cut = any(call.error for call in calls) if calls else not self.is_whole
         if reason == "error" or (reason is None and is_cut):
-            raise Failure("the answer broke off", "cut")
+            raise Failure("the answer broke off", "closed")
         # keep the line break at the end of a cut answer, because the model will continue the answer
         text = self.text if reason == "length" else self.text.rstrip("\n")
         text = with_whole_letters(text) if text.strip() else None
