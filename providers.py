@@ -273,7 +273,9 @@ class OpenAIProvider(LLMProvider):
         idle_timeout: float = 90,
         pace: float = 1,
     ):
-        key = "".join(endpoint.api_key.split())  # without line breaks, which no header may contain
+        key = (
+            endpoint.api_key.strip()
+        )  # a line break, which no header may contain, can be at its end
         address = endpoint.api_base or endpoint.spec.default_api_base
         self.endpoint = replace(endpoint, api_key=key, api_base=address)
         self.model = endpoint.model
@@ -296,7 +298,8 @@ class OpenAIProvider(LLMProvider):
         while True:
             try:
                 response = await self._ask(request, body)
-                await self._learn(request, response, tried)
+                self.learnt[request.model] = [remedy for remedy in tried if remedy.is_remembered]
+                await self._warn_if_cut(request, response)
                 return response
             except Failure as problem:
                 failure = problem
@@ -342,13 +345,16 @@ class OpenAIProvider(LLMProvider):
                 failure.shown = reader.text[: reader.end]
             raise
 
-    async def _learn(self, request, answer, tried):
-        """Remember the changes that this model needed. Warn once if the server cut the request."""
-        self.learnt[request.model] = [remedy for remedy in tried if remedy.is_remembered]
-        notice = cut_notice(request, answer) if self.is_local and not self.is_warned else ""
-        if notice:
+    async def _warn_if_cut(self, request, answer):
+        """Warn once if the server cut the request. Ollama does so silently, beyond its
+        context window (4,096 tokens by default)."""
+        seen = answer.usage["prompt_tokens"]
+        sent = estimate_usage(request, answer)["prompt_tokens"]
+        is_cut = 1_000 < seen < 5_000 and sent > 2 * seen
+        if is_cut and self.is_local and not self.is_warned:
             self.is_warned = True
-            await request.tell(notice)
+            fix = "Set a larger context. For Ollama: OLLAMA_CONTEXT_LENGTH=64000 ollama serve"
+            await request.tell(f"The server read {seen:,} of about {sent:,} tokens. {fix}")
 
     def warm_up(self):
         with contextlib.suppress(ImportError):  # the first request reports a missing package
@@ -908,13 +914,10 @@ def kind_of(text):
 
 
 def as_failure(problem):
-    """Convert errors of the SDK or the network to Failure; raise other errors, which are bugs."""
+    """Convert an error of the SDK, the network or the server's data to Failure."""
     if isinstance(problem, Failure):
         return problem
-    library = type(problem).__module__.partition(".")[0]
-    is_external = isinstance(problem, OSError | UnicodeError | RecursionError | ImportError)
-    if not is_external and library not in ("openai", "httpx", "httpx2"):
-        raise problem
+    log.debug("the request failed", exc_info=problem)
     response = getattr(problem, "response", None)
     if response is not None:
         return refusal(problem.body, response.status_code, response.headers.get("retry-after", ""))
@@ -1045,16 +1048,18 @@ def with_signature(message):
     return {**message, "tool_calls": [{"extra_content": foreign, **first}, *rest]}
 
 
-def without_name(message):
-    return {key: value for key, value in message.items() if key != "name"}
+def without_extras(message):
+    return {key: message[key] for key in message if key not in (*REASONING, "name")}
 
 
 def with_short_ids(message):
     """call_8bXe0aTzQmW2 → 588788278, in the call and in its result."""
-    if message["role"] == "tool":
-        return {**message, "tool_call_id": new_id(message["tool_call_id"])}
-    calls = [{**call, "id": new_id(call["id"])} for call in message.get("tool_calls", [])]
-    return {**message, "tool_calls": calls} if calls else message
+
+    def short(found: dict):
+        ids = {key: new_id(found[key]) for key in ("id", "tool_call_id") if key in found}
+        return found | ids
+
+    return json.loads(to_json(message), object_hook=short)
 
 
 def with_system_as_user(body):
@@ -1149,10 +1154,12 @@ HEALING = [
     ),
     # Groq "'messages.1' : … property 'reasoning_content' is unsupported", llama.cpp "Cannot pass
     # both content and thinking in an assistant message with tool calls!"
+    # "messages.2.tool.name: Extra inputs are not permitted", "property 'name' is unsupported"
     Remedy(
-        "messages.{0,80}reasoning|both content and thinking",
-        "older reasoning is left out",
-        in_messages(partial(without_keys, unwanted=REASONING)),
+        r"messages.{0,80}(reasoning|\bname\b.{0,80}(unsupported|not (permitted|supported)|"
+        "unknown|unexpected))|both content and thinking",
+        "older reasoning and the names of results are left out",
+        in_messages(without_extras),
     ),
     # llama.cpp "Only user, assistant and tool roles are supported, got system."
     Remedy(
@@ -1166,12 +1173,6 @@ HEALING = [
         "a-z, A-Z, 0-9, with a length of 9",
         "ids of calls are shortened",
         in_messages(with_short_ids),
-    ),
-    # "messages.2.tool.name: Extra inputs are not permitted", "property 'name' is unsupported"
-    Remedy(
-        r"messages.{0,80}\bname\b.{0,80}(unsupported|not (permitted|supported)|unknown|unexpected)",
-        "results are sent without the names of their tools",
-        in_messages(without_name),
     ),
     # Gemini "Function call is missing a thought_signature in functionCall parts."
     Remedy(
@@ -1508,16 +1509,6 @@ def read_usage(usage):
     return counted(sent, received, cached or 0, False) if sent else {}
 
 
-def cut_notice(request, answer):
-    """Ollama silently cuts a request that exceeds its context window (4,096 tokens by default)."""
-    seen = answer.usage["prompt_tokens"]
-    sent = estimate_usage(request, answer)["prompt_tokens"]
-    if not 1_000 < seen < 5_000 or sent <= 2 * seen:
-        return ""
-    fix = "Set a larger context. For Ollama: OLLAMA_CONTEXT_LENGTH=64000 ollama serve"
-    return f"The server read {seen:,} of about {sent:,} tokens. {fix}"
-
-
 def estimate_usage(request, answer):
     """Estimate the token counts: an English token has about four characters."""
     sent = len(to_json([request.messages, request.tools])) // 4
@@ -1548,6 +1539,7 @@ def counted(sent, received, cached, estimated):
 TAG = r"<(?:tool_calls?|tools)>|<function=|\[TOOL_CALLS\]|<\|python_tag\|>"
 BARE = r'[\[{]\s{0,99}{?\s{0,99}"(?:name|type|id|function|arguments|parameters)"'
 FENCE = rf"```(?:json|tool_call)?[ \t\r]{{0,9}}\n\s{{0,80}}(?={TAG}|{BARE})"
+FENCE_OR_END = re.compile(f"{FENCE}|```")
 # the end of a piece of a stream: `<tool_c`, `[TOOL_`, `{"na`, "```js"
 PARTIAL = r'(?:</?\|?\w{0,12}\|?|\[[A-Z_]{1,11}|[\[{]\s{0,99}(?:{?\s{0,99}(?:"\w{0,10})?)?)?\Z'
 UNCLEAR = rf"(?: {{0,3}}(?:`{{1,9}}|~{{1,9}})\w{{0,20}}\s{{0,99}})?{PARTIAL}"
@@ -1589,12 +1581,11 @@ def read_calls(text, tools):
     parser reads JSON calls, so a code fence or a tag inside a string stays in the string."""
     calls, is_fenced, place = [], False, 0
     while (place := AROUND.match(text, place).end()) < len(text):
-        opening = re.compile(FENCE).match(text, place)
+        fence = FENCE_OR_END.match(text, place)
         named = NAMED.match(text, place)
-        if opening:
-            is_fenced, place = True, opening.end()
-        elif is_fenced and text.startswith("```", place):
-            is_fenced, place = False, place + 3
+        if fence and (is_fenced or fence[0] != "```"):
+            is_fenced = not is_fenced
+            place = fence.end()
         elif calls and INVENTED.match(text, place):
             break  # '{"name": "ls", "arguments": {}}\n```\na.txt\n```\nThe folder has a.txt.'
         elif named:
@@ -1602,36 +1593,34 @@ def read_calls(text, tools):
             arguments = dict(re.findall(f"(?s){PARAMETER}", named[2]))
             if text.startswith("{", place):
                 arguments, place = JSON.raw_decode(text, place)
-            calls.append(text_call(named[1], arguments, tools))
+            calls.append(text_call({"name": named[1], "arguments": arguments}, tools))
         else:
             found, place = JSON.raw_decode(text, place)
             for each in found if isinstance(found, list) else [found]:
-                calls.append(text_call(*name_and_arguments(each), tools))
+                calls.append(text_call(each, tools))
     return calls, place
 
 
-def name_and_arguments(found):
-    """Raises an exception if the JSON is no call, but a log entry or the description of a tool."""
-    kind = found.get("type", "function")
-    if found.keys() <= {"type", "id", "function"}:  # {"type": "function", "function": {…}}
-        found = found["function"]
-    is_schema = "properties" in (found.get("parameters") or {})
-    if kind != "function" or is_schema or found.keys() - CALL_KEYS:
-        raise ValueError("not a call")
-    return found["name"], found.get("arguments", found.get("parameters"))
+def text_call(found, tools):
+    """{"name": "ls", "arguments": {"path": ".", "colour": 1}} → ls({"path": "."})
 
-
-def text_call(name, written, tools):
-    """Drop unknown arguments. Raises an exception for an unknown tool or a missing argument."""
-    schema = tools[name]
+    Drop unknown arguments. Raises an exception for an unknown tool, a missing argument, and for
+    JSON that is no call, but a log entry or the description of a tool."""
+    is_wrapped = found.keys() <= {"type", "id", "function"}
+    call = found["function"] if is_wrapped else found
+    schema = tools[call["name"]]
+    written = call.get("arguments", call.get("parameters"))
     arguments, error = parse_arguments(written, repair=False)
+    is_schema = "properties" in call.get("parameters", {})
+    is_function = found.get("type", "function") == "function"
+    if written is None or error or is_schema or not is_function or call.keys() - CALL_KEYS:
+        raise ValueError(error or "not a call")
     properties = schema.get("properties")
     if properties and not schema.get("additionalProperties"):
         arguments = {key: value for key, value in arguments.items() if key in properties}
-    missing = set(schema.get("required", [])) - arguments.keys()
-    if written is None or error or missing:
-        raise ValueError(error or "an argument is missing")
-    return ToolCallRequest(new_id(), name, arguments)
+    if set(schema.get("required", [])) - arguments.keys():
+        raise ValueError("an argument is missing")
+    return ToolCallRequest(new_id(), call["name"], arguments)
 
 
 # ---- Recorded events: without keys, and read again ----
@@ -1639,7 +1628,7 @@ def text_call(name, written, tools):
 #
 # {"time": 1795430000.1, "run": "5f0c2a9e", "who": "turn", "key": "cli:direct", "kind": "request",
 #  "model": "m", "options": {…}, "sent": [1, 2], "tokens": [812, 41], "messages": [{…}, {…}]}
-# {…, "kind": "retry", "text": "local, m: …", "error": "HTTP 400: …", "changed": {"stop": null}}
+# {…, "kind": "retry", "text": "local, m: …", "error": "HTTP 400: …"}
 # {…, "kind": "answer", "seconds": 0.8, "answer": {"tool_calls": [{"id": "c1", …}], …}}
 # {…, "kind": "call", "id": "c1", "name": "exec", "arguments": {"command": "ls"}}
 # {…, "kind": "result", "id": "c1", "text": "a.txt", "is_error": false, "outcome": "done"}

@@ -1068,7 +1068,10 @@ MENDED = {  # a recorded refusal: a part of what the user is told, and what chan
         "empty reasoning",
         {"messages.2.reasoning_content": ""},
     ),
-    "groq-reasoning-content-unsupported": ("reasoning is left out", {"messages.2.reasoning": GONE}),
+    "groq-reasoning-content-unsupported": (
+        "reasoning and the names of results are left out",
+        {"messages.2.reasoning": GONE, "messages.3.name": GONE},
+    ),
     "template-system-refused": (
         "system prompt becomes a user message",
         {
