@@ -31,7 +31,6 @@ import logging
 import re
 import shlex
 import time
-import warnings
 import zlib
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection, Iterable
@@ -131,7 +130,7 @@ class LLMRequest:
     async def tell(self, line: str, error: str = ""):
         """Tell the user why the answer takes longer: an `error` of the endpoint, or a short context
         window."""
-        log.info("%s", line)
+        log.info(line)
         self.on_event("retry", text=line, error=error)
         if self.on_retry:
             await self.on_retry(line)
@@ -163,12 +162,13 @@ class LLMProvider:
         other text. Options: max_tokens, temperature, tool_choice. If the endpoint fails, the
         response has `finish_reason="error"`. CancelledError and errors of callbacks are not caught.
         """
-        wanted = {name: value for name, value in options.items() if value is not None}
         lawful, tools = legal(messages), tools or []
         name = model or self.model
-        request = LLMRequest(lawful, tools, name, wanted, on_delta, on_retry, read_only, on_event)
+        request = LLMRequest(lawful, tools, name, options, on_delta, on_retry, read_only, on_event)
         healed = [remedy.notice for remedy in self.learnt.get(name, [])]
-        on_event("request", model=name, options=wanted, messages=lawful, tools=tools, healed=healed)
+        on_event(
+            "request", model=name, options=options, messages=lawful, tools=tools, healed=healed
+        )
         began = time.monotonic()
         response = failed("It was stopped.")
         try:
@@ -228,8 +228,8 @@ def legal(messages: list[dict], reply: bool = True) -> list[dict]:
     assistant "I will"
 
     At most one system message comes first, then a user message. Adjacent messages of one role are
-    joined. Each call has one result. Ids are unique, arguments are JSON objects, texts are not
-    empty. Unknown keys are removed. If `reply` is set, assistant messages at the end are removed.
+    joined. Each call has one result. Ids are unique, texts are not empty. Unknown keys are removed.
+    If `reply` is set, assistant messages at the end are removed.
     """
     clean = [clean_message(message) for message in messages]
     system = [message for message in clean if message["role"] == "system"]
@@ -321,8 +321,7 @@ class OpenAIProvider(LLMProvider):
                     is_overflow=failure.kind == "overflow",
                 )
             tries += 1
-            wait = f"{failure.cause}; asking again in {seconds:.0f} s"
-            await request.tell(wait, failure.cause)
+            await request.tell(f"{failure.cause}; asking again in {seconds:.0f} s", failure.cause)
             await asyncio.sleep(seconds * self.pace)
 
     async def _ask(self, request, body):
@@ -330,15 +329,13 @@ class OpenAIProvider(LLMProvider):
         is_weak = self.is_local or "tools" not in body  # calls may arrive as text
         wish = self.endpoint.text_tool_calls
         reads_text = wish == "on" or (wish == "auto" and is_weak)
-        tools = parameters_by_name(request.tools) if reads_text else {}
-        reader = AnswerReader(tools, request.read_only)
-        body = {"model": request.model, **body}
+        reader = AnswerReader(request, reads_text)
         try:
             async with contextlib.aclosing(self.connection.chunks(body)) as chunks:
                 async for chunk in chunks:
                     await request.show(reader.feed(chunk))
             await request.show(reader.close())
-            return reader.response(request)
+            return reader.whole()
         except Failure as failure:
             failure.cause = self.endpoint.without_secrets(failure.cause)
             if request.on_delta:
@@ -351,10 +348,12 @@ class OpenAIProvider(LLMProvider):
         seen = answer.usage["prompt_tokens"]
         sent = estimate_usage(request, answer)["prompt_tokens"]
         is_cut = 1_000 < seen < 5_000 and sent > 2 * seen
-        if is_cut and self.is_local and not self.is_warned:
+        if is_cut and not self.is_warned:
             self.is_warned = True
-            fix = "Set a larger context. For Ollama: OLLAMA_CONTEXT_LENGTH=64000 ollama serve"
-            await request.tell(f"The server read {seen:,} of about {sent:,} tokens. {fix}")
+            await request.tell(
+                f"The server read {seen:,} of about {sent:,} tokens. Set a larger context. "
+                "For Ollama: OLLAMA_CONTEXT_LENGTH=64000 ollama serve"
+            )
 
     def warm_up(self):
         with contextlib.suppress(ImportError):  # the first request reports a missing package
@@ -375,8 +374,9 @@ class OpenAIProvider(LLMProvider):
 
 
 def request_body(endpoint, request, learnt):
-    """Return {"messages": […], "tools": […], …}, with the changes that this model needs."""
-    body = {"messages": request.messages, "tools": request.tools or None, **request.options}
+    """Return {"model": "m", "messages": […], …}, with the changes that this model needs."""
+    body = {"model": request.model, "messages": request.messages, "tools": request.tools or None}
+    body |= request.options
     if "max_tokens" in body:
         body[endpoint.spec.max_tokens_field] = body.pop("max_tokens")
     if request.on_delta:
@@ -436,21 +436,14 @@ NO_RESULT = "[interrupted: its outcome is unknown. Check before you repeat it]"
 
 
 def clean_message(message):
-    """Copy the known keys of a message, fill in a blank text, and repair arguments."""
+    """Copy the known keys of a message and its calls, and fill in a blank text."""
     clean = {key: message[key] for key in KNOWN_KEYS if message.get(key)}
     if not str(clean.get("content", "")).strip():
         # no filler in assistant messages, because models imitate their own messages
         clean["content"] = None if clean["role"] == "assistant" else "(empty)"
     if "tool_calls" in clean:
-        clean["tool_calls"] = [clean_call(call) for call in clean["tool_calls"]]
+        clean["tool_calls"] = [dict(call) for call in clean["tool_calls"]]
     return clean
-
-
-def clean_call(call):
-    """Copy a call; arguments that are no JSON object become "{}"."""
-    name = call["function"]["name"]
-    arguments, _ = parse_arguments(call["function"]["arguments"], repair=False)
-    return {**call, "function": {"name": name, "arguments": to_json(arguments)}}
 
 
 def with_results(messages):
@@ -540,9 +533,9 @@ JSON_STRING = r"""(?s)"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'"""  # "a \" b" or 'a'
 def parse_arguments(written, repair):
     """Return a call's arguments and an error: `({}, "its arguments are not valid JSON …")`."""
     try:
-        text = written if isinstance(written, str) else to_json(written or {})
+        text = written if isinstance(written, str) else to_json(written)
         value = with_whole_letters(load_json(text.strip() or "{}", repair))  # raises for NaN
-    except (TypeError, ValueError, RecursionError, ImportError) as problem:
+    except Exception as problem:  # ValueError, RecursionError, and whatever json-repair raises
         return {}, f"its arguments are not valid JSON ({problem})"
     if not isinstance(value, dict):
         return {}, f"its arguments must be one JSON object, not {text[:100]!r}"
@@ -560,9 +553,8 @@ def load_json(text, repair):
         if not repair or len(text) > 10_000 or ends_within(text):
             raise
     try:
-        with warnings.catch_warnings(action="ignore"):  # "\\d" causes a SyntaxWarning
-            return ast.literal_eval(text)  # {'path': 'a.txt', 'all': True}
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return ast.literal_eval(text)  # {'path': 'a.txt', 'all': True}
+    except Exception:
         import json_repair
 
         return json_repair.loads(text)
@@ -644,7 +636,6 @@ PROVIDERS = [  # name, keywords, env_key, default_api_base, hosts
         "https://api.anthropic.com/v1",
         key_prefix="sk-ant-",
         default_model="claude-sonnet-4-5",
-        supports_prompt_caching=True,
     ),
     ProviderSpec(
         "deepseek",
@@ -825,6 +816,7 @@ class Trouble(NamedTuple):  # a row of TROUBLES
     cause: str = ""  # if empty, the cause is the text of the endpoint or of the exception
 
 
+CODE = "(^|'code': )"  # the status begins the text; after a "200 OK", only the body has a code
 AGAIN = r"(?:try again|retry)\w{0,9} (?:in|after) (?=\d)"  # as in "Please try again in 5.2s".
 TROUBLES = {  # the first row whose pattern fits
     # llama.cpp "Loading model"; the six delays of 1 to 32 s take a minute
@@ -838,25 +830,26 @@ TROUBLES = {  # the first row whose pattern fits
         "reduce (the length of the|your) message|(than the|with) context length|"
         "context ?window ?exceed|exceeded model token limit|too large for model with|"
         "context size has been exceeded|range of input length|`?inputs`? (tokens|must have less)",
-        "{where}: the conversation is too long for {model} ({cause}). Begin a new "
+        "{where}: the conversation is too long for the model ({cause}). Begin a new "
         "conversation with /new. If a single message is too long, put its text into a file.",
     ),
     # "You exceeded your current quota", "Insufficient Balance", "余额不足". But "quota exceeded,
     # try again in 20s" is a rate limit, and a 401 with "insufficient permissions" is about the key
     "unpaid": Trouble(
         rf"^(?!401 |5\d\d |.*{AGAIN})"
-        "(402 |.*(insufficient|exceeded.{0,20}quota|billing|credit|balance|payment|余额|欠费))",
+        "(402 |.*('code': 402|insufficient|exceeded.{0,20}quota|billing|credit|balance|payment|"
+        "余额|欠费))",
         "{where} reports a billing problem ({cause}). Add credit, or use another --provider.",
     ),
     # "The engine is currently overloaded", "Rate limit reached", Groq 400 "tool_use_failed"
     "busy": Trouble(
-        rf"^(408|409|429|5\d\d) |{AGAIN}|overloaded|rate.?limit|访问量过大|速率限制|"
+        rf"{CODE}(408|409|429|5\d\d)\b|{AGAIN}|overloaded|rate.?limit|访问量过大|速率限制|"
         "tool_use_failed",
         retries=3,
     ),
     # xAI "Incorrect API key provided", Gemini "API key not valid", LiteLLM "No connected db"
     "key": Trouble(
-        "^40[13] |incorrect api key|api key not valid|no connected db",
+        rf"{CODE}40[13]\b|incorrect api key|api key not valid|no connected db",
         "{where} refuses the key ({cause}). Replace {variable}.",
     ),
     # "is not a valid model ID", DeepSeek "Model Not Exist", LiteLLM "Invalid model name passed in"
@@ -900,7 +893,6 @@ def explanation(failure, endpoint):
     text = TROUBLES[failure.kind].advice.format(
         where=endpoint.api_base,
         cause=failure.cause,
-        model=endpoint.model,
         variable=endpoint.spec.env_key or "OPENAI_API_KEY",
     )
     return endpoint.without_secrets(text)
@@ -935,9 +927,6 @@ def refusal(body, status=None, wait=""):
 
     [{"error":{"code":400,"message":"Unknown name"}}]  → Failure("Unknown name", …)
     """
-    code = body.get("code") if isinstance(body, dict) else None
-    if status is None and isinstance(code, int):
-        status = code
     text = str(body or "")[:4_000]  # enough text for each pattern, and the search stays fast
     said = ": ".join(map(JSON.decode, re.findall(ERROR_TEXT, json.dumps(body))))
     line = " ".join((said or text).split())[:500]
@@ -968,7 +957,8 @@ def find_remedy(failure, body, tried):
         fits = re.search(f"(?is){remedy.complaint}", failure.text)
         if fits and remedy not in tried and remedy.change(body) != body:
             return remedy
-    refused = refused_parameters(body, failure.text)
+    names = sorted(body.keys() - {"model", "messages", "tools"})
+    refused = [name for name in names if is_refused(name, failure.text)]
     if not refused:
         return None
     notice = f"{' and '.join(refused)} is left out: this model does not accept it"
@@ -981,23 +971,17 @@ REFUSAL = (
 )
 
 
-def refused_parameters(body, complaint):
-    """The parameters that an error names. A plain word must be in quotes or follow certain words.
+def is_refused(name, complaint):
+    """True if an error refuses a parameter. A plain word must be in quotes or follow certain words.
 
     Groq "property 'store' is unsupported", xAI "Argument not supported on this model: stop", Ollama
     "does not support thinking", xAI "does not support parameter reasoningEffort"
     """
-    refused = []
-    if not re.search(REFUSAL, complaint):  # a server may repeat the whole request in its error
-        return refused
-    for name in body.keys() - {"model", "messages", "tools"}:
-        word = name.replace("_", "_?")  # xAI writes reasoningEffort
-        named = rf"['\"`]{word}\\*['\"`]|(: |support |parameter |invalid ){word}\b"
-        if "_" in name:
-            named = rf"\b{word}\b"
-        if re.search(f"(?i){named}", complaint):
-            refused.append(name)
-    return sorted(refused)
+    word = name.replace("_", "_?")  # xAI writes reasoningEffort
+    plain = rf"['\"`]{word}\\*['\"`]|(: |support |parameter |invalid ){word}\b"
+    named = rf"\b{word}\b" if "_" in name else plain
+    # without a word of refusal, the server may only have repeated the whole request in its error
+    return re.search(REFUSAL, complaint) and re.search(f"(?i){named}", complaint)
 
 
 def setting(**values):
@@ -1020,10 +1004,6 @@ def without_keys(value, unwanted):
         return {key: found[key] for key in found if key not in unwanted}
 
     return json.loads(to_json(value), object_hook=kept)
-
-
-def with_other_limit(body):
-    return setting(max_tokens=None, max_completion_tokens=body.get("max_tokens"))(body)
 
 
 def as_text(message):
@@ -1115,15 +1095,14 @@ UNWANTED = (
 HEALING = [
     # "However, you requested 8500 tokens (308 in the messages, 8192 in the completion)"
     # "max_tokens is too large: 32000. This model supports at most 16384 completion tokens"
+    # "'max_tokens' is not supported with this model. Use 'max_completion_tokens' instead."
     Remedy(
-        "maximum context length.{1,200}(in the messages|input tokens)|"
+        "max_completion_tokens|maximum context length.{1,200}(in the messages|input tokens)|"
         "max_(completion_)?tokens.{1,99}(too large|maximum|at most|less than|range|exceed)|"
         "(range of|input length and) .?max_tokens",
         "max_tokens is left out: the server sets it",
         setting(max_tokens=None, max_completion_tokens=None),
     ),
-    # "'max_tokens' is not supported with this model. Use 'max_completion_tokens' instead."
-    Remedy("max_completion_tokens", "max_tokens is renamed for this model", with_other_limit),
     # DashScope "This model only support stream mode, please enable the stream parameter", and
     # "parameter.enable_thinking must be set to false for non-streaming calls"
     Remedy(
@@ -1217,8 +1196,7 @@ def cache_marks(body):
     first, *rest = body["messages"]
     if first["role"] != "system":
         return body
-    text = as_text(first)["content"]
-    block = {"type": "text", "text": text, "cache_control": {"type": "ephemeral"}}
+    block = {"type": "text", "text": first["content"], "cache_control": {"type": "ephemeral"}}
     return {**body, "messages": [{**first, "content": [block]}, *rest]}
 
 
@@ -1356,42 +1334,38 @@ class CallParts:  # a call that is arriving in pieces
 class AnswerReader:
     """Joins the chunks of an answer; an answer that is not streamed consists of one chunk.
 
-    `tools` has those that may be called as text: {"read_file": {…parameters…}}, and `read_only`
-    the names of the tools that change nothing.
+    If `reads_text` is set, the request's tools may be called as text.
     """
 
-    def __init__(self, tools: dict[str, dict], read_only: Collection[str] = ()):
-        self.tools = tools
-        self.read_only = read_only
+    def __init__(self, request: LLMRequest, reads_text: bool):
+        self.request = request
+        self.tools = parameters_by_name(request.tools) if reads_text else {}
+        self.answer = LLMResponse(finish_reason=None)
         self.text = ""  # the answer so far, without thoughts
         self.end = 0  # `text` is shown up to here; the rest may begin a thought or a call
         self.parts = []  # CallParts
-        self.text_calls = []  # ToolCallRequests
-        self.unclear_at = None  # where the text has a call that may be only an example
-        self.extra = {}
-        self.usage = {}
-        self.is_whole = False  # True: the server has signalled the end of the answer
-        self.finish_reason = None
+        self.has_ended = False  # True: the server has signalled the end of the answer
 
     def feed(self, chunk: dict):
-        """Add a chunk. Returns the text that may be shown now."""
+        """Add a chunk. Returns the text that may be shown now. Raises Failure for an error."""
         choices = chunk.get("choices") or []
         for part in (chunk, *choices):
             if part.get("error"):
                 raise refusal(part["error"])
-            self.usage = read_usage(part.get("usage") or {}) or self.usage
+            self.answer.usage = read_usage(part.get("usage") or {}) or self.answer.usage
         return "".join([self._add(choice) for choice in choices])
 
     def _add(self, choice):
-        self.finish_reason = choice.get("finish_reason") or self.finish_reason
-        self.is_whole |= "delta" not in choice
+        answer = self.answer
+        answer.finish_reason = choice.get("finish_reason") or answer.finish_reason
+        self.has_ended |= "delta" not in choice
         message = choice.get("delta") or choice.get("message") or {}
         for piece in message.get("tool_calls") or []:
             self._add_call(piece)
         for name in REASONING:
-            if message.get(name):
-                before = self.extra.get(name)
-                self.extra[name] = before + message[name] if before else message[name]
+            new = message.get(name)
+            if new:  # a text, or a list of details
+                answer.extra[name] = answer.extra[name] + new if name in answer.extra else new
         blocks = as_blocks(message.get("content") or "")
         return self._ready("".join([block.get("text") or "" for block in blocks]))
 
@@ -1447,16 +1421,16 @@ class AnswerReader:
             return ""
         try:
             calls, end = read_calls(held, self.tools)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        except Exception:
             calls = []  # no call, or a broken one
         if not calls or self.parts or self.is_in_fence:
             self.end = len(self.text)
             return held
         if self._may_run(calls, shown, held, end):
-            self.text_calls = calls
+            self.answer.tool_calls = calls
             self.text = shown.rstrip()
         else:
-            self.unclear_at = self.end
+            self.answer.unclear_at = self.end
         return ""
 
     def _may_run(self, calls, shown, held, end):
@@ -1466,28 +1440,29 @@ class AnswerReader:
         has_own_tag = re.match(TAG, held) and END_TOKENS.match(held, end)
         if not has_own_tag or THOUGHT_TAG.search(shown):
             return False
-        return all(call.name in self.read_only for call in calls)
+        return all(call.name in self.request.read_only for call in calls)
 
-    def response(self, request: LLMRequest):
+    def whole(self):
         """Return the answer, even if it reached max_tokens. Raises Failure if it broke off."""
-        reason = REASONS.get(str(self.finish_reason).lower(), "stop")
+        answer = self.answer
+        reason = REASONS.get(str(answer.finish_reason).lower(), "stop")
+        answer.finish_reason = reason
         is_finished = reason in ("stop", "tool_calls")
-        calls = self.text_calls
         for part in self.parts:
             call = part.call
             call.arguments, call.error = parse_arguments(part.written, repair=is_finished)
-            calls.append(call)
-        is_cut = any(call.error for call in calls) if calls else not self.is_whole
+            answer.tool_calls.append(call)
+        is_cut = not self.has_ended
+        if answer.tool_calls:
+            is_cut = any(call.error for call in answer.tool_calls)
         if reason == "error" or (reason is None and is_cut):
             raise Failure("the answer broke off", "closed")
         # keep the line break at the end of a cut answer, because the model will continue the answer
         text = self.text if reason == "length" else self.text.rstrip("\n")
-        text = with_whole_letters(text) if text.strip() else None
-        answer = LLMResponse(text, calls, reason, extra=self.extra, unclear_at=self.unclear_at)
-        answer.reasoning_content = self.extra.get("reasoning_content") or self.extra.get(
-            "reasoning"
-        )
-        answer.usage = self.usage or estimate_usage(request, answer)
+        answer.content = with_whole_letters(text) if text.strip() else None
+        extra = answer.extra
+        answer.reasoning_content = extra.get("reasoning_content") or extra.get("reasoning")
+        answer.usage = answer.usage or estimate_usage(self.request, answer)
         return answer
 
 
@@ -1613,17 +1588,16 @@ def text_call(found, tools):
     arguments, error = parse_arguments(written, repair=False)
     is_schema = "properties" in call.get("parameters", {})
     is_function = found.get("type", "function") == "function"
-    if written is None or error or is_schema or not is_function or call.keys() - CALL_KEYS:
-        raise ValueError(error or "not a call")
     properties = schema.get("properties")
     if properties and not schema.get("additionalProperties"):
         arguments = {key: value for key, value in arguments.items() if key in properties}
-    if set(schema.get("required", [])) - arguments.keys():
-        raise ValueError("an argument is missing")
+    missing = set(schema.get("required", [])) - arguments.keys()
+    if error or missing or is_schema or not is_function or call.keys() - CALL_KEYS:
+        raise ValueError("not a call")
     return ToolCallRequest(new_id(), call["name"], arguments)
 
 
-# ---- Recorded events: without keys, and read again ----
+# ---- Recorded events, without keys ----
 # An event is a dict of the run's data, and its `kind` says which. Some kinds of one turn:
 #
 # {"time": 1795430000.1, "run": "5f0c2a9e", "who": "turn", "key": "cli:direct", "kind": "request",
@@ -1662,13 +1636,6 @@ def keyless_json(named):
     keys = re.compile("|".join([KEYS, *map(re.escape, secrets)]))
     write = json.JSONEncoder(ensure_ascii=False, default=vars).encode  # vars: of an LLMResponse
     return lambda event: keys.sub(r"\1\2\3[key]", write(event))
-
-
-def recorded_answer(event: dict):
-    """For tests: ScriptedProvider(recorded_answer(event) for event in events if …)"""
-    answer = LLMResponse(**event["answer"])
-    answer.tool_calls = [ToolCallRequest(**call) for call in answer.tool_calls]
-    return answer
 
 
 # ---- You are the model ----
