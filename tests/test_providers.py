@@ -257,32 +257,20 @@ def test_a_prompt_goes_to_nobody_but_whom_the_user_named_or_gave_a_key(model):
             assert (end.spec.name, end.api_key) == (name, own[name])
 
 
-OTHER, GROQ = "http://10.0.0.7/v1", ROWS["groq"].default_api_base
-ORDER = {  # flags, then the address and the key; the file names groq, with a key
-    "the environment wins over the file": ([], (LOCAL, "sk-1")),
-    "a flag wins over the environment": (["--provider", "groq"], (GROQ, "gsk_1")),
-    "an address wins over all": (["--provider", "groq", "--base-url", OTHER], (OTHER, "sk-1")),
-}
-
-
-@pytest.mark.parametrize("name", ORDER)
-def test_flags_win_over_the_environment_and_that_over_the_file(name, tmp_path, monkeypatch):
-    flags, expected = ORDER[name]
+def test_the_address_of_the_environment_wins_over_the_provider_of_the_file(tmp_path):
     file = tmp_path / "config.json"
-    defaults = {"provider": "groq", "model": "m"}
-    rows = {"groq": {"apiKey": "gsk_1"}}
-    file.write_text(json.dumps({"agents": {"defaults": defaults}, "providers": rows}))
-    monkeypatch.setenv("OPENAI_API_KEY", "sk-1")
-    monkeypatch.setenv("OPENAI_BASE_URL", LOCAL)
-    arguments = nanobot.parser().parse_args(["agent", "--config", str(file), *flags])
-    end = nanobot.make_provider(nanobot.settings_of(arguments)).endpoint
-    assert (end.api_base, end.api_key) == expected
+    file.write_text(
+        '{"agents": {"defaults": {"provider": "groq", "model": "m"}},'
+        ' "providers": {"groq": {"apiKey": "gsk_1"}}}'
+    )
+    config = nanobot.load_config(file, {"OPENAI_API_KEY": "sk-1", "OPENAI_BASE_URL": LOCAL})
+    end = nanobot.make_provider(config).endpoint
+    assert (end.api_base, end.api_key) == (LOCAL, "sk-1")
 
 
 def test_headers_never_go_to_another_rows_host():
     own = {"groq": Endpoint(ROWS["groq"], "k", extra_headers={"X-Secret": "s"})}
-    assert choose_endpoint(own, "m", "groq").extra_headers == {"X-Secret": "s"}
-    for base in ("https://openrouter.ai/api/v1", "https://evil.example/v1", LOCAL):
+    for base in ("https://openrouter.ai/api/v1", LOCAL):
         end = choose_endpoint(own, "m", "groq", base)
         assert (end.api_key, end.extra_headers) == ("", {})
 
@@ -291,10 +279,8 @@ def test_headers_never_go_to_another_rows_host():
     ("key", "name"),
     [
         ("sk-or-v1-0", "openrouter"),
-        ("sk-ant-0", "anthropic"),
         ("AIzaSy0", "gemini"),
         ("sk-proj-0", "openai"),
-        ("0", "openai"),
     ],
 )
 def test_the_general_key_goes_to_the_maker_whose_prefix_it_has(key, name):
@@ -347,44 +333,24 @@ def test_only_a_local_address_without_a_path_gets_v1(base, address):
 # ---- What the server receives ----
 
 
-SENT = {  # what is asked: the body beside model and messages
-    "the fewest parameters": ("custom", {}, {}),
-    "a stream asks for its usage": (
-        "custom",
-        {"stream": True},
-        {"stream": True, "stream_options": {"include_usage": True}},
-    ),
-    "the limit of the answer": (
-        "custom",
-        {"max_tokens": 9, "temperature": None},
-        {"max_tokens": 9},
-    ),
-    "it has another name at OpenAI": ("openai", {"max_tokens": 9}, {"max_completion_tokens": 9}),
-}
-
-
-@pytest.mark.parametrize("name", SENT)
-def test_a_request_has_the_fewest_parameters(name):
-    row, options, rest = SENT[name]
-    with FakeLLM(["Hi."]) as server:
-        ask(made(server, row), **options)
-        assert server.bodies[0] == {"model": "test-model", "messages": HELLO, **rest}
-        assert server.requests[0].headers["authorization"] == "Bearer sk-test-key-123456"
+def test_a_request_has_the_fewest_parameters():
+    with FakeLLM(["Hi."] * 2) as server:
+        ask(made(server, "openai"), stream=True, max_tokens=9, temperature=None)
+        streamed = {"stream": True, "stream_options": {"include_usage": True}}
+        rest = {"model": "test-model", "messages": HELLO, **streamed}
+        assert server.bodies[0] == {"max_completion_tokens": 9, **rest}
+        ask(made(server))
+        assert server.bodies[1] == {"model": "test-model", "messages": HELLO}
 
 
 def test_options_tools_headers_and_extra_body_arrive_as_given():
-    options = {"temperature": 0.5, "tool_choice": "auto", "model": "other"}
+    options = {"temperature": 0.5, "tool_choice": "auto", "model": "other", "max_tokens": 9}
     extra = {"thinking": {"type": "off"}}
     with FakeLLM(["Hi."]) as server:
         provider = made(server, extra_headers={"X-Title": "kit"}, extra_body=extra)
         ask(provider, tools=[TOOL], **options)
         assert server.bodies[0] == {"messages": HELLO, "tools": [TOOL], **options, **extra}
         assert server.requests[0].headers["x-title"] == "kit"
-
-
-def test_a_key_that_was_pasted_with_its_line_end_works():
-    with FakeLLM(["Hi."], required_key="sk-test-key-123456") as server:
-        assert ask(made(server, key="sk-test-key-123456\n"))[0].content == "Hi."
 
 
 def test_a_local_endpoint_ignores_the_proxy_of_the_environment(monkeypatch):
@@ -469,20 +435,8 @@ BLOCKS = [
     {"type": "text", "text": None},
 ]
 FINE = {  # an odd answer: its text and its calls
-    "a message that is null": (
-        Failure(200, {"choices": [{"message": None, "finish_reason": "stop"}]}),
-        None,
-        [],
-    ),
+    "a message that is null": (whole(None), None, []),
     "no finish reason": (whole({"content": "Hi."}, finish=None), "Hi.", []),
-    "text in one choice, calls in another": (
-        Failure(
-            200,
-            {"choices": [{"message": {"content": "Look."}}, {"message": {"tool_calls": [NOW]}}]},
-        ),
-        "Look.",
-        [{}],
-    ),
     "blocks": (whole({"content": BLOCKS}), "Hi.", []),
     "arguments that are an object": (whole({"tool_calls": [OBJECT]}), None, [{"zone": "UTC"}]),
     "comments, events, no choices, a null delta, blank data": (
@@ -497,11 +451,7 @@ FINE = {  # an odd answer: its text and its calls
         "Hi.",
         [],
     ),
-    "Windows line ends": (
-        Raw(b'data:{"choices":[{"delta":{"content":"Hi."}}]}\r\n\r\ndata:[DONE]\r\n'),
-        "Hi.",
-        [],
-    ),
+    "Windows line ends": (Raw(HI.replace(b"\n", b"\r\n")), "Grüße ☃", []),
     "whole calls and no end": (
         sse(piece(id="a", name="f", arguments='{"a": 1}'), done=False),
         None,
@@ -529,16 +479,15 @@ def test_a_server_that_keeps_the_line_open_behind_the_end_of_its_answer_is_not_w
 
 
 def random_stream(dice):
-    """Chunks as OpenAI sends them: text, two calls in pieces side by side, a reason, the usage."""
+    """Chunks as OpenAI sends them: text, two calls in pieces, a reason, the usage."""
     letters = 'aé☃\u2028\u2029\x85\x0b\x1c \n🙂"\\'
-    text = "".join(dice.choice(letters) for _ in range(dice.randrange(30)))
+    text = "".join(dice.choices(letters, k=dice.randrange(30)))
     parts = [delta(content=part) for part in re.findall("(?s).{1,4}", text)]
     for n in range(dice.randrange(3)):
-        written = json.dumps({"text": text, "n": n}, ensure_ascii=dice.random() < 0.5)
         parts.append(piece(index=n, id=f"call_{n}", type="function", name="tool", arguments=""))
+        written = json.dumps({"text": text, "n": n}, ensure_ascii=dice.random() < 0.5)
         parts += [piece(index=n, arguments=part) for part in re.findall("(?s).{1,7}", written)]
     parts.append(delta(dice.choice(["stop", "length", "tool_calls"])))
-    parts.append({"choices": [], "usage": {"prompt_tokens": dice.randrange(1, 99)}})
     head = {"id": "x", "object": "chat.completion.chunk", "created": 1, "model": "m"}
     data = sse(*({**head, **part} for part in parts)).body
     size = dice.randrange(1, 99)
@@ -559,17 +508,15 @@ def test_a_stream_means_what_the_sdks_own_reading_makes_of_it(seed):
             for _ in streams:
                 with client.chat.completions.stream(model="m", messages=HELLO) as reading:
                     reading.until_done()
-                theirs = reading.current_completion_snapshot
-                (choice,) = theirs.choices
+                (choice,) = reading.current_completion_snapshot.choices
                 ours, shown = ask(provider, stream=True)
                 text = choice.message.content or ""
                 edges = "" if choice.finish_reason == "length" else "\n"
                 assert ours.content == (text.lstrip("\n").rstrip(edges) if text.strip() else None)
-                given = choice.message.tool_calls or []
-                wanted = [json.loads(each.function.arguments) for each in given]
+                calls = choice.message.tool_calls or []
+                wanted = [json.loads(each.function.arguments) for each in calls]
                 assert [each.arguments for each in ours.tool_calls] == wanted
                 assert ours.finish_reason == choice.finish_reason
-                assert ours.usage["prompt_tokens"] == theirs.usage.prompt_tokens
 
 
 ODD_STREAMS = {
@@ -594,18 +541,12 @@ def test_a_stream_that_fails_is_a_clear_error(name):
 
 
 ERROR_BODIES = {
-    "OpenAI": (error(400, "Unsupported parameter"), "HTTP 400: Unsupported parameter"),
     "a text beside the message": (
         Failure(400, {"error": {"message": "Bad thing.", "metadata": "x"}}),
         "HTTP 400: Bad thing.",
     ),
-    "Gemini": (
-        Failure(400, [{"error": {"code": 400, "message": "Unknown name"}}]),
-        "HTTP 400: Unknown name",
-    ),
+    "Gemini": (Failure(400, [{"error": {"message": "Unknown name"}}]), "HTTP 400: Unknown name"),
     "LM Studio": (Failure(400, {"error": "Invalid tool_choice"}), "HTTP 400: Invalid tool_choice"),
-    "FastAPI": (Failure(422, {"detail": "Bad body"}), "Bad body"),
-    "nothing": (Failure(500, ""), "HTTP 500"),
     "a redirect": (Failure(307, "", {"Location": "http://127.0.0.1:1/"}), "HTTP 307"),
 }
 
@@ -613,24 +554,18 @@ ERROR_BODIES = {
 @pytest.mark.parametrize("name", ERROR_BODIES)
 def test_an_errors_own_words_are_found_wherever_they_stand(name):
     line, said = ERROR_BODIES[name]
-    with FakeLLM(lambda body: line) as server:
+    with FakeLLM([line]) as server:  # the SDK's own retries are off
         answer, _ = ask(made(server))
-        assert answer.finish_reason == "error" and said in answer.error
-        assert len(server.requests) == (
-            4 if line.status >= 500 else 1
-        )  # the SDK's own retries are off
+    assert answer.finish_reason == "error" and said in answer.error
 
 
 @pytest.mark.parametrize(
     ("reason", "meaning"),
     [
         ("eos", "stop"),
-        ("tool_use", "stop"),
-        ("STOP", "stop"),
-        ("max_tokens", "length"),
+        ("MAX_TOKENS", "length"),
         ("content_filter", "content_filter"),
         ("tool_calls", "tool_calls"),
-        ("refusal", "refusal"),
     ],
 )
 def test_a_finish_reason_is_told_in_openais_words(reason, meaning):
@@ -658,11 +593,7 @@ CALL_STREAMS = {
         piece(arguments=": 1}"),
         piece(id="2", name="b", arguments=Y),
     ],
-    "whole, every index 0": [
-        piece(index=0, id="1", name="a", arguments=X),
-        piece(index=0, id="2", name="b", arguments=Y),
-    ],
-    "whole, index 0 and empty ids": [
+    "whole, every index 0, with empty ids": [
         piece(index=0, id="", name="a", arguments=X),
         piece(index=0, id="", name="b", arguments=Y),
     ],
@@ -670,11 +601,6 @@ CALL_STREAMS = {
         piece(index=0, id="1", name="a", arguments='{"x"'),
         piece(index=0, id="9", arguments=": 1}"),
         piece(index=1, id="2", name="b", arguments=Y),
-    ],
-    "in pieces, every index 0, without ids": [
-        piece(index=0, name="a", arguments=""),
-        piece(index=0, arguments=X),
-        piece(index=0, name="b", arguments=Y),
     ],
 }
 
@@ -697,14 +623,12 @@ ARGUMENTS = {
         {},
         "not valid JSON",
     ),
-    "broken, and cut by the limit": ('{"command": "rm -r bui', "length", {}, "not valid JSON"),
     "cut in a text, whatever the reason": (
         '{"command": "rm -rf bui',
         "tool_calls",
         {},
         "not valid JSON",
     ),
-    "cut with a brace in the text": ('{"a": "b {c}', "stop", {}, "not valid JSON"),
     "cut in a text of single quotes": ("{'a': 'echo }", "stop", {}, "not valid JSON"),
     "two objects": ('{"a": 1}{"b": 2}', "stop", {}, "must be one JSON object"),
     "not a number": ('{"a": NaN}', "stop", {}, "not valid JSON"),
@@ -730,14 +654,12 @@ def test_what_an_answer_says_beside_its_parts_is_sent_back_under_its_own_name():
         delta(reasoning="I ", reasoning_details=[{"id": 1}], tool_calls=[asked]),
         delta("tool_calls", reasoning="think", reasoning_details=[{"id": 2}]),
     ]
-    with FakeLLM([sse(*stream), "Noon."]) as server:
-        answer, shown = ask(made(server), stream=True)
-        assert (answer.reasoning_content, answer.content, shown) == ("I think", None, [])
-        ask(made(server), [*HELLO, answer.to_message(), result("1")])
-        sent = server.bodies[1]["messages"][2]
-    assert (sent["reasoning"], sent["reasoning_details"]) == ("I think", [{"id": 1}, {"id": 2}])
-    assert sent["tool_calls"][0]["extra_content"] == extra
-    assert "reasoning_content" not in sent and sent["content"] is None
+    answer, shown = reply_to(sse(*stream), stream=True)
+    assert (answer.reasoning_content, shown) == ("I think", [])
+    sent = legal([user(), answer.to_message(), result("1")])[1]
+    assert sent.pop("tool_calls")[0]["extra_content"] == extra
+    details = {"reasoning": "I think", "reasoning_details": [{"id": 1}, {"id": 2}]}
+    assert sent == {"role": "assistant", "content": None, **details}
 
 
 USAGES = {
@@ -762,15 +684,6 @@ def test_without_a_count_the_usage_is_estimated_and_says_so(stream):
     assert answer.usage["prompt_tokens"] > 10
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_the_space_at_the_seam_of_a_cut_answer_is_kept(stream):
-    with FakeLLM(
-        [Reply("one ", finish_reason="length"), Reply("two\n", finish_reason="length"), " three"]
-    ) as server:
-        parts = [ask(made(server), stream=stream)[0].content for _ in range(3)]
-    assert parts == ["one ", "two\n", " three"]
-
-
 # ---- Thoughts ----
 THOUGHTS = {
     "a closed block": ("<think>hm</think>\n\nHi.", "Hi."),
@@ -790,7 +703,7 @@ THOUGHTS = {
 @pytest.mark.parametrize("name", THOUGHTS)
 def test_thoughts_are_taken_out_of_the_beginning_of_an_answer_wherever_it_is_split(name):
     text, kept = THOUGHTS[name]
-    splits = [[text], list(text), *([text[:n], text[n:]] for n in range(1, len(text)))]
+    splits = [list(text), *([text[:n], text[n:]] for n in range(len(text)))]
     streams = [sse(*(delta(content=part) for part in parts), delta("stop")) for parts in splits]
     with FakeLLM(streams) as server:
         provider = made(server, "local")
@@ -803,13 +716,17 @@ def test_thoughts_are_taken_out_of_the_beginning_of_an_answer_wherever_it_is_spl
 # ---- Time, and what is wrong ----
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_server_that_says_nothing_times_out(stream):
-    with FakeLLM(lambda body: Hang(5)) as server:
+# `: OPENROUTER PROCESSING` every few seconds restarted the time limit for ever
+COMMENTS = Raw(chunks=[b": OPENROUTER PROCESSING\n\n"] * 40, pause=0.05)
+
+
+@pytest.mark.parametrize(("line", "stream"), [(Hang(5), False), (Hang(5), True), (COMMENTS, True)])
+def test_a_server_that_says_nothing_times_out(line, stream):
+    with FakeLLM(lambda body: line) as server:
         start = time.monotonic()
-        answer, _ = ask(made(server, request_timeout=0.2), stream=stream)
+        answer, _ = ask(made(server, request_timeout=0.3), stream=stream)
         assert time.monotonic() - start < 2
-    assert answer.finish_reason == "error" and "no answer in time" in answer.error
+    assert "no answer in time" in answer.error
 
 
 def test_a_stream_may_take_longer_than_the_timeouts_while_it_is_not_silent():
@@ -819,23 +736,13 @@ def test_a_stream_may_take_longer_than_the_timeouts_while_it_is_not_silent():
     assert answer.content == "x" * 8
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        Hang(5),
-        Raw(chunks=[sse(delta(content="Hi."), done=False).body], hang=5),
-        error(429, "try again in 50s"),
-    ],
-)
+@pytest.mark.parametrize("line", [Hang(5), COMMENTS, error(429, "try again in 50s")])
 def test_a_cancellation_is_raised_and_immediate(line):
     async def cancelled(provider):
-        task = asyncio.ensure_future(provider.chat(HELLO, on_delta=lambda text: asyncio.sleep(0)))
-        await asyncio.sleep(0.15)
-        assert not task.done() and task.cancel()
         start = time.monotonic()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert time.monotonic() - start < 0.5
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(provider.chat(HELLO), 0.15)
+        assert time.monotonic() - start < 0.6
 
     with FakeLLM([line]) as server:
         provider = made(server)
@@ -852,16 +759,14 @@ def test_the_idle_clock_stands_still_while_the_consumer_works():
         assert (answer.content, answer.error) == ("Hi.", None) and len(server.bodies) == 1
 
 
-OURS = [KeyError("x"), TypeError("ours"), OSError("disk full"), ValueError("no")]
+def test_what_a_consumer_raises_is_raised_as_it_is():
+    problem = OSError("disk full")
 
-
-@pytest.mark.parametrize("problem", [KeyError("x"), TypeError("ours"), OSError("disk full")])
-def test_what_a_consumer_raises_is_raised_as_it_is(problem):
     async def failing(piece):
         raise problem
 
     with FakeLLM(["Hi."]) as server:
-        with pytest.raises(type(problem)) as caught:
+        with pytest.raises(OSError) as caught:
             asyncio.run(made(server).chat(HELLO, on_delta=failing))
         assert caught.value is problem and len(server.bodies) == 1
 
@@ -904,38 +809,30 @@ KEY = "sk-proj-very-secret-0123456789"
 
 
 @pytest.mark.parametrize(
-    "line",
-    [
-        error(401, f"Invalid key {KEY}"),
-        error(500, f"Oops: Bearer {KEY}"),
-        Failure(200, f"you sent {KEY}"),
-        sse({"error": KEY}),
-    ],
+    "line", [error(401, f"Invalid {KEY}"), Failure(200, f"sent {KEY}"), sse({"error": KEY})]
 )
-@pytest.mark.parametrize("key", [KEY, KEY + "\n", f" {KEY[:9]}\n{KEY[9:]}"])
-def test_a_key_that_the_endpoint_repeats_is_not_shown(line, key):
+def test_a_key_that_the_endpoint_repeats_is_not_shown(line):
+    told = []
     with FakeLLM(lambda body: line) as server:
-        answer, _ = ask(made(server, key=key), stream=True)
-    assert answer.finish_reason == "error" and KEY not in answer.error
+        answer, _ = ask(made(server, key=KEY + "\n"), stream=True, told=told)
+    assert answer.finish_reason == "error" and KEY not in answer.error + str(told)
 
 
 MANY = [f"m{n}" for n in range(30)]
-CHECKS = {  # the models that a server offers, the key that it wants: what `status` says
-    "the model is there, with Gemini's prefix": (["models/test-model"], KEY, None),
-    "no list": ([], KEY, None),
-    "another model": (MANY, KEY, "to one of these models: m0, m1, "),
-    "another key": ([], "another", "refuses the key"),
-}
+CHECKS = [  # the models that a server offers, the key that it wants: what `status` says
+    (["models/test-model"], KEY, "None"),  # Gemini's prefix
+    ([], KEY, "None"),
+    (MANY, KEY, "to one of these models: m0, m1, "),
+    ([], "another", "refuses the key"),
+]
 
 
-@pytest.mark.parametrize("name", CHECKS)
-def test_address_key_and_model_are_checked(name):
-    models, key, said_of_it = CHECKS[name]
+@pytest.mark.parametrize(("models", "key", "found"), CHECKS)
+def test_address_key_and_model_are_checked(models, key, found):
     with FakeLLM([], required_key=key) as server:
         server.models = models
-        found = asyncio.run(made(server, key=KEY).check())
-    assert found == said_of_it or said_of_it in found
-    assert KEY not in str(found)
+        problem = str(asyncio.run(made(server, key=KEY).check()))
+    assert found in problem and KEY not in problem
 
 
 @pytest.mark.parametrize("base", ["http://127.0.0.1:1/v1", "http://no-such-host.invalid/v1"])
@@ -1014,9 +911,7 @@ def after_refusal(refusal, stream=False, row="custom", messages=EVERYTHING, more
 
 @pytest.mark.parametrize("refusal", recorded("heal"))
 def test_what_an_endpoint_refuses_is_changed_and_asked_again(refusal):
-    name, row = refusal["id"], "custom"
-    if "max_completion_tokens" in str(refusal["body"]):
-        row = "openai"
+    name, row = refusal["id"], "openai" if "completion" in refusal["id"] else "custom"
     if "cache-control" in name:
         row = "openrouter"
     answer, bodies, _, provider = after_refusal(refusal, not name.startswith("dashscope-"), row)
@@ -1024,7 +919,7 @@ def test_what_an_endpoint_refuses_is_changed_and_asked_again(refusal):
     assert len(provider.learnt["test-model"]) == refusal.get("remembered", True)
 
 
-GONE = object()
+GONE = None
 NO_IMAGE = "What is that?\n\n[an image: this model cannot see it]"
 TOOLS_IN_WORDS = """You are a test.
 
@@ -1033,111 +928,64 @@ You have tools. To call tools, answer only with one line like this for each call
 The result of a call comes back as <tool_result>. These are the tools:
 {"name": "look", "description": "Look.", "parameters": {"type": "object", "$schema": "x", \
 "additionalProperties": false, "properties": {"path": {"type": "string", "const": "a"}}}}"""
-AS_TEXT = {
-    "tools": GONE,
-    "tool_choice": GONE,
-    "messages": [
-        {"role": "system", "content": TOOLS_IN_WORDS},
-        EVERYTHING[1],
-        {
-            "role": "assistant",
-            "content": 'Well.\n<tool_call>{"name": "look", "arguments": {}}</tool_call>',
-        },
-        {"role": "user", "content": "<tool_result>\na cat\n</tool_result>"},
-    ],
-}
-MENDED = {  # a recorded refusal: a part of what the user is told, and what changes in the request
-    "vllm-max-tokens-over-context": (
-        "max_tokens is left out: the server sets it",
-        {"max_tokens": GONE},
-    ),
-    "dashscope-stream-only": ("only streams its answers", {"stream": True}),
-    "openai-stream-refused": ("stream is left out: this model", {"stream": GONE}),
-    "openai-tools-with-effort": (
-        "reasoning is switched off: this model refuses it with tools",
-        {"reasoning_effort": "none"},
-    ),
-    "ollama-no-tools": ("tool calls are sent as text", AS_TEXT),
-    "deepseek-reasoning-must-be-passed-back": (
+AS_TEXT = [
+    {"role": "system", "content": TOOLS_IN_WORDS},
+    EVERYTHING[1],
+    {
+        "role": "assistant",
+        "content": 'Well.\n<tool_call>{"name": "look", "arguments": {}}</tool_call>',
+    },
+    {"role": "user", "content": "<tool_result>\na cat\n</tool_result>"},
+]
+# a recorded refusal: a part of what the user is told, a path in the changed request, and what is there
+MENDED = [
+    ("vllm-max-tokens-over-context", "max_tokens is left out", "max_tokens", GONE),
+    ("dashscope-stream-only", "only streams its answers", "stream", True),
+    ("openai-stream-refused", "stream is left out: this model", "stream", GONE),
+    ("openai-tools-with-effort", "reasoning is switched off", "reasoning_effort", "none"),
+    ("ollama-no-tools", "tool calls are sent as text", "messages", AS_TEXT),
+    ("ollama-no-tools", "tool calls are sent as text", "tools", GONE),
+    (
+        "deepseek-reasoning-must-be-passed-back",
         "empty reasoning",
-        {"messages.2.reasoning_content": ""},
+        "messages.2.reasoning_content",
+        "",
     ),
-    "groq-reasoning-content-unsupported": (
-        "reasoning and the names of results are left out",
-        {"messages.2.reasoning": GONE, "messages.3.name": GONE},
-    ),
-    "template-system-refused": (
-        "system prompt becomes a user message",
-        {
-            "messages": [
-                {
-                    "role": "user",
-                    "content": [
-                        {"type": "text", "text": "You are a test."},
-                        *EVERYTHING[1]["content"],
-                    ],
-                },
-                *EVERYTHING[2:],
-            ]
-        },
-    ),
-    "mistral-tool-id-9": (
-        "ids of calls are shortened",
-        {"messages.2.tool_calls.0.id": "735677572", "messages.3.tool_call_id": "735677572"},
-    ),
-    "gemini-thought-signature": (
+    ("groq-reasoning-content-unsupported", "reasoning and", "messages.2.reasoning", GONE),
+    ("groq-tool-name-key", "the names of results are left out", "messages.3.name", GONE),
+    ("template-system-refused", "becomes a user message", "messages.0.role", "user"),
+    ("mistral-tool-id-9", "are shortened", "messages.2.tool_calls.0.id", "735677572"),
+    ("mistral-tool-id-9", "are shortened", "messages.3.tool_call_id", "735677572"),
+    (
+        "gemini-thought-signature",
         "get a signature",
-        {
-            "messages.2.tool_calls.0.extra_content": {
-                "google": {"thought_signature": "skip_thought_signature_validator"}
-            }
-        },
+        "messages.2.tool_calls.0.extra_content",
+        {"google": {"thought_signature": "skip_thought_signature_validator"}},
     ),
-    "gemini-unknown-schema": (
+    (
+        "gemini-unknown-schema",
         "some schema keywords",
-        {
-            "tools.0.function.parameters": {
-                "type": "object",
-                "properties": {"path": {"type": "string"}},
-            }
-        },
+        "tools.0.function.parameters",
+        {"type": "object", "properties": {"path": {"type": "string"}}},
     ),
-    "anthropic-image-5mb": (
-        "images are left out of this request",
-        {"messages.1.content": NO_IMAGE},
-    ),
-    "deepseek-image-url-variant": (
-        "messages are sent as plain text",
-        {"messages.1.content": NO_IMAGE},
-    ),
-    "openai-temperature-only-default": (
-        "temperature is left out: this model",
-        {"temperature": GONE},
-    ),
-}
+    ("anthropic-image-5mb", "images are left out of this", "messages.1.content", NO_IMAGE),
+    ("deepseek-image-url-variant", "sent as plain text", "messages.1.content", NO_IMAGE),
+    ("openai-temperature-only-default", "temperature is left out", "temperature", GONE),
+]
 
 
-def with_changes(body, changes):
-    """`{"messages.3.name": GONE}` leaves the name of the fourth message out."""
-    body = copy.deepcopy(body)
-    for path, value in changes.items():
-        *way, last = [int(part) if part.isdecimal() else part for part in path.split(".")]
-        place = body
-        for part in way:
-            place = place[part]
-        if value is GONE:
-            del place[last]
-        else:
-            place[last] = value
+def found_at(body, path):
+    """What is at `messages.3.name`: the name of the fourth message, or None."""
+    for part in path.split("."):
+        body = body[int(part)] if part.isdecimal() else body.get(part)
     return body
 
 
-@pytest.mark.parametrize("name", MENDED)
-def test_a_complaint_has_its_remedy_and_the_user_is_told_of_it(name):
-    notice, changes = MENDED[name]
+@pytest.mark.parametrize(("name", "notice", "path", "value"), MENDED)
+def test_a_complaint_has_its_remedy_and_the_user_is_told_of_it(name, notice, path, value):
     stream = name != "dashscope-stream-only"
     _, bodies, told, _ = after_refusal(by_id(name), stream, more={"store": True})
-    assert bodies[1] == with_changes(bodies[0], changes)
+    assert found_at(bodies[1], path) == value != found_at(bodies[0], path)
     assert len(told) == 1 and told[0].startswith("custom, test-model: ") and notice in told[0]
 
 
@@ -1156,55 +1004,40 @@ NAMED = {  # an error: which of the parameters of the request it is about
 
 @pytest.mark.parametrize("text", NAMED)
 def test_only_a_parameter_that_an_error_is_about_is_left_out(text):
-    names = ["default", "provider", "user", "tool_choice", *OPTIONS]
-    with FakeLLM([error(400, text), "Fine."]) as server:
-        ask(made(server, extra_body=dict.fromkeys(names, 1)), temperature=0.2)
-        first, *rest = [body.keys() for body in server.bodies]
-    assert [first - each for each in rest] == ([NAMED[text]] if NAMED[text] else [])
+    more = dict.fromkeys(["default", "provider", "user", "tool_choice", *OPTIONS], 1)
+    refusal = {"status": 400, "body": {"error": text}}
+    _, bodies, _, _ = after_refusal(refusal, messages=HELLO, more=more)
+    left_out = bodies[0].keys() - bodies[-1].keys()
+    assert left_out == NAMED[text]
 
 
-WITHOUT_PACKAGES = [
-    sys.executable,
-    "-S",
-    "-E",
-    str(Path(providers.__file__).with_name("nanobot.py")),
-]
+WHERE = ["--base-url", "http://127.0.0.1:1/v1"]
 
 
 @pytest.mark.parametrize(
     ("flags", "status", "text"),
     [
-        (["--offline", "-m", "hi"], 0, "Hello!"),
-        (["--base-url", "http://127.0.0.1:1/v1", "-m", "hi"], 1, "No module named 'openai'"),
-        (["status", "--base-url", "http://127.0.0.1:1/v1"], 1, "No module named 'openai'"),
+        (["-S", "nanobot.py", "--offline", "-m", "hi"], 0, "Hello!"),
+        (["-S", "nanobot.py", "status", *WHERE], 1, "No module named 'openai'"),
+        (["nanobot.py", "-m", "hi", *WHERE], 1, "cannot be loaded (DLL load failed). Install it: "),
     ],
 )
 def test_without_any_package_the_offline_model_works_and_a_missing_one_is_named(
     flags, status, text, tmp_path
 ):
+    """The last row is a wheel for another processor."""
+    (tmp_path / "openai.py").write_text("raise ImportError('DLL load failed')")
+    path = "" if "-S" in flags else str(tmp_path)
     done = subprocess.run(
-        [*WITHOUT_PACKAGES, *flags],
+        [sys.executable, *flags],
         capture_output=True,
         encoding="utf-8",
-        cwd=tmp_path,
-        env={"HOME": str(tmp_path), "PATH": os.environ["PATH"]},
+        cwd=Path(providers.__file__).parent,
+        env={"HOME": str(tmp_path), "PATH": os.environ["PATH"], "PYTHONPATH": path},
         stdin=subprocess.DEVNULL,
     )
     assert done.returncode == status and text in done.stdout + done.stderr, done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_a_library_that_does_not_load_is_not_called_missing(tmp_path):
-    """As a wheel for another processor: the cause, then what to do."""
-    (tmp_path / "openai.py").write_text("raise ImportError('DLL load failed')")
-    done = subprocess.run(
-        [sys.executable, WITHOUT_PACKAGES[-1], "-m", "hi", "--base-url", "http://127.0.0.1:1/v1"],
-        capture_output=True,
-        encoding="utf-8",
-        env={"HOME": str(tmp_path), "PATH": os.environ["PATH"], "PYTHONPATH": str(tmp_path)},
-    )
-    assert "cannot be loaded (DLL load failed). Install it: " in done.stderr
-    assert done.returncode == 1 and "missing" not in done.stderr
 
 
 def by_id(name):
@@ -1239,7 +1072,7 @@ def test_a_change_that_does_not_help_is_tried_once_and_not_remembered():
     assert len(bodies) < 5 and provider.learnt == {}
 
 
-@pytest.mark.parametrize("row", ["openai", "custom", "groq", "local"])
+@pytest.mark.parametrize("row", ["openai", "groq", "local"])
 def test_what_the_environment_says_of_openai_goes_to_nobody_else(monkeypatch, row):
     monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:1/v1")
     for name in ("OPENAI_API_KEY", "OPENAI_ORG_ID", "OPENAI_PROJECT_ID"):
@@ -1254,11 +1087,9 @@ WAITS = {  # a refusal: the seconds that the user is told, or None: it is said a
     "a rate limit": (Failure(429, "slow"), 1),
     "seconds": (Failure(429, "", {"retry-after": "7"}), 7),
     "at most a minute": (Failure(429, "", {"retry-after": "3600"}), 60),
-    "nonsense in the header": (Failure(429, "", {"retry-after": "soon"}), 1),
     "in words": (error(429, "Please retry after 20 seconds."), 20),
     "money is final": (error(429, "insufficient_quota"), None),
     "a quota that comes back is not": (error(429, "exceeded your quota … retry in 34.07s"), 34),
-    "a bad request": (error(400, "no"), None),
     "a bad request of a busy server": (error(400, "该模型当前访问量过大"), 1),
 }
 
@@ -1284,26 +1115,14 @@ def test_a_busy_endpoint_is_asked_again_and_each_wait_is_longer(text, waits):
     assert told == [f"HTTP 503: {text}; asking again in {seconds} s" for seconds in waits]
 
 
-def test_comments_do_not_keep_a_request_waiting_for_ever():
-    """`: OPENROUTER PROCESSING` every few seconds restarted the time limit for ever."""
-    comments = Raw(chunks=[b": OPENROUTER PROCESSING\n\n"] * 40, pause=0.05)
-    with FakeLLM(lambda body: comments) as server:
-        start = time.monotonic()
-        answer, _ = ask(made(server, request_timeout=0.3), stream=True)
-        assert time.monotonic() - start < 1.5
-    assert "no answer in time" in answer.error
-
-
 @pytest.mark.parametrize(
     "line",
     [
         error(500, "Oops"),
         Raw(b""),
         sse("data: {oops\n\n"),
-        Failure(200, '{"choices": ['),
         Raw(cut=True),
         sse({"error": {"message": "Overloaded", "code": 529}}),
-        Hang(0.0),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
@@ -1371,23 +1190,18 @@ AROUND = [
 @pytest.mark.parametrize("stream", [False, True])
 def test_nothing_that_a_model_writes_takes_more_than_a_second(stream):
     """100,000 characters of each letter or mark, in each place that is searched."""
-    texts = [
-        around.replace("%s", (bomb * 100_000)[:100_000]) for around in AROUND for bomb in BOMBS
-    ]
-    if stream:
-        replies = [sse(delta(content=text), delta("stop")) for text in texts]
-    else:
-        replies = [whole({"content": text}) for text in texts]
-        for text in texts:
-            odd = {"id": "1", "function": {"name": "look", "arguments": text}}
-            replies.append(whole({"tool_calls": [odd]}, "tool_calls"))
     slow = {}
-    with FakeLLM(replies) as server:
-        provider = made(server, "local")
-        for text in (texts * 2)[: len(replies)]:
+    for around, bomb in itertools.product(AROUND, BOMBS):
+        text = around.replace("%s", (bomb * 100_000)[:100_000])
+        odd = {"id": "1", "function": {"name": "look", "arguments": text}}
+        replies = [whole({"content": text}), whole({"tool_calls": [odd]}, "tool_calls")]
+        if stream:
+            replies = [sse(delta(content=text), delta("stop"))]
+        with FakeLLM(replies) as server:
             start = time.process_time()
-            ask(provider, tools=[LOOK_TOOL], stream=stream)
-            if time.process_time() - start > 1:
+            for _ in replies:
+                ask(made(server, "local"), tools=[LOOK_TOOL], stream=stream)
+            if time.process_time() - start > 1.5:
                 slow[text[:30]] = time.process_time() - start
     assert slow == {}
 
@@ -1436,17 +1250,10 @@ LEGAL = {
         [user("a"), user([IMAGE])],
         [user([{"type": "text", "text": "a"}, IMAGE])],
     ),
-    "a text and calls of the assistant are one": (
-        [user(), said("Look"), called("a"), result("a")],
-        [user(), called("a", content="Look"), result("a")],
-    ),
-    "nothing": ([], [LEFT_OUT]),
-    "the assistant last": ([user(), said()], [user()]),
     "system messages are one, first": (
         [user("a"), SYSTEM, {"role": "system", "content": "Be brief."}],
         [{"role": "system", "content": "You are a test.\n\nBe brief."}, user("a")],
     ),
-    "half a surrogate pair becomes a question mark": ([user("a\ud83db")], [user("a?b")]),
     "a result belongs to the last message with calls, not to an earlier one that was killed": (
         [user(), called("a", name="read_a"), called("a", name="read_b"), result("a", "BBB")],
         [
@@ -1481,36 +1288,21 @@ def check_grammar(messages):
     roles = [message["role"] for message in messages]
     assert "system" not in roles[1:]
     assert roles[roles[0] == "system"] == "user" and roles[-1] != "assistant"
-    ids, due = set(), []
+    ids, due = [], []
     for before, message in zip([None, *messages], messages, strict=False):
+        content = message["content"]
         assert not set(message) & {"timestamp", "usage", "refusal"}
         if message["role"] == "tool":
             assert due and message["tool_call_id"] == due.pop(0) and message["name"]
         else:
-            assert "name" not in message and "tool_call_id" not in message
             assert not due, "a call has no result directly behind it"
             assert not before or before["role"] != message["role"]
-        assert message["role"] == "assistant" or "tool_calls" not in message
-        due += [check_call(each, ids) for each in message.get("tool_calls", [])]
-        check_content(message)
-    assert not due
-
-
-def check_call(tool_call, ids):
-    assert tool_call["type"] == "function" and tool_call["function"]["name"]
-    arguments = json.loads(tool_call["function"]["arguments"], parse_constant=pytest.fail)
-    assert isinstance(arguments, dict)
-    assert tool_call["id"] and tool_call["id"] not in ids
-    ids.add(tool_call["id"])
-    return tool_call["id"]
-
-
-def check_content(message):
-    content = message["content"]
-    if content is None:
-        assert message["tool_calls"]
-    else:
-        assert str(content).strip() and content != []
+        assert str(content).strip() if content else message["tool_calls"]
+        for each in message.get("tool_calls", []):
+            assert isinstance(json.loads(each["function"]["arguments"]), dict)
+            due.append(each["id"])
+            ids.append(each["id"])
+    assert not due and len(ids) == len(set(ids))
 
 
 def a_history(dice):
@@ -1551,91 +1343,72 @@ def test_whatever_the_history_what_is_sent_is_lawful(seed):
 
 
 def test_a_script_is_played_back_and_keeps_what_it_was_asked():
-    one = ToolCallRequest("1", "now")
-    model = ScriptedProvider([[one, one], "Two  words\n"])
-    assert ask(model)[0] == LLMResponse(None, [one, one], "tool_calls")
-    answer, shown = ask(model, stream=True, max_tokens=5)
+    model = ScriptedProvider([ToolCallRequest("1", "now"), "Two  words\n"])
+    assert ask(model)[0] == LLMResponse(None, [ToolCallRequest("1", "now")], "tool_calls")
+    answer, shown = ask(model, stream=True)
     assert answer.content == "".join(shown) == "Two  words\n" and len(shown) == 3
-    assert "no further reply" in ask(model)[0].error
-    assert model.requests[1].messages == HELLO and model.requests[1].options == {"max_tokens": 5}
+    assert "no further reply" in ask(model)[0].error and model.requests[1].messages == HELLO
 
 
 READ_A_FILE = {"name": "read_file", "parameters": {"properties": {"path": {}, "offset": {}}}}
+TYPED = {  # a text is an answer; None: it is asked about, and never an answer
+    "read_file('a.txt', 5)": {"path": "a.txt", "offset": 5},
+    'read_file {"path": "a.txt", "colour": 1}': {"path": "a.txt", "colour": 1},
+    "read_file": {},
+    'read_file("a.txt"': None,
+    'raed_file {"path": "a.txt"}': None,
+    '<tool_call>{"name": "read_file"}</tool_call>': None,
+    "I read a.txt (twice): {x}": "I read a.txt (twice): {x}",
+    "": "",
+}
 
 
-@pytest.mark.parametrize(
-    "line, arguments",
-    [  # a text is an answer; None: it is asked about, and never an answer
-        ("read_file('a.txt', 5)", {"path": "a.txt", "offset": 5}),
-        ('read_file {"path": "a.txt", "colour": 1}', {"path": "a.txt", "colour": 1}),
-        ("read_file", {}),
-        ('read_file("a.txt"', None),
-        ('raed_file {"path": "a.txt"}', None),
-        ('<tool_call>{"name": "read_file"}</tool_call>', None),
-        ("I read a.txt (twice): {x}", "I read a.txt (twice): {x}"),
-        ("", ""),
-    ],
-)
-def test_a_person_types_a_call_as_it_is_shown_and_a_broken_call_is_never_the_answer(
-    line, arguments
-):
+@pytest.mark.parametrize("line", TYPED)
+def test_a_person_types_a_call_as_it_is_shown_and_a_broken_call_is_never_the_answer(line):
     lines, questions = iter([line, "The second line."]), []
 
     async def ask_person(question, what, **details):
         questions.append(question)
         return next(lines)
 
-    talk = [{"role": "system", "content": "You are a test.\n# Memory\n- Ada"}, user()]
     read_file = {"type": "function", "function": READ_A_FILE}
-    answer = ask(HumanProvider(ask_person), talk, [read_file])[0]
+    prompt = {"role": "system", "content": "You are a test.\n# Memory\n- Ada"}
+    answer = ask(HumanProvider(ask_person), [prompt, user()], [read_file])[0]
     of_the_prompt = "---- system ----\nYou are a test.\n# Memory\n---- user ----\nHi\n"
     assert questions[0].startswith(f"read_file(path, offset)\n{of_the_prompt}")
-    if isinstance(arguments, dict):
-        assert [call.arguments for call in answer.tool_calls] == [arguments]
+    expected = TYPED[line]
+    if isinstance(expected, dict):
+        assert [call.arguments for call in answer.tool_calls] == [expected]
     else:
-        assert answer.content == ("The second line." if arguments is None else arguments)
-    assert len(questions) == (2 if arguments is None else 1)
-    assert all("Texts need quotes" in question for question in questions[1:])
-
-
-def test_a_person_is_told_that_earlier_messages_are_sent_again():
-    questions = []
-
-    async def ask_person(question, what, **details):
-        questions.append(question)
-        return "Hi."
-
-    ask(HumanProvider(ask_person), [user(), called("c1", name="read_file"), result("c1")], [TOOL])
-    assert "(all earlier messages are sent again)\n---- tool ----\nnoon" in questions[0]
+        assert answer.content == ("The second line." if expected is None else expected)
+    assert ["Texts need quotes" in each for each in questions[1:]] == [True] * (expected is None)
 
 
 # ---- The events of a request, without keys ----
 
 
-def test_the_events_tell_each_attempt_and_what_was_remembered(tmp_path):
-    unsupported = Failure(400, by_id("openai-max-tokens-renamed")["body"])
+def test_the_events_tell_each_attempt_and_what_was_remembered():
+    refused = Failure(400, by_id("openai-temperature-only-default")["body"])
     events = {"request": [], "retry": [], "answer": []}
-    with FakeLLM([unsupported, error(503, "busy"), "Here.", error(401, "no"), Hang(9)]) as server:
-        provider = made(server)
 
-        async def chats():
-            for seconds in (9, 9, 0.2):
-                chat = provider.chat(
-                    HELLO,
-                    max_tokens=7,
-                    on_event=lambda kind, **fields: events[kind].append(fields),
-                )
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(chat, seconds)
+    def note(kind, **fields):
+        events[kind].append(fields)
 
-        asyncio.run(chats())
+    async def chats(provider):
+        for _ in range(2):
+            await provider.chat(HELLO, temperature=1, on_event=note)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(provider.chat(HELLO, on_event=note), 0.2)
+
+    with FakeLLM([refused, error(503, "busy"), "Here.", error(401, "no"), Hang(9)]) as server:
+        asyncio.run(chats(made(server)))
     healed, again = events["retry"]
-    assert "Use 'max_completion_tokens'" in healed["error"] and "busy" in again["text"]
+    assert "Only the default" in healed["error"] and "busy" in again["text"]
     first, second, _ = events["request"]
-    assert first["healed"] == [] and "max_tokens is left out" in second["healed"][0]
-    assert first["messages"] == HELLO and first["options"] == {"max_tokens": 7}
-    here, refused, stopped = [fields["answer"] for fields in events["answer"]]
-    assert here.content == "Here." and "HTTP 401" in refused.error and "stopped" in stopped.error
+    assert first["healed"] == [] and "temperature is left out" in second["healed"][0]
+    assert first["messages"] == HELLO and first["options"] == {"temperature": 1}
+    here, failed, stopped = [fields["answer"] for fields in events["answer"]]
+    assert here.content == "Here." and "HTTP 401" in failed.error and "stopped" in stopped.error
 
 
 A1 = "aB3dE5gH7jK9mN1pQ3sT5vW7yZ9bC1dE3fG5"  # 36 letters and digits
@@ -1646,16 +1419,11 @@ PEM = (
 )
 KEY_TEXTS = {  # a text: what must not be left of it
     f"sk-proj-{A1}": A1,
-    f"sk-ant-api03-{A1}": A1,
-    f"gsk_{A1}": A1,
     f"AIza{A1}": A1,
-    f"hf_{A1}": A1,
     f"github_pat_{A1[:22]}_{A1}": A1,
     "AKIAIOSFODNN7EXAMPLE": "IOSFODNN7EXAMPLE",
     f"xoxb-123456789012-{A1}": A1,
-    f"sk_live_{A1}": A1,
     f"https://api.telegram.org/bot123456789:AA{A1[:33]}/getMe": A1[:33],
-    f"SG.{A1[:22]}.{A1}": A1,
     f"eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.{A1}": A1,
     "Authorization: Basic YWRhOnNlY3JldHBhc3N3b3Jk": "YWRhOnNlY3Jl",
     "password=correct-horse-battery": "correct-horse",
