@@ -6,7 +6,6 @@ real runner with the real tools.
 
 import ast
 import asyncio
-import contextlib
 import copy
 import itertools
 import json
@@ -63,7 +62,8 @@ def ask(provider, messages=HELLO, tools=None, stream=False, told=None, **options
         shown.append(piece)
 
     async def on_retry(line):
-        (told if told is not None else []).append(line)
+        if told is not None:
+            told.append(line)
 
     async def main():
         show = on_delta if stream else None
@@ -236,11 +236,7 @@ def test_the_address_of_the_environment_wins_over_the_provider_of_the_file(tmp_p
 
 @pytest.mark.parametrize(
     ("key", "name"),
-    [
-        ("sk-or-v1-0", "openrouter"),
-        ("AIzaSy0", "gemini"),
-        ("sk-proj-0", "openai"),
-    ],
+    [("sk-or-v1-0", "openrouter"), ("sk-proj-0", "openai")],
 )
 def test_the_general_key_goes_to_the_maker_whose_prefix_it_has(key, name):
     end = choose_endpoint(settings(openai=key), "some-model")
@@ -292,24 +288,18 @@ def test_only_a_local_address_without_a_path_gets_v1(base, address):
 # ---- What the server receives ----
 
 
-def test_a_request_has_the_fewest_parameters():
-    with FakeLLM(["Hi."] * 2) as server:
-        ask(made(server, "openai"), stream=True, max_tokens=9, temperature=None)
-        streamed = {"stream": True, "stream_options": {"include_usage": True}}
-        rest = {"model": "test-model", "messages": HELLO, **streamed}
-        assert server.bodies[0] == {"max_completion_tokens": 9, **rest}
-        ask(made(server))
-        assert server.bodies[1] == {"model": "test-model", "messages": HELLO}
-
-
-def test_options_tools_headers_and_extra_body_arrive_as_given():
-    options = {"temperature": 0.5, "tool_choice": "auto", "model": "other", "max_tokens": 9}
+def test_a_request_has_the_fewest_parameters_and_what_is_given_arrives_as_it_is():
+    options = {"temperature": 0.5, "tool_choice": "auto", "model": "other"}
     extra = {"thinking": {"type": "off"}}
-    with FakeLLM(["Hi."]) as server:
-        provider = made(server, extra_headers={"X-Title": "kit"}, extra_body=extra)
-        ask(provider, tools=[TOOL], **options)
-        assert server.bodies[0] == {"messages": HELLO, "tools": [TOOL], **options, **extra}
-        assert server.requests[0].headers["x-title"] == "kit"
+    streamed = {"stream": True, "stream_options": {"include_usage": True}}
+    with FakeLLM(["Hi."] * 2) as server:
+        ask(made(server), temperature=None)
+        provider = made(server, "openai", extra_headers={"X-Title": "kit"}, extra_body=extra)
+        ask(provider, tools=[TOOL], stream=True, max_tokens=9, **options)
+    assert server.bodies[0] == {"model": "test-model", "messages": HELLO}
+    parameters = {"max_completion_tokens": 9, **streamed, **options, **extra}
+    assert server.bodies[1] == {"messages": HELLO, "tools": [TOOL], **parameters}
+    assert server.requests[1].headers["x-title"] == "kit"
 
 
 def test_a_local_endpoint_ignores_the_proxy_of_the_environment(monkeypatch):
@@ -391,13 +381,15 @@ OBJECT = {"id": "a", "function": {"name": "now", "arguments": {"zone": "UTC"}}}
 BLOCKS = [
     {"type": "thinking", "thinking": [{"type": "text", "text": "hm"}]},
     {"type": "text", "text": "Hi."},
-    {"type": "text", "text": None},
 ]
 FINE = {  # an odd answer: its text and its calls
     "a message that is null": (whole(None), None, []),
     "no finish reason": (whole({"content": "Hi."}, finish=None), "Hi.", []),
-    "blocks": (whole({"content": BLOCKS}), "Hi.", []),
-    "arguments that are an object": (whole({"tool_calls": [OBJECT]}), None, [{"zone": "UTC"}]),
+    "blocks, and arguments that are an object": (
+        whole({"content": BLOCKS, "tool_calls": [OBJECT]}),
+        "Hi.",
+        [{"zone": "UTC"}],
+    ),
     "comments, events, no choices, a null delta, blank data": (
         sse(
             ": PROCESSING\n\n",
@@ -417,6 +409,7 @@ FINE = {  # an odd answer: its text and its calls
         [{"a": 1}],
     ),
     "a line that breaks behind [DONE]": (Raw(HI, cut=True), "Grüße ☃", []),
+    "a line that stays open behind [DONE]": (Raw(HI, hang=20), "Grüße ☃", []),
 }
 
 
@@ -424,17 +417,11 @@ FINE = {  # an odd answer: its text and its calls
 @pytest.mark.parametrize("name", FINE)
 def test_an_odd_answer_is_understood_and_shown(name, stream):
     line, content, arguments = FINE[name]
+    began = time.monotonic()
     answer, shown = reply_to(line, stream)
+    assert time.monotonic() - began < 10
     assert (answer.content, [each.arguments for each in answer.tool_calls]) == (content, arguments)
     assert answer.error is None and "".join(shown) == (content or "" if stream else "")
-
-
-def test_a_server_that_keeps_the_line_open_behind_the_end_of_its_answer_is_not_waited_for():
-    with FakeLLM([Raw(HI, hang=20)]) as server:
-        began = time.monotonic()
-        answer, shown = ask(made(server, idle_timeout=15), stream=True)
-    assert (answer.content, answer.error) == ("".join(shown), None) == ("Grüße ☃", None)
-    assert time.monotonic() - began < 10
 
 
 def random_stream(dice):
@@ -652,16 +639,13 @@ def test_a_stream_may_take_longer_than_the_timeouts_while_it_is_not_silent():
 
 @pytest.mark.parametrize("line", [Hang(5), COMMENTS, error(429, "try again in 50s")])
 def test_a_cancellation_is_raised_and_immediate(line):
-    async def cancelled(provider):
-        start = time.monotonic()
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(provider.chat(HELLO), 0.15)
-        assert time.monotonic() - start < 0.6
-
     with FakeLLM([line]) as server:
         provider = made(server)
         provider.pace = 1.0
-        asyncio.run(cancelled(provider))
+        start = time.monotonic()
+        with pytest.raises(TimeoutError):
+            asyncio.run(asyncio.wait_for(provider.chat(HELLO), 0.15))
+        assert time.monotonic() - start < 0.8
 
 
 def test_the_idle_clock_stands_still_while_the_consumer_works():
@@ -749,8 +733,8 @@ def test_address_key_and_model_are_checked(models, key, found):
     assert found in problem and KEY not in problem
 
 
-@pytest.mark.parametrize("base", ["http://127.0.0.1:1/v1", "http://no-such-host.invalid/v1"])
-def test_where_no_server_is_the_cause_and_a_question_are_said(base):
+def test_where_no_server_is_the_cause_and_a_question_are_said():
+    base = "http://127.0.0.1:1/v1"
     provider = OpenAIProvider(Endpoint(ROWS["local"], KEY, base, "m"), pace=0.0)
     answer, _ = ask(provider)
     assert f"Cannot reach {base} (" in answer.error and "is the server running?" in answer.error
@@ -964,19 +948,15 @@ def test_a_conversation_that_is_too_long_is_known_in_every_wording(refusal):
     assert answer.is_overflow and "too long" in answer.error and len(bodies) <= 2
 
 
-@pytest.mark.parametrize("refusal", recorded("final"))
-def test_what_no_second_try_can_help_is_said_at_once(refusal):
-    answer, bodies, told, _ = after_refusal(refusal)
-    assert answer.finish_reason == "error" and not answer.is_overflow
-    assert len(bodies) == 1 and told == []
-
-
-@pytest.mark.parametrize("refusal", recorded("retry"))
+@pytest.mark.parametrize("refusal", recorded("final", "retry"))
 def test_what_passes_is_asked_again_and_the_user_sees_the_wait(refusal):
-    answer, bodies, told, provider = after_refusal(refusal, more={})
-    assert answer.content == "Fine." and bodies[0] == bodies[1]
-    assert len(told) == 1 and re.search(r"asking again in \d+ s$", told[0])
-    assert provider.learnt["test-model"] == []
+    is_final = refusal["expect"] == "final"
+    answer, bodies, told, _ = after_refusal(refusal, more=None if is_final else {})
+    if is_final:
+        assert answer.error and not answer.is_overflow and len(bodies) == 1 and told == []
+    else:
+        assert answer.content == "Fine." and bodies[0] == bodies[1]
+        assert len(told) == 1 and re.search(r"asking again in \d+ s$", told[0])
 
 
 def test_a_change_that_does_not_help_is_tried_once_and_not_remembered():
@@ -997,36 +977,25 @@ def test_what_the_environment_says_of_openai_goes_to_nobody_else(monkeypatch, ro
 
 
 # ---- Waiting, and asking again ----
-WAITS = {  # a refusal: the seconds that the user is told, or None: it is said at once that it is of no use
-    "a rate limit": (Failure(429, "slow"), 1),
-    "seconds": (Failure(429, "", {"retry-after": "7"}), 7),
-    "at most a minute": (Failure(429, "", {"retry-after": "3600"}), 60),
-    "in words": (error(429, "Please retry after 20 seconds."), 20),
-    "money is final": (error(429, "insufficient_quota"), None),
-    "a quota that comes back is not": (error(429, "exceeded your quota … retry in 34.07s"), 34),
-    "a bad request of a busy server": (error(400, "该模型当前访问量过大"), 1),
-}
+WAITS = [  # a refusal, and the seconds that the user is told
+    (Failure(429, "slow"), [1, 2, 4]),
+    (error(503, "Loading model"), [1, 2, 4, 8, 16, 32]),
+    (Failure(429, "", {"retry-after": "7"}), [7, 7, 7]),
+    (Failure(429, "", {"retry-after": "3600"}), [60, 60, 60]),
+    (error(429, "Please retry after 20 seconds."), [20, 20, 20]),
+    (error(429, "insufficient_quota"), []),
+    (error(429, "exceeded your quota … retry in 34.07s"), [34, 34, 34]),
+    (error(400, "该模型当前访问量过大"), [1, 2, 4]),
+]
 
 
-@pytest.mark.parametrize("name", WAITS)
-def test_how_long_to_wait_before_asking_again(name):
-    refused, seconds = WAITS[name]
+@pytest.mark.parametrize(("line", "seconds"), WAITS)
+def test_how_long_to_wait_before_asking_again(line, seconds):
     told = []
-    with FakeLLM([refused, "Here."]) as server:
-        answer, _ = ask(made(server), told=told)
-    waits = [] if seconds is None else [f"asking again in {seconds} s"]
-    assert [line.rpartition("; ")[2] for line in told] == waits
-    assert (answer.content == "Here.") == bool(waits)
-
-
-@pytest.mark.parametrize(
-    ("text", "waits"), [("busy", [1, 2, 4]), ("Loading model", [1, 2, 4, 8, 16, 32])]
-)
-def test_a_busy_endpoint_is_asked_again_and_each_wait_is_longer(text, waits):
-    told = []
-    with FakeLLM(lambda body: error(503, text)) as server:
-        assert f"HTTP 503: {text}" in ask(made(server), told=told)[0].error
-    assert told == [f"HTTP 503: {text}; asking again in {seconds} s" for seconds in waits]
+    with FakeLLM(lambda body: line) as server:
+        ask(made(server), told=told)
+    waits = [line.rpartition("; asking again in ")[2] for line in told]
+    assert waits == [f"{each} s" for each in seconds]
 
 
 @pytest.mark.parametrize(
@@ -1104,7 +1073,6 @@ AROUND = [
 @pytest.mark.parametrize("stream", [False, True])
 def test_nothing_that_a_model_writes_takes_more_than_a_second(stream):
     """100,000 characters of each letter or mark, in each place that is searched."""
-    slow = {}
     for around, bomb in itertools.product(AROUND, BOMBS):
         text = around.replace("%s", (bomb * 100_000)[:100_000])
         odd = {"id": "1", "function": {"name": "look", "arguments": text}}
@@ -1115,9 +1083,7 @@ def test_nothing_that_a_model_writes_takes_more_than_a_second(stream):
             start = time.process_time()
             for _ in replies:
                 ask(made(server, "local"), tools=[LOOK_TOOL], stream=stream)
-            if time.process_time() - start > 1.5:
-                slow[text[:30]] = time.process_time() - start
-    assert slow == {}
+            assert time.process_time() - start < 2, text[:30]
 
 
 # ---- A lawful history ----
@@ -1148,17 +1114,9 @@ MISSING = "[interrupted: its outcome is unknown. Check before you repeat it]"
 LEFT_OUT = user("(earlier messages are left out)")
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 LEGAL = {
-    "a result that nobody asked for is dropped": (
-        [user(), result("x"), said(), user()],
-        [user(), said(), user()],
-    ),
     "a result that came late moves to its call": (
         [user(), called("a", "b"), user("Well?"), result("b", "2"), result("a", "1")],
         [user(), called("a", "b"), result("a", "1"), result("b", "2"), user("Well?")],
-    ),
-    "two calls with one id each keep their result": (
-        [user(), called("a", "a"), result("a", "1"), result("a", "2")],
-        [user(), called("a", "000000001"), result("a", "1"), result("000000001", "2")],
     ),
     "no image is lost in a merger": (
         [user("a"), user([IMAGE])],
@@ -1192,10 +1150,6 @@ def test_a_history_is_made_lawful(name):
     assert lawful == expected
 
 
-def test_without_a_wish_for_a_reply_the_assistant_may_be_last():
-    assert legal([user(), said(), said("b")], reply=False) == [user(), said("Ok\n\nb")]
-
-
 def check_grammar(messages):
     """What the API accepts, written down once more and on its own."""
     json.dumps(messages, allow_nan=False, ensure_ascii=False).encode()
@@ -1205,7 +1159,7 @@ def check_grammar(messages):
     ids, due = [], []
     for before, message in zip([None, *messages], messages, strict=False):
         content = message["content"]
-        assert not set(message) & {"timestamp", "usage", "refusal"}
+        assert "timestamp" not in message
         if message["role"] == "tool":
             assert due and message["tool_call_id"] == due.pop(0) and message["name"]
         else:
@@ -1221,24 +1175,17 @@ def check_grammar(messages):
 
 def a_history(dice):
     """Messages as bad luck, bugs and other programs make them."""
-    texts = ["Hi", " \n", None, "a\ud800b", [], [{"type": "text", "text": "a"}, IMAGE]]
-    arguments = ["{}", '{"b": 2}', '{"t": "\ud800"}']
-    ids = ["a", "b", "a_2", "é\udc00"]
-    extras = [{}, {}, {"reasoning_content": "h\udc00m"}, {"timestamp": 1}, {"name": "now"}]
-
-    def a_message():
-        role = dice.choice(["system", *["user", "assistant", "tool"] * 2])
-        message = {"role": role, "content": dice.choice(texts), **dice.choice(extras)}
-        if role == "assistant":
-            odd = dice.choice([{}, {"extra_content": {"s": "\ud800"}}])
-            chosen = dice.choices(ids, k=dice.randrange(3))
-            calls = called(*chosen, arguments=dice.choice(arguments), **odd)["tool_calls"]
-            message["tool_calls"] = calls or None
-        if role == "tool":
-            message["tool_call_id"] = dice.choice(ids)
-        return message
-
-    return [a_message() for _ in range(dice.randrange(12))]
+    blocks = [{"type": "text", "text": "a"}, IMAGE]
+    messages = []
+    for _ in range(dice.randrange(12)):
+        extra = dice.choice([{}, {"reasoning_content": "h\udc00m"}, {"timestamp": 1}])
+        content = dice.choice(["Hi", " \n", None, "a\ud800b", [], blocks])
+        ids = dice.choices(["a", "b", "a_2", "é\udc00"], k=3)
+        calls = called(*ids, content=dice.choice(["Hi", None]), arguments='{"t": "\ud800"}')
+        kinds = [user(content), said(content), calls, result(ids[0], content)]
+        kinds.append({"role": "system", "content": content})
+        messages.append(dice.choice(kinds) | extra)
+    return messages
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -1308,21 +1255,18 @@ def test_the_events_tell_each_attempt_and_what_was_remembered():
     def note(kind, **fields):
         events[kind].append(fields)
 
-    async def chats(provider):
-        for _ in range(2):
-            await provider.chat(HELLO, temperature=1, on_event=note)
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(provider.chat(HELLO, on_event=note), 0.2)
-
-    with FakeLLM([refused, error(503, "busy"), "Here.", error(401, "no"), Hang(9)]) as server:
-        asyncio.run(chats(made(server)))
+    with FakeLLM([refused, error(503, "busy"), "Here.", Hang(9)]) as server:
+        provider = made(server)
+        ask(provider, temperature=1, on_event=note)
+        with pytest.raises(TimeoutError):
+            asyncio.run(asyncio.wait_for(provider.chat(HELLO, on_event=note), 0.3))
     healed, again = events["retry"]
     assert "Only the default" in healed["error"] and "busy" in again["text"]
-    first, second, _ = events["request"]
+    first, second = events["request"]
     assert first["healed"] == [] and "temperature is left out" in second["healed"][0]
     assert first["messages"] == HELLO and first["options"] == {"temperature": 1}
-    here, failed, stopped = [fields["answer"] for fields in events["answer"]]
-    assert here.content == "Here." and "HTTP 401" in failed.error and "stopped" in stopped.error
+    here, stopped = [fields["answer"] for fields in events["answer"]]
+    assert here.content == "Here." and "stopped" in stopped.error
 
 
 A1 = "aB3dE5gH7jK9mN1pQ3sT5vW7yZ9bC1dE3fG5"  # 36 letters and digits
