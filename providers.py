@@ -31,6 +31,7 @@ import logging
 import re
 import shlex
 import time
+import warnings
 import zlib
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection, Iterable
@@ -553,7 +554,8 @@ def load_json(text, repair):
         if not repair or len(text) > 10_000 or ends_within(text):
             raise
     try:
-        return ast.literal_eval(text)  # {'path': 'a.txt', 'all': True}
+        with warnings.catch_warnings(action="ignore"):  # "\\d" causes a SyntaxWarning
+            return ast.literal_eval(text)  # {'path': 'a.txt', 'all': True}
     except Exception:
         import json_repair
 
@@ -1597,7 +1599,7 @@ def text_call(found, tools):
     return ToolCallRequest(new_id(), call["name"], arguments)
 
 
-# ---- Recorded events, without keys ----
+# ---- Recorded events: without keys, and read again ----
 # An event is a dict of the run's data, and its `kind` says which. Some kinds of one turn:
 #
 # {"time": 1795430000.1, "run": "5f0c2a9e", "who": "turn", "key": "cli:direct", "kind": "request",
@@ -1636,6 +1638,13 @@ def keyless_json(named):
     keys = re.compile("|".join([KEYS, *map(re.escape, secrets)]))
     write = json.JSONEncoder(ensure_ascii=False, default=vars).encode  # vars: of an LLMResponse
     return lambda event: keys.sub(r"\1\2\3[key]", write(event))
+
+
+def recorded_answer(event: dict):
+    """For tests: ScriptedProvider(recorded_answer(event) for event in events if …)"""
+    answer = LLMResponse(**event["answer"])
+    answer.tool_calls = [ToolCallRequest(**call) for call in answer.tool_calls]
+    return answer
 
 
 # ---- You are the model ----

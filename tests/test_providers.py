@@ -36,6 +36,7 @@ from providers import (
     ToolCallRequest,
     choose_endpoint,
     legal,
+    recorded_answer,
     keyless_json,
 )
 from tools import FILE_TOOLS, Exec, ToolRegistry, Turn, Web, WebFetch, WebSearch
@@ -1267,6 +1268,20 @@ def test_the_events_tell_each_attempt_and_what_was_remembered():
     assert first["messages"] == HELLO and first["options"] == {"temperature": 1}
     here, stopped = [fields["answer"] for fields in events["answer"]]
     assert here.content == "Here." and "stopped" in stopped.error
+
+
+def test_a_scripted_model_repeats_recorded_answers():
+    lines = []
+
+    def record(kind, **fields):
+        if kind == "answer":
+            lines.append(keyless_json([])(fields))
+
+    replies = ["Hi.", ToolCallRequest("c1", "now", {}), LLMResponse(error="no")]
+    first = ScriptedProvider(replies)
+    given = [asyncio.run(first.chat(HELLO, on_event=record)) for _ in replies]
+    second = ScriptedProvider(recorded_answer(json.loads(line)) for line in lines)
+    assert [asyncio.run(second.chat(HELLO)) for _ in replies] == given
 
 
 A1 = "aB3dE5gH7jK9mN1pQ3sT5vW7yZ9bC1dE3fG5"  # 36 letters and digits
