@@ -274,9 +274,7 @@ class OpenAIProvider(LLMProvider):
         idle_timeout: float = 90,
         pace: float = 1,
     ):
-        key = (
-            endpoint.api_key.strip()
-        )  # a line break, which no header may contain, can be at its end
+        key = endpoint.api_key.strip()  # no header may contain a line break
         address = endpoint.api_base or endpoint.spec.default_api_base
         self.endpoint = replace(endpoint, api_key=key, api_base=address)
         self.model = endpoint.model

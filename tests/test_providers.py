@@ -117,7 +117,7 @@ def settings(**keys):
 
 CHOICES = [
     (  # a base URL wins over the row's address
-        settings(openai="sk-1"),
+        {"openai": Endpoint(ROWS["openai"], "sk-1", "http://127.0.0.1:8/v1")},
         {"provider": "openai", "base_url": "http://127.0.0.1:9/v1"},
         ("openai", "sk-1", "http://127.0.0.1:9/v1", "gpt-5-mini"),
     ),
@@ -232,7 +232,7 @@ def test_the_address_of_the_environment_wins_over_the_provider_of_the_file(tmp_p
     )
     config = nanobot.load_config(file, {"OPENAI_API_KEY": "sk-1", "OPENAI_BASE_URL": LOCAL})
     end = nanobot.make_provider(config).endpoint
-    assert (end.api_base, end.api_key) == (LOCAL, "sk-1")
+    assert (end.spec.name, end.api_key) == ("local", "sk-1")
 
 
 @pytest.mark.parametrize(
@@ -537,6 +537,7 @@ ARGUMENTS = {
     ),
     "cut in a text of single quotes": ("{'a': 'echo }", "stop", {}, "not valid JSON"),
     "two objects": ('{"a": 1}{"b": 2}', "stop", {}, "must be one JSON object"),
+    "cut between two arguments": ('{"command": "rm -rf build", ', "stop", {}, "not valid JSON"),
     "not a number": ('{"a": NaN}', "stop", {}, "not valid JSON"),
     "a tower of lists": ("[" * 50_000, "stop", {}, "not valid JSON"),
     "a half of a surrogate pair": (r'{"a": "\ud83d"}', "stop", {"a": "?"}, ""),
@@ -653,7 +654,7 @@ def test_the_idle_clock_stands_still_while_the_consumer_works():
     async def slowly(piece):
         await asyncio.sleep(0.9)
 
-    with FakeLLM([sse(delta(content="Hi."), delta("stop"))]) as server:
+    with FakeLLM([sse(delta(content="Hi"), delta(content="."), delta("stop"))]) as server:
         answer = asyncio.run(made(server, idle_timeout=0.6).chat(HELLO, on_delta=slowly))
         assert (answer.content, answer.error) == ("Hi.", None) and len(server.bodies) == 1
 
@@ -717,11 +718,10 @@ def test_a_key_that_the_endpoint_repeats_is_not_shown(line):
     assert answer.finish_reason == "error" and KEY not in answer.error + str(told)
 
 
-MANY = [f"m{n}" for n in range(30)]
 CHECKS = [  # the models that a server offers, the key that it wants: what `status` says
     (["models/test-model"], KEY, "None"),  # Gemini's prefix
     ([], KEY, "None"),
-    (MANY, KEY, "to one of these models: m0, m1, "),
+    (["m0", "m1"], KEY, "to one of these models: m0, m1"),
     ([], "another", "refuses the key"),
 ]
 
@@ -1112,7 +1112,6 @@ def result(id_, content="noon"):
 
 
 MISSING = "[interrupted: its outcome is unknown. Check before you repeat it]"
-LEFT_OUT = user("(earlier messages are left out)")
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 LEGAL = {
     "a result that came late moves to its call": (
