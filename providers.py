@@ -128,11 +128,11 @@ class LLMRequest:
             if piece and self.on_delta:
                 await self.on_delta(piece)
 
-    async def tell(self, line: str, **fields):
-        """Tell the user why the answer takes longer, for example because of a retry. The event also
-        has `fields`: the endpoint's `error`, and the parameters that were `changed`."""
-        log.info("%s", line)
-        self.on_event("retry", text=line, **fields)
+    async def tell(self, line: str, error: str = ""):
+        """Tell the user why the answer takes longer: an `error` of the endpoint, or a short context
+        window."""
+        log.info(line)
+        self.on_event("retry", text=line, error=error)
         if self.on_retry:
             await self.on_retry(line)
 
@@ -163,12 +163,13 @@ class LLMProvider:
         other text. Options: max_tokens, temperature, tool_choice. If the endpoint fails, the
         response has `finish_reason="error"`. CancelledError and errors of callbacks are not caught.
         """
-        wanted = {name: value for name, value in options.items() if value is not None}
         lawful, tools = legal(messages), tools or []
         name = model or self.model
-        request = LLMRequest(lawful, tools, name, wanted, on_delta, on_retry, read_only, on_event)
+        request = LLMRequest(lawful, tools, name, options, on_delta, on_retry, read_only, on_event)
         healed = [remedy.notice for remedy in self.learnt.get(name, [])]
-        on_event("request", model=name, options=wanted, messages=lawful, tools=tools, healed=healed)
+        on_event(
+            "request", model=name, options=options, messages=lawful, tools=tools, healed=healed
+        )
         began = time.monotonic()
         response = failed("It was stopped.")
         try:
@@ -228,15 +229,15 @@ def legal(messages: list[dict], reply: bool = True) -> list[dict]:
     assistant "I will"
 
     At most one system message comes first, then a user message. Adjacent messages of one role are
-    joined. Each call has one result. Ids are unique, arguments are JSON objects, texts are not
-    empty. Unknown keys are removed. If `reply` is set, assistant messages at the end are removed.
+    joined. Each call has one result. Ids are unique, texts are not empty. Unknown keys are removed.
+    If `reply` is set, assistant messages at the end are removed.
     """
-    clean = [message for message in map(clean_message, messages) if message]
+    clean = [clean_message(message) for message in messages]
     system = [message for message in clean if message["role"] == "system"]
     talk = with_results([message for message in clean if message["role"] != "system"])
     if not talk or talk[0]["role"] != "user":
         talk.insert(0, {"role": "user", "content": "(earlier messages are left out)"})
-    lawful = with_neighbours_joined([*system, *talk])
+    lawful = with_neighbours_joined(system + talk)
     while reply and lawful[-1]["role"] == "assistant":
         lawful.pop()
     return with_whole_letters(lawful)
@@ -250,8 +251,8 @@ class Failure(Exception):
     """A request failed. TROUBLES finds the `kind` in the endpoint's text. For each kind it says how
     often to retry, and what to tell the user:
 
-    "busy" (429, 5xx) three times, "loading" (503) six times, "closed" and "network" three times,
-    "timeout" once. Not at all: "unpaid" (also 429, if the quota is exhausted), "key", "model".
+    "busy" (429, 5xx), "closed" and "network" three times, "loading" (503) six times, "timeout"
+    once. Not at all: "unpaid" (also 429, if the quota is exhausted), "key", "model".
     "overflow" goes back to the runner, which sends a shorter request.
     """
 
@@ -273,7 +274,7 @@ class OpenAIProvider(LLMProvider):
         idle_timeout: float = 90,
         pace: float = 1,
     ):
-        key = "".join(endpoint.api_key.split())  # without line breaks, which no header may contain
+        key = endpoint.api_key.strip()  # no header may contain a line break
         address = endpoint.api_base or endpoint.spec.default_api_base
         self.endpoint = replace(endpoint, api_key=key, api_base=address)
         self.model = endpoint.model
@@ -296,16 +297,17 @@ class OpenAIProvider(LLMProvider):
         while True:
             try:
                 response = await self._ask(request, body)
-                await self._learn(request, response, tried)
+                self.learnt[request.model] = [remedy for remedy in tried if remedy.is_remembered]
+                await self._warn_if_cut(request, response)
                 return response
             except Failure as problem:
                 failure = problem
             remedy = find_remedy(failure, body, tried)
             if remedy:
                 tried.append(remedy)
-                old, body = body, remedy.change(body)
+                body = remedy.change(body)
                 notice = f"{self.endpoint.spec.name}, {request.model}: {remedy.notice}"
-                await request.tell(notice, error=failure.cause, changed=difference(old, body))
+                await request.tell(notice, failure.cause)
                 continue
             seconds = retry_after(failure, tries)
             if seconds is None:
@@ -318,8 +320,7 @@ class OpenAIProvider(LLMProvider):
                     is_overflow=failure.kind == "overflow",
                 )
             tries += 1
-            wait = f"{failure.cause}; asking again in {seconds:.0f} s"
-            await request.tell(wait, error=failure.cause)
+            await request.tell(f"{failure.cause}; asking again in {seconds:.0f} s", failure.cause)
             await asyncio.sleep(seconds * self.pace)
 
     async def _ask(self, request, body):
@@ -327,29 +328,31 @@ class OpenAIProvider(LLMProvider):
         is_weak = self.is_local or "tools" not in body  # calls may arrive as text
         wish = self.endpoint.text_tool_calls
         reads_text = wish == "on" or (wish == "auto" and is_weak)
-        tools = parameters_by_name(request.tools) if reads_text else {}
-        reader = AnswerReader(tools, request.read_only)
-        body = {"model": request.model, **body}
+        reader = AnswerReader(request, reads_text)
         try:
             async with contextlib.aclosing(self.connection.chunks(body)) as chunks:
                 async for chunk in chunks:
                     await request.show(reader.feed(chunk))
             await request.show(reader.close())
-            return reader.response(request)
+            return reader.whole()
         except Failure as failure:
             failure.cause = self.endpoint.without_secrets(failure.cause)
             if request.on_delta:
                 failure.shown = reader.text[: reader.end]
             raise
 
-    async def _learn(self, request, answer, tried):
-        """Remember the changes that this model needed. Warn once if the server cut the request."""
-        known = self.learnt.setdefault(request.model, [])
-        known += [remedy for remedy in tried if remedy.is_remembered and remedy not in known]
-        notice = cut_notice(request, answer) if self.is_local and not self.is_warned else ""
-        if notice:
+    async def _warn_if_cut(self, request, answer):
+        """Warn once if the server cut the request. Ollama does so silently, beyond its
+        context window (4,096 tokens by default)."""
+        seen = answer.usage["prompt_tokens"]
+        sent = estimate_usage(request, answer)["prompt_tokens"]
+        is_cut = 1_000 < seen < 5_000 and sent > 2 * seen
+        if is_cut and not self.is_warned:
             self.is_warned = True
-            await request.tell(notice)
+            await request.tell(
+                f"The server read {seen:,} of about {sent:,} tokens. Set a larger context. "
+                "For Ollama: OLLAMA_CONTEXT_LENGTH=64000 ollama serve"
+            )
 
     def warm_up(self):
         with contextlib.suppress(ImportError):  # the first request reports a missing package
@@ -362,16 +365,17 @@ class OpenAIProvider(LLMProvider):
         """Check address, key and model. Returns the problem in one line, or None."""
         try:
             offered = await self.connection.models()
-        except Failure as failure:
-            return explanation(failure, self.endpoint)
+        except Exception as problem:
+            return explanation(as_failure(problem), self.endpoint)
         if not offered or self.model in offered:
             return None
         return f"Set --model or NANOBOT_MODEL to one of these models: {', '.join(offered[:20])}"
 
 
 def request_body(endpoint, request, learnt):
-    """Return {"messages": […], "tools": […], …}, with the changes that this model needs."""
-    body = {"messages": request.messages, "tools": request.tools or None, **request.options}
+    """Return {"model": "m", "messages": […], …}, with the changes that this model needs."""
+    body = {"model": request.model, "messages": request.messages, "tools": request.tools or None}
+    body |= request.options
     if "max_tokens" in body:
         body[endpoint.spec.max_tokens_field] = body.pop("max_tokens")
     if request.on_delta:
@@ -426,52 +430,24 @@ class OfflineProvider(LLMProvider):
 # "An assistant message with 'tool_calls' must be followed by tool messages responding to each …".
 
 REASONING = ("reasoning_content", "reasoning", "reasoning_details")  # copied into later requests
-KNOWN_KEYS = {"role", "content", "tool_calls", "tool_call_id", *REASONING}
+KNOWN_KEYS = ("role", "content", "tool_calls", "tool_call_id", *REASONING)
 NO_RESULT = "[interrupted: its outcome is unknown. Check before you repeat it]"
 
 
 def clean_message(message):
-    """Copy the known keys of a message and repair the content. Returns None if nothing is left."""
-    clean = {key: value for key, value in message.items() if key in KNOWN_KEYS and value}
-    role = "system" if message.get("role") == "developer" else message.get("role")
-    if role not in ("system", "user", "assistant", "tool"):
-        return None
-    # no filler in assistant messages, because models imitate their own messages
-    filler = None if role == "assistant" else "(empty)"
-    clean |= {"role": role, "content": clean_content(clean.get("content", "")) or filler}
-    calls = clean_calls(clean.pop("tool_calls", []))
-    if role == "assistant" and calls:
-        clean["tool_calls"] = calls
-    return clean if clean["content"] or "tool_calls" in clean else None
-
-
-def clean_content(content):
-    """Text or blocks. Blank blocks are removed, and blank text becomes ""."""
-    if isinstance(content, list):
-        return [each for each in content if each["type"] != "text" or clean_content(each["text"])]
-    text = str(content)
-    return text if text.strip() else ""
-
-
-def as_blocks(content: str | list):
-    """ "Hi" → [{"type": "text", "text": "Hi"}]"""
-    return content if isinstance(content, list) else [{"type": "text", "text": content}]
-
-
-def clean_calls(calls):
-    """Drop calls without a name, and turn the arguments into JSON text, such as None → "{}"."""
-    clean = []
-    for call in calls:
-        function = call.get("function") or {}
-        if function.get("name"):
-            arguments, _ = parse_arguments(function.get("arguments"), repair=False)
-            function = {"name": function["name"], "arguments": to_json(arguments)}
-            clean.append({**call, "type": "function", "function": function})
+    """Copy the known keys of a message and its calls, and fill in a blank text."""
+    clean = {key: message[key] for key in KNOWN_KEYS if message.get(key)}
+    if not str(clean.get("content", "")).strip():
+        # no filler in assistant messages, because models imitate their own messages
+        clean["content"] = None if clean["role"] == "assistant" else "(empty)"
+    if "tool_calls" in clean:
+        clean["tool_calls"] = [dict(call) for call in clean["tool_calls"]]
     return clean
 
 
 def with_results(messages):
-    """Give each call a unique id and exactly one result; drop results without a call.
+    """Give each call a unique id and exactly one result; drop results without a call, and messages
+    with neither text nor calls.
 
     Some endpoints use the same ids again in each answer. Therefore each result is matched only with
     the calls of the nearest earlier message that has calls.
@@ -480,17 +456,18 @@ def with_results(messages):
     used_ids = set()
     waiting = defaultdict(list)  # old id → tool messages that still contain NO_RESULT
     for message in messages:
+        calls = message.get("tool_calls", [])
+        if calls:
+            waiting.clear()
         if message["role"] == "tool":
-            places = waiting.get(message.get("tool_call_id"))
+            places = waiting[message["tool_call_id"]]
             if places:
                 places.pop(0)["content"] = message["content"]
-            continue
-        paired.append(message)
-        if "tool_calls" in message:
-            waiting.clear()
-        for call in message.get("tool_calls", []):
-            old_id = call.get("id") or None
-            if old_id is None or old_id in used_ids:
+        elif calls or message["content"]:
+            paired.append(message)
+        for call in calls:
+            old_id = call["id"]
+            if old_id in used_ids:
                 call["id"] = f"{len(used_ids):09d}"  # nine digits, because Mistral wants nine
             used_ids.add(call["id"])
             result = {
@@ -512,20 +489,27 @@ def new_id(old=""):
 
 def with_neighbours_joined(messages):
     """user "a", user [image] → user [text "a", image]. The reasoning is kept."""
-    joined = []
-    for message in messages:
-        if not joined or joined[-1]["role"] != message["role"] or message["role"] == "tool":
+    joined = messages[:1]
+    for message in messages[1:]:
+        above = joined[-1]
+        if message["role"] == "tool" or message["role"] != above["role"]:
             joined.append(message)
-            continue
-        above = joined[-1]["content"]
-        below = message["content"]
-        content = above
-        if isinstance(above, str) and isinstance(below, str):
-            content = f"{above}\n\n{below}"
-        elif below:
-            content = as_blocks(above) + as_blocks(below)
-        joined[-1] = {**message, **joined[-1], "content": content}
+        else:
+            content = joined_content(above["content"], message["content"])
+            joined[-1] = {**message, **above, "content": content}
     return joined
+
+
+def joined_content(above, below):
+    """Join two texts or lists of blocks; `below` is None if its message has only calls."""
+    if isinstance(above, list) or isinstance(below, list):
+        return as_blocks(above) + as_blocks(below)
+    return f"{above}\n\n{below}" if below else above
+
+
+def as_blocks(content: str | list):
+    """ "Hi" → [{"type": "text", "text": "Hi"}]"""
+    return content if isinstance(content, list) else [{"type": "text", "text": content}]
 
 
 def with_whole_letters(value):
@@ -548,9 +532,9 @@ JSON_STRING = r"""(?s)"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'"""  # "a \" b" or 'a'
 def parse_arguments(written, repair):
     """Return a call's arguments and an error: `({}, "its arguments are not valid JSON …")`."""
     try:
-        text = written if isinstance(written, str) else to_json(written or {})
+        text = written if isinstance(written, str) else to_json(written)
         value = with_whole_letters(load_json(text.strip() or "{}", repair))  # raises for NaN
-    except (TypeError, ValueError, RecursionError, ImportError) as problem:
+    except Exception as problem:  # ValueError, RecursionError, and whatever json-repair raises
         return {}, f"its arguments are not valid JSON ({problem})"
     if not isinstance(value, dict):
         return {}, f"its arguments must be one JSON object, not {text[:100]!r}"
@@ -570,7 +554,7 @@ def load_json(text, repair):
     try:
         with warnings.catch_warnings(action="ignore"):  # "\\d" causes a SyntaxWarning
             return ast.literal_eval(text)  # {'path': 'a.txt', 'all': True}
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+    except Exception:
         import json_repair
 
         return json_repair.loads(text)
@@ -604,15 +588,14 @@ class ProviderSpec:
     max_tokens_field: str = "max_tokens"
 
 
-PROVIDERS = [  # order: name, keywords, env_key, default_api_base, hosts
-    ProviderSpec(
-        "openai",
-        "gpt|chatgpt|o1|o3|o4",
-        "OPENAI_API_KEY",
-        "https://api.openai.com/v1",
-        default_model="gpt-5-mini",
-        max_tokens_field="max_completion_tokens",
-    ),
+# The order counts for a model of an unknown maker: the user's own servers, gateways, makers
+PROVIDERS = [  # name, keywords, env_key, default_api_base, hosts
+    ProviderSpec("ollama", "", "", "http://localhost:11434/v1", (":11434",), is_local=True),
+    ProviderSpec("lmstudio", "", "", "http://localhost:1234/v1", (":1234",), is_local=True),
+    ProviderSpec("vllm", "", "", "http://localhost:8000/v1", is_local=True),
+    ProviderSpec("llamacpp", "", "", "http://localhost:8080/v1", is_local=True),
+    ProviderSpec("local", "", "", "http://localhost:8000/v1", is_local=True),
+    ProviderSpec("custom"),
     ProviderSpec(
         "openrouter",
         "",
@@ -624,13 +607,35 @@ PROVIDERS = [  # order: name, keywords, env_key, default_api_base, hosts
         supports_prompt_caching=True,
     ),
     ProviderSpec(
+        "siliconflow",
+        "",
+        "SILICONFLOW_API_KEY",
+        "https://api.siliconflow.cn/v1",
+        (".api.siliconflow.com",),
+        is_gateway=True,
+    ),
+    ProviderSpec(
+        "aihubmix",
+        "",
+        "AIHUBMIX_API_KEY",
+        "https://aihubmix.com/v1",
+        is_gateway=True,
+    ),
+    ProviderSpec(
+        "openai",
+        "gpt|chatgpt|o1|o3|o4",
+        "OPENAI_API_KEY",
+        "https://api.openai.com/v1",
+        default_model="gpt-5-mini",
+        max_tokens_field="max_completion_tokens",
+    ),
+    ProviderSpec(
         "anthropic",
         "claude",
         "ANTHROPIC_API_KEY",
         "https://api.anthropic.com/v1",
         key_prefix="sk-ant-",
         default_model="claude-sonnet-4-5",
-        supports_prompt_caching=True,
     ),
     ProviderSpec(
         "deepseek",
@@ -676,21 +681,6 @@ PROVIDERS = [  # order: name, keywords, env_key, default_api_base, hosts
         (".dashscope-intl.aliyuncs.com",),
         default_model="qwen-plus",
     ),
-    ProviderSpec(
-        "siliconflow",
-        "",
-        "SILICONFLOW_API_KEY",
-        "https://api.siliconflow.cn/v1",
-        (".api.siliconflow.com",),
-        is_gateway=True,
-    ),
-    ProviderSpec(
-        "aihubmix",
-        "",
-        "AIHUBMIX_API_KEY",
-        "https://aihubmix.com/v1",
-        is_gateway=True,
-    ),
     ProviderSpec("volcengine", "doubao", "ARK_API_KEY", "https://ark.cn-beijing.volces.com/api/v3"),
     ProviderSpec(
         "xai",
@@ -707,12 +697,6 @@ PROVIDERS = [  # order: name, keywords, env_key, default_api_base, hosts
         max_tokens_field="max_completion_tokens",
         hosts=(".openai.azure.com", ".services.ai.azure.com"),
     ),
-    ProviderSpec("ollama", "", "", "http://localhost:11434/v1", (":11434",), is_local=True),
-    ProviderSpec("lmstudio", "", "", "http://localhost:1234/v1", (":1234",), is_local=True),
-    ProviderSpec("vllm", "", "", "http://localhost:8000/v1", is_local=True),
-    ProviderSpec("llamacpp", "", "", "http://localhost:8080/v1", is_local=True),
-    ProviderSpec("local", "", "", "http://localhost:8000/v1", is_local=True),
-    ProviderSpec("custom"),
 ]
 ROWS = {row.name: row for row in PROVIDERS}
 
@@ -784,7 +768,7 @@ def row_of_address(base_url):
     place = f".{urlsplit(base_url).netloc.rpartition('@')[2]}"  # .api.openai.com, .localhost:11434
     for row in PROVIDERS:
         own = urlsplit(row.default_api_base).netloc
-        if place.endswith((f".{own}", *row.hosts) if own else row.hosts):
+        if place.endswith((f".{own}", *row.hosts)):
             return row
     # ".localhost:9000", ".127.0.0.1:9000", ".192.168.0.7"
     is_local = re.match(r"\.(localhost|0\.0\.0\.0|\[::1\])(:|$)|\.(127|10|192\.168)\.", place)
@@ -792,30 +776,33 @@ def row_of_address(base_url):
 
 
 def row_of_model(known, model):
-    """Choose a row that has a key or an address. The maker's row comes first; `maker/model` or
-    `keywords` identify the maker. Second is the user's own server; third, a gateway. If the maker
-    is unknown, any row may be chosen."""
-    maker = ROWS.get(model.partition("/")[0])
-    if maker and maker.is_local:
-        return maker
-    for row in PROVIDERS:  # the names `gpt-5` and `hf.co/gpt-5` match the row openai
-        start = f"(?i)(?<![a-z0-9])({row.keywords})"
-        if row.keywords and not maker and re.search(start, model):
-            maker = row
+    """Choose a row that has a key or an address: the maker's row, or else the first one. Another
+    maker gets the request only if the model's maker is unknown."""
     usable = []
     for row in PROVIDERS:
         own = known[row.name]
         if own.api_base or (own.api_key and row.default_api_base):
             usable.append(row)
-    if maker in usable:
+    maker = maker_of(model)
+    if maker and (maker.is_local or maker in usable):
         return maker
-    usable.sort(key=lambda row: (bool(row.env_key), not row.is_gateway))
     if not usable:
         return None
-    if maker and usable[0].env_key and not usable[0].is_gateway:
+    first = usable[0]
+    if maker and first.env_key and not first.is_gateway:
         fix = f"set {maker.env_key or 'its apiBase'}, or name a gateway with --provider"
         raise ValueError(f"{model} is a model of {maker.name}: {fix}")
-    return usable[0]
+    return first
+
+
+def maker_of(model):
+    """`ollama/llama3` → ollama;  `gpt-5`, `hf.co/gpt-5` → openai;  `unheard-of` → None"""
+    named = ROWS.get(model.partition("/")[0])
+    if named:
+        return named
+    for row in PROVIDERS:
+        if row.keywords and re.search(f"(?i)(?<![a-z0-9])({row.keywords})", model):
+            return row
 
 
 # ---- What went wrong ----
@@ -829,6 +816,7 @@ class Trouble(NamedTuple):  # a row of TROUBLES
     cause: str = ""  # if empty, the cause is the text of the endpoint or of the exception
 
 
+CODE = "(^|'code': )"  # the status begins the text; after a "200 OK", only the body has a code
 AGAIN = r"(?:try again|retry)\w{0,9} (?:in|after) (?=\d)"  # as in "Please try again in 5.2s".
 TROUBLES = {  # the first row whose pattern fits
     # llama.cpp "Loading model"; the six delays of 1 to 32 s take a minute
@@ -842,25 +830,26 @@ TROUBLES = {  # the first row whose pattern fits
         "reduce (the length of the|your) message|(than the|with) context length|"
         "context ?window ?exceed|exceeded model token limit|too large for model with|"
         "context size has been exceeded|range of input length|`?inputs`? (tokens|must have less)",
-        "{where}: the conversation is too long for {model} ({cause}). Begin a new "
+        "{where}: the conversation is too long for the model ({cause}). Begin a new "
         "conversation with /new. If a single message is too long, put its text into a file.",
     ),
     # "You exceeded your current quota", "Insufficient Balance", "余额不足". But "quota exceeded,
     # try again in 20s" is a rate limit, and a 401 with "insufficient permissions" is about the key
     "unpaid": Trouble(
         rf"^(?!401 |5\d\d |.*{AGAIN})"
-        "(402 |.*(insufficient|exceeded.{0,20}quota|billing|credit|balance|payment|余额|欠费))",
+        "(402 |.*('code': 402|insufficient|exceeded.{0,20}quota|billing|credit|balance|payment|"
+        "余额|欠费))",
         "{where} reports a billing problem ({cause}). Add credit, or use another --provider.",
     ),
     # "The engine is currently overloaded", "Rate limit reached", Groq 400 "tool_use_failed"
     "busy": Trouble(
-        rf"^(408|409|429|5\d\d) |{AGAIN}|overloaded|rate.?limit|访问量过大|速率限制|"
+        rf"{CODE}(408|409|429|5\d\d)\b|{AGAIN}|overloaded|rate.?limit|访问量过大|速率限制|"
         "tool_use_failed",
         retries=3,
     ),
     # xAI "Incorrect API key provided", Gemini "API key not valid", LiteLLM "No connected db"
     "key": Trouble(
-        "^40[13] |incorrect api key|api key not valid|no connected db",
+        rf"{CODE}40[13]\b|incorrect api key|api key not valid|no connected db",
         "{where} refuses the key ({cause}). Replace {variable}.",
     ),
     # "is not a valid model ID", DeepSeek "Model Not Exist", LiteLLM "Invalid model name passed in"
@@ -874,8 +863,7 @@ TROUBLES = {  # the first row whose pattern fits
         "{where} does not answer like a model ({cause}). Base URLs mostly end in /v1.",
     ),
     "closed": Trouble(
-        "^APIConnectionError (RemoteProtocol|Read|Write)Error",
-        "{where} closed the connection ({cause}).",
+        "^(APIConnectionError )?(RemoteProtocol|Read|Write)Error",
         retries=3,
         cause="it closed the connection",
     ),
@@ -889,11 +877,6 @@ TROUBLES = {  # the first row whose pattern fits
         "{where} gave no answer in time. Ask again, or try a smaller model.",
         retries=1,
         cause="no answer in time",
-    ),
-    "cut": Trouble(
-        "^(RemoteProtocol|Read|Write)Error",
-        retries=3,
-        cause="it closed the connection in the middle",
     ),
     # "No module named 'openai'", "DLL load failed while importing jiter"
     "package": Trouble(
@@ -910,7 +893,6 @@ def explanation(failure, endpoint):
     text = TROUBLES[failure.kind].advice.format(
         where=endpoint.api_base,
         cause=failure.cause,
-        model=endpoint.model,
         variable=endpoint.spec.env_key or "OPENAI_API_KEY",
     )
     return endpoint.without_secrets(text)
@@ -924,13 +906,10 @@ def kind_of(text):
 
 
 def as_failure(problem):
-    """Convert errors of the SDK or the network to Failure; raise other errors, which are bugs."""
+    """Convert an error of the SDK, the network or the server's data to Failure."""
     if isinstance(problem, Failure):
         return problem
-    library = type(problem).__module__.partition(".")[0]
-    is_external = isinstance(problem, OSError | UnicodeError | RecursionError | ImportError)
-    if not is_external and library not in ("openai", "httpx", "httpx2"):
-        raise problem
+    log.debug("the request failed", exc_info=problem)
     response = getattr(problem, "response", None)
     if response is not None:
         return refusal(problem.body, response.status_code, response.headers.get("retry-after", ""))
@@ -948,9 +927,6 @@ def refusal(body, status=None, wait=""):
 
     [{"error":{"code":400,"message":"Unknown name"}}]  → Failure("Unknown name", …)
     """
-    code = body.get("code") if isinstance(body, dict) else None
-    if status is None and isinstance(code, int):
-        status = code
     text = str(body or "")[:4_000]  # enough text for each pattern, and the search stays fast
     said = ": ".join(map(JSON.decode, re.findall(ERROR_TEXT, json.dumps(body))))
     line = " ".join((said or text).split())[:500]
@@ -981,7 +957,8 @@ def find_remedy(failure, body, tried):
         fits = re.search(f"(?is){remedy.complaint}", failure.text)
         if fits and remedy not in tried and remedy.change(body) != body:
             return remedy
-    refused = refused_parameters(body, failure.text)
+    names = sorted(body.keys() - {"model", "messages", "tools"})
+    refused = [name for name in names if is_refused(name, failure.text)]
     if not refused:
         return None
     notice = f"{' and '.join(refused)} is left out: this model does not accept it"
@@ -994,29 +971,17 @@ REFUSAL = (
 )
 
 
-def refused_parameters(body, complaint):
-    """The parameters that an error names. A plain word must be in quotes or follow certain words.
+def is_refused(name, complaint):
+    """True if an error refuses a parameter. A plain word must be in quotes or follow certain words.
 
     Groq "property 'store' is unsupported", xAI "Argument not supported on this model: stop", Ollama
     "does not support thinking", xAI "does not support parameter reasoningEffort"
     """
-    refused = []
-    if not re.search(REFUSAL, complaint):  # a server may repeat the whole request in its error
-        return refused
-    for name in body.keys() - {"model", "messages", "tools"}:
-        word = name.replace("_", "_?")  # xAI writes reasoningEffort
-        named = rf"['\"`]{word}\\*['\"`]|(: |support |parameter |invalid ){word}\b"
-        if "_" in name:
-            named = rf"\b{word}\b"
-        if re.search(f"(?i){named}", complaint):
-            refused.append(name)
-    return sorted(refused)
-
-
-def difference(old, new):
-    """The parameters that a remedy has changed: {"stop": None}. The long ones are left out."""
-    short = (old | new).keys() - {"messages", "tools"}
-    return {name: new.get(name) for name in short if old.get(name) != new.get(name)}
+    word = name.replace("_", "_?")  # xAI writes reasoningEffort
+    plain = rf"['\"`]{word}\\*['\"`]|(: |support |parameter |invalid ){word}\b"
+    named = rf"\b{word}\b" if "_" in name else plain
+    # without a word of refusal, the server may only have repeated the whole request in its error
+    return re.search(REFUSAL, complaint) and re.search(f"(?i){named}", complaint)
 
 
 def setting(**values):
@@ -1041,10 +1006,6 @@ def without_keys(value, unwanted):
     return json.loads(to_json(value), object_hook=kept)
 
 
-def with_other_limit(body):
-    return setting(max_tokens=None, max_completion_tokens=body.get("max_tokens"))(body)
-
-
 def as_text(message):
     """Join the blocks of a message into one text, and replace each image with a line of text."""
     if not isinstance(message["content"], list):
@@ -1067,16 +1028,18 @@ def with_signature(message):
     return {**message, "tool_calls": [{"extra_content": foreign, **first}, *rest]}
 
 
-def without_name(message):
-    return {key: value for key, value in message.items() if key != "name"}
+def without_extras(message):
+    return {key: message[key] for key in message if key not in (*REASONING, "name")}
 
 
 def with_short_ids(message):
     """call_8bXe0aTzQmW2 → 588788278, in the call and in its result."""
-    if message["role"] == "tool":
-        return {**message, "tool_call_id": new_id(message["tool_call_id"])}
-    calls = [{**call, "id": new_id(call["id"])} for call in message.get("tool_calls", [])]
-    return {**message, "tool_calls": calls} if calls else message
+
+    def short(found: dict):
+        ids = {key: new_id(found[key]) for key in ("id", "tool_call_id") if key in found}
+        return found | ids
+
+    return json.loads(to_json(message), object_hook=short)
 
 
 def with_system_as_user(body):
@@ -1132,15 +1095,14 @@ UNWANTED = (
 HEALING = [
     # "However, you requested 8500 tokens (308 in the messages, 8192 in the completion)"
     # "max_tokens is too large: 32000. This model supports at most 16384 completion tokens"
+    # "'max_tokens' is not supported with this model. Use 'max_completion_tokens' instead."
     Remedy(
-        "maximum context length.{1,200}(in the messages|input tokens)|"
+        "max_completion_tokens|maximum context length.{1,200}(in the messages|input tokens)|"
         "max_(completion_)?tokens.{1,99}(too large|maximum|at most|less than|range|exceed)|"
         "(range of|input length and) .?max_tokens",
         "max_tokens is left out: the server sets it",
         setting(max_tokens=None, max_completion_tokens=None),
     ),
-    # "'max_tokens' is not supported with this model. Use 'max_completion_tokens' instead."
-    Remedy("max_completion_tokens", "max_tokens is renamed for this model", with_other_limit),
     # DashScope "This model only support stream mode, please enable the stream parameter", and
     # "parameter.enable_thinking must be set to false for non-streaming calls"
     Remedy(
@@ -1171,10 +1133,12 @@ HEALING = [
     ),
     # Groq "'messages.1' : … property 'reasoning_content' is unsupported", llama.cpp "Cannot pass
     # both content and thinking in an assistant message with tool calls!"
+    # "messages.2.tool.name: Extra inputs are not permitted", "property 'name' is unsupported"
     Remedy(
-        "messages.{0,80}reasoning|both content and thinking",
-        "older reasoning is left out",
-        in_messages(partial(without_keys, unwanted=REASONING)),
+        r"messages.{0,80}(reasoning|\bname\b.{0,80}(unsupported|not (permitted|supported)|"
+        "unknown|unexpected))|both content and thinking",
+        "older reasoning and the names of results are left out",
+        in_messages(without_extras),
     ),
     # llama.cpp "Only user, assistant and tool roles are supported, got system."
     Remedy(
@@ -1188,12 +1152,6 @@ HEALING = [
         "a-z, A-Z, 0-9, with a length of 9",
         "ids of calls are shortened",
         in_messages(with_short_ids),
-    ),
-    # "messages.2.tool.name: Extra inputs are not permitted", "property 'name' is unsupported"
-    Remedy(
-        r"messages.{0,80}\bname\b.{0,80}(unsupported|not (permitted|supported)|unknown|unexpected)",
-        "results are sent without the names of their tools",
-        in_messages(without_name),
     ),
     # Gemini "Function call is missing a thought_signature in functionCall parts."
     Remedy(
@@ -1238,8 +1196,7 @@ def cache_marks(body):
     first, *rest = body["messages"]
     if first["role"] != "system":
         return body
-    text = as_text(first)["content"]
-    block = {"type": "text", "text": text, "cache_control": {"type": "ephemeral"}}
+    block = {"type": "text", "text": first["content"], "cache_control": {"type": "ephemeral"}}
     return {**body, "messages": [{**first, "content": [block]}, *rest]}
 
 
@@ -1318,13 +1275,10 @@ class Connection:
                 raise as_failure(problem) from problem
 
     async def models(self):
-        """The ids of the models that the endpoint offers; raises Failure."""
-        try:
-            response = await self.client().models.with_raw_response.list(timeout=10.0)
-            rows = parse_answer(response.content).get("data") or []
-            return [str(row.get("id")).removeprefix("models/") for row in rows]  # Gemini's prefix
-        except Exception as problem:
-            raise as_failure(problem) from problem
+        """The ids of the models that the endpoint offers."""
+        response = await self.client().models.with_raw_response.list(timeout=10.0)
+        rows = parse_answer(response.content).get("data") or []
+        return [str(row.get("id")).removeprefix("models/") for row in rows]  # Gemini's prefix
 
 
 async def chunks_of(response):
@@ -1349,7 +1303,7 @@ def parse_answer(data):
         if isinstance(answer, dict):
             return answer
     start = " ".join(data[:2_000].decode(errors="replace").split())
-    kind = "cut" if not start or start.startswith("{") else "nonsense"
+    kind = "closed" if not start or start.startswith("{") else "nonsense"
     raise Failure(f"not a JSON object but: {start[:120] or 'nothing'}", kind)
 
 
@@ -1371,57 +1325,47 @@ REASONS = {  # the endpoint's finish reason → OpenAI's; any other (`eos`, `end
 
 
 @dataclass
-class CallParts:  # the pieces of one call that have arrived so far
+class CallParts:  # a call that is arriving in pieces
     index: int | None
-    id: str | None = None
-    name: str = ""
-    arguments: str = ""
-    extra: dict = field(default_factory=dict)
+    call: ToolCallRequest
+    written: str = ""  # the JSON of its arguments
 
 
 class AnswerReader:
     """Joins the chunks of an answer; an answer that is not streamed consists of one chunk.
 
-    `tools` has those that may be called as text: {"read_file": {…parameters…}}, and `read_only`
-    the names of the tools that change nothing.
+    If `reads_text` is set, the request's tools may be called as text.
     """
 
-    def __init__(self, tools: dict[str, dict], read_only: Collection[str] = ()):
-        self.tools = tools
-        self.read_only = read_only
+    def __init__(self, request: LLMRequest, reads_text: bool):
+        self.request = request
+        self.tools = parameters_by_name(request.tools) if reads_text else {}
+        self.answer = LLMResponse(finish_reason=None)
         self.text = ""  # the answer so far, without thoughts
         self.end = 0  # `text` is shown up to here; the rest may begin a thought or a call
-        self.has_lost_tag = False  # True: after some text, </think> was removed, but not <think>
-        self.calls = []  # CallParts
-        self.text_calls = []  # ToolCallRequests
-        self.unclear_at = None  # where the text has a call that may be only an example
-        self.extra = {}
-        self.usage = {}
-        self.is_whole = False  # True: the server has signalled the end of the answer
-        self.finish_reason = None
+        self.parts = []  # CallParts
+        self.has_ended = False  # True: the server has signalled the end of the answer
 
     def feed(self, chunk: dict):
-        """Add a chunk. Returns the text that may be shown now."""
+        """Add a chunk. Returns the text that may be shown now. Raises Failure for an error."""
         choices = chunk.get("choices") or []
-        try:
-            for part in (chunk, *choices):
-                if part.get("error"):
-                    raise refusal(part["error"])
-                self.usage = read_usage(part.get("usage") or {}) or self.usage
-            return "".join([self._add(choice) for choice in choices])
-        except (AttributeError, TypeError, ValueError) as problem:
-            raise Failure("its answer has a strange form", "nonsense") from problem
+        for part in (chunk, *choices):
+            if part.get("error"):
+                raise refusal(part["error"])
+            self.answer.usage = read_usage(part.get("usage") or {}) or self.answer.usage
+        return "".join([self._add(choice) for choice in choices])
 
     def _add(self, choice):
-        self.finish_reason = choice.get("finish_reason") or self.finish_reason
-        self.is_whole |= "delta" not in choice
+        answer = self.answer
+        answer.finish_reason = choice.get("finish_reason") or answer.finish_reason
+        self.has_ended |= "delta" not in choice
         message = choice.get("delta") or choice.get("message") or {}
         for piece in message.get("tool_calls") or []:
             self._add_call(piece)
         for name in REASONING:
-            if message.get(name):
-                before = self.extra.get(name)
-                self.extra[name] = before + message[name] if before else message[name]
+            new = message.get(name)
+            if new:  # a text, or a list of details
+                answer.extra[name] = answer.extra[name] + new if name in answer.extra else new
         blocks = as_blocks(message.get("content") or "")
         return self._ready("".join([block.get("text") or "" for block in blocks]))
 
@@ -1432,25 +1376,22 @@ class AnswerReader:
         by id          a read_file {"pa        th":"a"}        b now {}
         all are 0      0 a read_file {"path":"a"}              0 b now {}
         without ids    0 read_file {"pa    0 th":"a"}          0 now {}
-        repeated       0 a read_file {"pa  0 a read_file th":"a"}
+
+        So a name begins a call, and a piece without a name continues the call with its index.
         """
         index = piece.get("index")
-        id_ = piece.get("id")
         function = piece.get("function") or {}
         name = function.get("name")
-        arguments = function.get("arguments")
-        fitting = [call for call in self.calls if index in (None, call.index)]
-        call = fitting[-1] if fitting else CallParts(index)
-        is_repeated = id_ and id_ == call.id and index is not None  # the same name in each piece
-        if not fitting or (name and call.name and not is_repeated):
-            call = CallParts(index)
-            self.calls.append(call)
-        call.id = call.id or id_
-        call.name = call.name or name or ""
-        if arguments is not None:
-            call.arguments += arguments if isinstance(arguments, str) else to_json(arguments)
+        fitting = [part for part in self.parts if index in (None, part.index)]
+        if name or not fitting:
+            call = ToolCallRequest(piece.get("id") or new_id(), name or "unnamed")
+            fitting = [CallParts(index, call)]
+            self.parts += fitting
+        part = fitting[-1]
+        arguments = function.get("arguments") or ""
+        part.written += arguments if isinstance(arguments, str) else to_json(arguments)
         if "extra_content" in piece:  # Gemini's signature of a thought
-            call.extra["extra_content"] = piece["extra_content"]
+            part.call.extra["extra_content"] = piece["extra_content"]
 
     def _ready(self, piece):
         """Return the text that may be shown now. Thoughts and possible calls are held back."""
@@ -1465,7 +1406,6 @@ class AnswerReader:
             thought = THOUGHT.match(self.text, self.end)
             if not thought or self.is_in_fence:
                 return self.text[begin : self.end]
-            self.has_lost_tag |= self.end > 0 and not thought[1]
             self.text = self.text[: self.end] + self.text[thought.end() :]
 
     @property
@@ -1481,16 +1421,16 @@ class AnswerReader:
             return ""
         try:
             calls, end = read_calls(held, self.tools)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        except Exception:
             calls = []  # no call, or a broken one
-        if not calls or self.calls or self.is_in_fence:
+        if not calls or self.parts or self.is_in_fence:
             self.end = len(self.text)
             return held
         if self._may_run(calls, shown, held, end):
-            self.text_calls = calls
+            self.answer.tool_calls = calls
             self.text = shown.rstrip()
         else:
-            self.unclear_at = self.end
+            self.answer.unclear_at = self.end
         return ""
 
     def _may_run(self, calls, shown, held, end):
@@ -1498,31 +1438,31 @@ class AnswerReader:
         if not shown.strip():
             return True
         has_own_tag = re.match(TAG, held) and END_TOKENS.match(held, end)
-        if not has_own_tag or self.has_lost_tag or THOUGHT_TAG.search(shown):
+        if not has_own_tag or THOUGHT_TAG.search(shown):
             return False
-        return all(call.name in self.read_only for call in calls)
+        return all(call.name in self.request.read_only for call in calls)
 
-    def response(self, request: LLMRequest):
+    def whole(self):
         """Return the answer, even if it reached max_tokens. Raises Failure if it broke off."""
-        reason = REASONS.get(str(self.finish_reason).lower(), "stop")
+        answer = self.answer
+        reason = REASONS.get(str(answer.finish_reason).lower(), "stop")
+        answer.finish_reason = reason
         is_finished = reason in ("stop", "tool_calls")
-        calls = self.text_calls
-        for call in self.calls:
-            arguments, error = parse_arguments(call.arguments, repair=is_finished)
-            calls.append(
-                ToolCallRequest(call.id or new_id(), call.name, arguments, error, extra=call.extra)
-            )
+        for part in self.parts:
+            call = part.call
+            call.arguments, call.error = parse_arguments(part.written, repair=is_finished)
+            answer.tool_calls.append(call)
+        is_cut = not self.has_ended
+        if answer.tool_calls:
+            is_cut = any(call.error for call in answer.tool_calls)
+        if reason == "error" or (reason is None and is_cut):
+            raise Failure("the answer broke off", "closed")
         # keep the line break at the end of a cut answer, because the model will continue the answer
         text = self.text if reason == "length" else self.text.rstrip("\n")
-        text = with_whole_letters(text) if text.strip() else None
-        is_cut = any(call.error for call in calls) if calls else not self.is_whole
-        if reason == "error" or (reason is None and is_cut):
-            raise Failure("the answer broke off" if text or calls else "it sent no answer", "cut")
-        thoughts = self.extra.get("reasoning_content") or self.extra.get("reasoning")
-        answer = LLMResponse(
-            text, calls, reason, {}, thoughts, extra=self.extra, unclear_at=self.unclear_at
-        )
-        answer.usage = self.usage or estimate_usage(request, answer)
+        answer.content = with_whole_letters(text) if text.strip() else None
+        extra = answer.extra
+        answer.reasoning_content = extra.get("reasoning_content") or extra.get("reasoning")
+        answer.usage = answer.usage or estimate_usage(self.request, answer)
         return answer
 
 
@@ -1542,16 +1482,6 @@ def read_usage(usage):
     cached = cached or usage.get("cached_tokens") or usage.get("prompt_cache_hit_tokens")
     received = usage.get("completion_tokens") or 0
     return counted(sent, received, cached or 0, False) if sent else {}
-
-
-def cut_notice(request, answer):
-    """Ollama silently cuts a request that exceeds its context window (4,096 tokens by default)."""
-    seen = answer.usage["prompt_tokens"]
-    sent = estimate_usage(request, answer)["prompt_tokens"]
-    if not 1_000 < seen < 5_000 or sent <= 2 * seen:
-        return ""
-    fix = "Set a larger context. For Ollama: OLLAMA_CONTEXT_LENGTH=64000 ollama serve"
-    return f"The server read {seen:,} of about {sent:,} tokens. {fix}"
 
 
 def estimate_usage(request, answer):
@@ -1584,6 +1514,7 @@ def counted(sent, received, cached, estimated):
 TAG = r"<(?:tool_calls?|tools)>|<function=|\[TOOL_CALLS\]|<\|python_tag\|>"
 BARE = r'[\[{]\s{0,99}{?\s{0,99}"(?:name|type|id|function|arguments|parameters)"'
 FENCE = rf"```(?:json|tool_call)?[ \t\r]{{0,9}}\n\s{{0,80}}(?={TAG}|{BARE})"
+FENCE_OR_END = re.compile(f"{FENCE}|```")
 # the end of a piece of a stream: `<tool_c`, `[TOOL_`, `{"na`, "```js"
 PARTIAL = r'(?:</?\|?\w{0,12}\|?|\[[A-Z_]{1,11}|[\[{]\s{0,99}(?:{?\s{0,99}(?:"\w{0,10})?)?)?\Z'
 UNCLEAR = rf"(?: {{0,3}}(?:`{{1,9}}|~{{1,9}})\w{{0,20}}\s{{0,99}})?{PARTIAL}"
@@ -1594,7 +1525,7 @@ THOUGHT_START = re.compile(THOUGHT_LINE)
 LINE_START = re.compile(rf"{THOUGHT_LINE}|(?:\A\s{{0,200}}|^)(?:{TAG}|{FENCE}|{BARE}|{UNCLEAR})")
 THOUGHT_TAG = re.compile(r"</?(?:think|thinking|thought)>")
 THOUGHT = re.compile(
-    r"\s{0,200}(<(?:think|thinking|thought)>(?:[^<]++|<)*?)?</(?:think|thinking|thought)>"
+    r"\s{0,200}(?:<(?:think|thinking|thought)>(?:[^<]++|<)*?)?</(?:think|thinking|thought)>"
 )
 AROUND = re.compile(
     r"(?:\s|</?(?:tool_calls?|tools)>|</function>|<\|python_tag\|>|\[TOOL_CALLS\](?=\s{0,99}[\[{]))*"
@@ -1625,12 +1556,11 @@ def read_calls(text, tools):
     parser reads JSON calls, so a code fence or a tag inside a string stays in the string."""
     calls, is_fenced, place = [], False, 0
     while (place := AROUND.match(text, place).end()) < len(text):
-        opening = re.compile(FENCE).match(text, place)
+        fence = FENCE_OR_END.match(text, place)
         named = NAMED.match(text, place)
-        if opening:
-            is_fenced, place = True, opening.end()
-        elif is_fenced and text.startswith("```", place):
-            is_fenced, place = False, place + 3
+        if fence and (is_fenced or fence[0] != "```"):
+            is_fenced = not is_fenced
+            place = fence.end()
         elif calls and INVENTED.match(text, place):
             break  # '{"name": "ls", "arguments": {}}\n```\na.txt\n```\nThe folder has a.txt.'
         elif named:
@@ -1638,36 +1568,33 @@ def read_calls(text, tools):
             arguments = dict(re.findall(f"(?s){PARAMETER}", named[2]))
             if text.startswith("{", place):
                 arguments, place = JSON.raw_decode(text, place)
-            calls.append(text_call(named[1], arguments, tools))
+            calls.append(text_call({"name": named[1], "arguments": arguments}, tools))
         else:
             found, place = JSON.raw_decode(text, place)
             for each in found if isinstance(found, list) else [found]:
-                calls.append(text_call(*name_and_arguments(each), tools))
+                calls.append(text_call(each, tools))
     return calls, place
 
 
-def name_and_arguments(found):
-    """Raises an exception if the JSON is no call, but a log entry or the description of a tool."""
-    kind = found.get("type", "function")
-    if found.keys() <= {"type", "id", "function"}:  # {"type": "function", "function": {…}}
-        found = found["function"]
-    is_schema = "properties" in (found.get("parameters") or {})
-    if kind != "function" or is_schema or found.keys() - CALL_KEYS:
-        raise ValueError("not a call")
-    return found["name"], found.get("arguments", found.get("parameters"))
+def text_call(found, tools):
+    """{"name": "ls", "arguments": {"path": ".", "colour": 1}} → ls({"path": "."})
 
-
-def text_call(name, written, tools):
-    """Drop unknown arguments. Raises an exception for an unknown tool or a missing argument."""
-    schema = tools[name]
+    Drop unknown arguments. Raises an exception for an unknown tool, a missing argument, and for
+    JSON that is no call, but a log entry or the description of a tool."""
+    is_wrapped = found.keys() <= {"type", "id", "function"}
+    call = found["function"] if is_wrapped else found
+    schema = tools[call["name"]]
+    written = call.get("arguments", call.get("parameters"))
     arguments, error = parse_arguments(written, repair=False)
+    is_schema = "properties" in call.get("parameters", {})
+    is_function = found.get("type", "function") == "function"
     properties = schema.get("properties")
     if properties and not schema.get("additionalProperties"):
         arguments = {key: value for key, value in arguments.items() if key in properties}
     missing = set(schema.get("required", [])) - arguments.keys()
-    if written is None or error or missing:
-        raise ValueError(error or "an argument is missing")
-    return ToolCallRequest(new_id(), name, arguments)
+    if error or missing or is_schema or not is_function or call.keys() - CALL_KEYS:
+        raise ValueError("not a call")
+    return ToolCallRequest(new_id(), call["name"], arguments)
 
 
 # ---- Recorded events: without keys, and read again ----
@@ -1675,7 +1602,7 @@ def text_call(name, written, tools):
 #
 # {"time": 1795430000.1, "run": "5f0c2a9e", "who": "turn", "key": "cli:direct", "kind": "request",
 #  "model": "m", "options": {…}, "sent": [1, 2], "tokens": [812, 41], "messages": [{…}, {…}]}
-# {…, "kind": "retry", "text": "local, m: …", "error": "HTTP 400: …", "changed": {"stop": null}}
+# {…, "kind": "retry", "text": "local, m: …", "error": "HTTP 400: …"}
 # {…, "kind": "answer", "seconds": 0.8, "answer": {"tool_calls": [{"id": "c1", …}], …}}
 # {…, "kind": "call", "id": "c1", "name": "exec", "arguments": {"command": "ls"}}
 # {…, "kind": "result", "id": "c1", "text": "a.txt", "is_error": false, "outcome": "done"}
@@ -1810,11 +1737,14 @@ IMPLIED = {  # a rule with this field needs no `tool:`; the first such field cou
     "action": "cron",
     "url": "web_fetch",
 }
-BUILT_IN = "<result> <Time> <memory> <file> <count> <can> <calls> <last> <left>"  # filled in here
+BUILT_IN = (  # filled in here
+    "<result> <Time> <memory> <file> <count> <calls> <last> <head> <rows> <files_here>"
+)
 WORD = r"<(\w+)>"
 TYPED_WORD = r"(?<![\w./'’-])[a-z]{3,20}(?![\w/'’-]|\.\w)"  # not the `txt` of a.txt
 # the signs of a sentence as parts of a regex; `...` stands for any words
 MARKS = {"[": "(?:", "]": ")?", "(": "(?:", ")": ")", "|": "|", "...": r"[^\w\s]*(?:\s+\S+)*?"}
+ENDING = "(?:ies|ing|ed|es|e|s|y)"  # of a word: grades, grade, graded
 
 
 class Rules:
@@ -1836,7 +1766,7 @@ class Rules:
                 self.problems.append(f"{OFFLINE_RULES}, line {number}: {problem}")
                 log.warning(self.problems[-1])
                 self.last.clear()  # the rule is left out
-        said = re.findall("(?m)^(?:- |<sum>|<show>|<verb>|<unit>).*", text)
+        said = re.findall("(?m)^(?:- |<sum>|<show>|<verb>|<unit>|<said_level>).*", text)
         self.vocabulary = set(re.findall("[a-z]{3,}", str(said)))
 
     def _read(self, line):
@@ -1880,7 +1810,7 @@ class Rules:
             raise ValueError(f"`{sentence}`: a bracket is not closed")
         if re.search(r"<(\w+)>.*<\1>", sentence):
             raise ValueError(f"`{sentence}`: the same <word> occurs twice")
-        regex = ""
+        regex = "(?is)"
         for token in re.findall(r"[\[\]()|]|[^\s\[\]()|]+", sentence):
             said = self.kinds.get(f"said_{token}", rf"\s+{re.escape(token)}")
             if token[0] == "<":
@@ -1894,61 +1824,48 @@ class Rules:
     def find(self, text: str, read_only: Collection[str]):
         """Find the rule of each step, and its <words>: `list docs and read a.txt` has two steps.
 
-        If a step has no rule, the steps that read run, and a rule with an `offer` refuses the
-        others (<left>); but if one of them writes, nothing runs: the only rule has an `offer` then,
-        and <can> is the steps that have a rule. Only rules that read run if text is piped in (after
-        a blank line), words are misspelt or something is not to be done (`don't change it`).
+        If a step has no rule, nothing runs: the only rule has an `offer` then. Only rules that read
+        run if text is piped in (after a blank line) or words are misspelt.
         """
-
-        def only_read(steps):
-            tools = {rule.get("tool", "") for rule, _ in steps if "reads" not in rule}
-            return tools <= {"", *read_only}
-
         head = text.partition("\n\n")[0]
         if len(head) > 1_000:
             head = ""  # no rule is for such a long text
-        for spell in (re.Match.group, self._nearest):  # first as it is typed, then corrected
-            spoken = re.sub(TYPED_WORD, spell, head)
-            pieces = re.split(f"({self.kinds['between']})", spoken, maxsplit=6)
-            steps = self._steps(pieces)
-            if steps and (only_read(steps) or spoken == text):
-                return steps
-        steps = [self.match(part) for part in pieces[::2]]
-        can = [said["left"] for rule, said in steps if "offer" not in rule]
-        if can and only_read(steps):
-            return steps
+        corrected = re.sub(TYPED_WORD, lambda word: nearest(word[0], self.vocabulary), head)
+        for spoken in (head, corrected):
+            for cut in (self.kinds["between"], self.kinds["after_then"], "(?!)"):
+                steps = [self.match(part) for part in re.split(cut, spoken, maxsplit=6)]
+                tools = {rule.get("tool", "") for rule, _ in steps if "reads" not in rule}
+                runs = tools <= {"", *read_only} or spoken == text
+                if runs and not any("offer" in rule for rule, _ in steps):
+                    return steps
         rule, said = self.match(head)
-        said |= {"left": "", "can": "\n  ".join(can)}
         return [(rule if "offer" in rule else self.otherwise, said)]
-
-    def _nearest(self, word):
-        """`opne` → `open`, `mny` → `many`: the word of the rules that is nearest, or the same"""
-        alike = [known for known in self.vocabulary if known[0] == word[0][0]]
-        swapped = [known for known in alike if sorted(known) == sorted(word[0])]
-        return [*swapped, *difflib.get_close_matches(word[0], alike, 1, 0.82), word[0]][0]
-
-    def _steps(self, pieces):
-        """Join pieces, as few as possible, until each step has a rule; [] if that is impossible.
-
-        `list docs`, ` and `, `read a.txt`, `, `, `b.txt` → the rules of `list docs` and of the rest
-        """
-        for end in range(1, len(pieces) + 1, 2):
-            first = self.match("".join(pieces[:end]))
-            if "offer" not in first[0]:
-                rest = self._steps(pieces[end + 1 :])
-                if rest or end == len(pieces):
-                    return [first, *rest]
-        return []
 
     def match(self, text: str):
         """Return the first rule that has a matching sentence, and the values of its <words>."""
         spoken = re.sub(self.kinds["after"], "", text.strip())
         spoken = re.sub(self.kinds["before"], "", spoken)
         for regex, rule in self.sentences:
-            found = re.fullmatch(regex, f" {spoken}", re.IGNORECASE | re.DOTALL)
+            found = re.fullmatch(regex, f" {spoken}")
             if found and rule:
-                return rule, {"left": text} | found.groupdict("")
-        return self.otherwise, {"left": text}
+                return rule, found.groupdict("")
+        return self.otherwise, {}
+
+    def stems(self, text: str):
+        """`the grades of b.csv` → {"grad", "csv", "b.csv"}: what is meant, without endings"""
+        text = text.lower().replace("to do", "todo")
+        return {
+            re.sub(rf"(?<=\w{{3}}){ENDING}$", "", word)
+            for word in re.findall(r"[^\W_]+", text) + re.findall(r"[\w-]+\.\w+", text)
+            if not re.fullmatch(self.kinds["common"], word)
+        }
+
+
+def nearest(word: str, known: Collection[str]):
+    """`opne` → `open`, `mny` → `many`: the known word that is nearest, or the same word"""
+    alike = [each for each in known if each[0] == word[0]]
+    swapped = [each for each in alike if sorted(each) == sorted(word)]
+    return [*swapped, *difflib.get_close_matches(word, alike, 1, 0.82), word][0]
 
 
 def rules_beside_this_file():
@@ -1965,10 +1882,14 @@ QUOTED = "(?s)^[\"'`“‘](.+)[\"'`”’]$"
 MEMORY_PATH = r"[:`] ?((?:/|~|\w:\\)[^\n:`]*MEMORY\.md)"  # - Facts: /home/a b/memory/MEMORY.md
 # tool → pattern for a successful result; any other result is an error
 SUCCESS = {"read_file": r"\d+\| ", "edit_file": "--- |Wrote ", "exec": r"(?s).*Exit code: 0$"}
-# not shown to the user
-NOISE = r"(?m)^\S*MEMORY\.md:\d+: (?:- )?|^Exit code: 0\Z|\nExit code: \d+\Z| Tell the user\."
+NOTHING = "No match for |No file below |There is no folder"
+OTHER_SUCCESS = rf"(?!{NOTHING}|Cannot |Error\b|\w+ failed: )"  # also of a project's own tools
+NOISE = (  # not shown to the user
+    r"(?m)^\S*MEMORY\.md:\d+: (?:- )?|^Exit code: 0\Z|\nExit code: \d+\Z| Tell the user\.|"
+    r"(?<=') in [\d,]+ files of .*\Z"  # No match for 'x' in 3 files of /home/a.
+)
 MISSING = "No such file|There is no folder"  # in the error text of a tool
-WHICH_FILE = "Which file do you mean? Name it, like: read a.txt (or say: list the files here)"
+WHICH_FILE = "Which file do you mean?"
 
 
 class Plan:
@@ -1978,7 +1899,8 @@ class Plan:
     """
 
     def __init__(self, request: LLMRequest, rules: Rules):
-        self.request, self.rules = request, rules
+        self.request = request
+        self.rules = rules
         # <words>; `file` is "it", `last` is the last number
         self.known = dict(file="", Time=time.ctime(), last="(which number?)", calls="")
         self.results = []  # of the calls in this turn that have a result
@@ -1991,7 +1913,7 @@ class Plan:
         prompt = messages[0]["content"]
         if "save_memory" in parameters_by_name(self.request.tools):
             return ""  # rules can sum up nothing: the history gets the text as it is
-        if "[SKIP]" in prompt and "[MEMORY]" in prompt:
+        if "[SKIP] if there is nothing to change" in prompt:
             return "[SKIP]"  # tells Dream that there is nothing to save
         self.known["memory"] = [*re.findall(MEMORY_PATH, prompt), "MEMORY.md"][0]
         question = ""
@@ -2010,7 +1932,10 @@ class Plan:
 
     def _reports(self, question):
         """Plan one turn. Returns an answer for each step and file."""
-        self.matches, self.next_call = {}, None
+        self.matches = {}
+        self.next_call = None
+        self.question = question[:1_000]
+        self.paths = None  # the files here, once they are needed
         reports = []
         for rule, said in self.rules.find(question, self.request.read_only):
             self.matches[rule.get("title")] = said
@@ -2020,37 +1945,38 @@ class Plan:
 
     def _files(self, said):
         """`a.txt and b.txt` → both; `it` → the file named last; `my essay` → `essay.md`"""
-        name = (said.get("name") or said.get("document", "")).lower().strip('"')
-        if name and name not in self.known["file"].lower():
-            return [self._look_up(name)]
+        if said.get("name"):
+            return [self._look_up(said["name"])]
         files = re.findall(self.rules.kinds["a_file"], said.get("files", ""), re.IGNORECASE)
-        if not files:
-            return [self.known["file"]]
-        return [re.sub(QUOTED, r"\1", file).replace("\\", "/") for file in files]
+        files = [re.sub(QUOTED, r"\1", file).replace("\\", "/") for file in files]
+        return files or [self.known["file"]]
 
-    def _look_up(self, name):
-        """`essay` → `My Essay.md`, if only one file has such a name or one of its words; or "" """
-        paths = self._result("glob", {"pattern": "*"}).splitlines()
-        stems = [Path(path).stem for path in paths]
-        near = difflib.get_close_matches(Path(name).stem, stems, 1, 0.7)
-        for word in (name, *near, *name.split()):
-            # `essay` is in My Essay.md, but `a.txt` is not in data.txt
-            part = rf"(?i)(?!No file)(?:.*(?:_|\W))?{re.escape(word)}[^/]*"
-            same = [path for path in paths if re.fullmatch(part, path)]
-            same = [path for path in same if "/" not in path] or same  # those in folders come last
-            if same:
-                return same[0] if len(same) == 1 else ""
-        return ""
+    def _look_up(self, text):
+        """`my essay` → `My Essay.md`, if only one name has most words of the text; or "" """
+        if self.paths is None:
+            found = ""
+            if "glob" in self.request.read_only:
+                found = self._result("glob", {"pattern": "*"})
+            self.paths = re.findall(r"(?m)^(?!No file|\(there).+", found)
+        stems = self.rules.stems
+        names = stems(" ".join(self.paths))
+        said = {nearest(word, names) for word in stems(text)}
+        ranks = {
+            path: (len(said & stems(path)), -len(stems(path)))
+            for path in self.paths
+            if said & stems(Path(path).name)
+        }
+        best = [path for path in ranks if ranks[path] == max(ranks.values())]
+        return best[0] if len(best) == 1 else ""
 
     def _follow(self, rule, said, file):
         """Apply one rule to one file. Returns the rule's answer, or the error text of a tool."""
+        if "offer" in rule:
+            return self._advise(rule.get("answer", rule["offer"]), said)
+        if "<file>" in str(rule) and not file:
+            return self._advise(WHICH_FILE, {})
         self.known["file"] = file
         known = self.known | {name: re.sub(QUOTED, r"\1", text) for name, text in said.items()}
-        if "offer" in rule:
-            said["file"] = file and shlex.quote(file)  # it can have spaces
-            return fill(rule["offer"].strip(), self.known | said)
-        if "<file>" in str(rule) and not file:
-            return WHICH_FILE
         if (
             rule.get("command", "<command>") != "<command>"  # a rule's own command is for bash
             and "Windows PowerShell" in str(self.request.tools)
@@ -2064,18 +1990,46 @@ class Plan:
             result = self._change_lines(rule, known)
         elif "tool" in rule:
             result = self._result(rule["tool"], arguments_of(rule, known))
-        other = file and re.search(MISSING, result) and self._look_up(file)
-        if other and other != file:
-            if rule.get("tool") in self.request.read_only:
-                return self._follow(rule, said, other)
-            self.known["file"] = other
-            return f"There is no {file}, but {other}: say it with that name."
         shown = re.sub(NOISE, "", result).strip()
-        if not re.match(SUCCESS.get(rule.get("tool"), ""), result):
-            return shown
-        self.known["file"] = known.get("target", file)
-        known |= {"result": shown or "Done.", "count": str(shown.count("\n") + 1)}
-        return fill(rule.get("answer", "<result>").strip(), known)
+        if re.match(SUCCESS.get(rule.get("tool"), OTHER_SUCCESS), result):
+            self.known["file"] = known.get("target", file)
+            known |= {"result": shown or "Done.", "count": str(shown.count("\n") + 1)}
+            return fill(rule.get("answer", "<result>").strip(), known)
+        other = self._look_up(file) if file and re.search(MISSING, result) else file
+        if other != file:
+            if other and rule.get("tool") in self.request.read_only:
+                return self._follow(rule, said, other)
+            return self._advise(f"There is no {file} here.", said | {"name": file})
+        return self._advise(shown, {}) if re.match(NOTHING, result) else shown
+
+    def _advise(self, text, said):
+        """Return `text`, the lines of files that are nearest to what was asked, and three offers.
+
+        `when is the test` → `notes.md: test on Friday` and `find test in notes.md`, …
+        """
+        name = said.get("name")
+        named = self._look_up(name or self.question)
+        file = self.known["file"] = named or self.known["file"]
+        if file not in self.paths or (name and not named):
+            file = ""  # a file that is gone, or another one than "it"
+        words = self.rules.stems(self.question) - self.rules.stems(named)
+        words |= {nearest(word, self.rules.vocabulary) for word in words}  # erors: errors
+        pattern = rf"(?i)\b(?:{'|'.join(sorted(words))}){ENDING}?\b"
+        search = {"pattern": pattern, "path": named, "output_mode": "content"}
+        result = self._result("grep", search) if words and self.paths else ""
+        rows = re.findall(r"(?m)^(.+?):\d+: (.{1,200})", result)
+        rows.sort(key=lambda row: -len(re.findall(pattern, row[1])))
+        near, line = [*rows, (file, "")][0]
+        here = {
+            "file": file and shlex.quote(file),  # it can have spaces
+            "near": near and shlex.quote(near),
+            "found": re.search(f"{pattern}|$", line)[0],
+            "rows": "\n".join(map(": ".join, rows[:3])),
+            "files_here": "" if near else ", ".join(self.paths[:20]),
+        }
+        known = self.known | said | here
+        advice = fill(self.rules.otherwise["offer"].replace("<head>", text), known)
+        return re.sub(r"((?:\n  .+){3})[\s\S]+", r"\1", advice)  # three offers
 
     def _result(self, tool, arguments):
         """Return a call's result. If the call has no result yet, set `next_call` and return ""."""
@@ -2147,6 +2101,7 @@ SIGNS = {  # what is said → what it means to Python
     "divided? by|divide|over": "/",
     "(?:%|percent) of": "/100*",
     "%|percent": "/100",
+    " of ": "*",
     r"\b(?<![\d.])(\d+)(?![\d.])": r"\1.",  # with fractions, 9**9**9 fails at once
 }
 

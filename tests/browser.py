@@ -1,6 +1,5 @@
 """A real browser for tests: headless Chromium, steered over a pipe by its DevTools protocol."""
 
-import base64
 import json
 import os
 import shutil
@@ -71,8 +70,8 @@ class Browser:
                 assert "error" not in answer, answer
                 return answer["result"]
 
-    def open(self, address: str, width: int = 1280, scheme: str = "light") -> "Tab":
-        return Tab(self, address, width, scheme)
+    def open(self, address: str, width: int = 1280) -> "Tab":
+        return Tab(self, address, width)
 
     def close(self) -> None:
         self._process.kill()
@@ -82,20 +81,13 @@ class Browser:
 
 
 class Tab:
-    def __init__(self, browser: Browser, address: str, width: int, scheme: str):
+    def __init__(self, browser: Browser, address: str, width: int):
         self.browser = browser
         target = browser.command("Target.createTarget", url="about:blank")["targetId"]
         attached = browser.command("Target.attachToTarget", targetId=target, flatten=True)
         self.session = attached["sessionId"]
-        self.do(
-            "Emulation.setDeviceMetricsOverride",
-            width=width,
-            height=900,
-            deviceScaleFactor=1,
-            mobile=False,
-        )
-        features = [{"name": "prefers-color-scheme", "value": scheme}]
-        self.do("Emulation.setEmulatedMedia", features=features)
+        size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+        self.do("Emulation.setDeviceMetricsOverride", **size)
         self.do("Page.navigate", url=address)
 
     def do(self, method: str, **parameters) -> dict:
@@ -131,6 +123,3 @@ class Tab:
         find = f"[...document.querySelectorAll('button')].find(b => b.textContent === {json.dumps(label)} && !b.disabled)"
         self.wait(f"Boolean({find})")
         self.run(f"{find}.click()")
-
-    def screenshot(self, file: Path) -> None:
-        file.write_bytes(base64.b64decode(self.do("Page.captureScreenshot")["data"]))

@@ -1,6 +1,6 @@
 """The lessons: each exercise can be solved, plausible mistakes get messages that help, and the tour is true."""
 
-import asyncio
+import inspect
 import json
 import os
 import re
@@ -13,7 +13,6 @@ import pytest
 
 import nanobot
 from exercises.mistakes import MESSAGES, SOLUTIONS, code_of, lay_out_projects
-from exercises.walk import Follower
 from test_docs import ROOT, TOUR, run
 
 HERE = Path(__file__).parent / "exercises"
@@ -29,19 +28,26 @@ def about(file: Path) -> str:
     return file.read_text(encoding="utf-8").split('"""')[1]
 
 
+def exercises(kit: Path, *numbers: str, **environ: str) -> tuple[int, str]:
+    """The exit status of `nanobot exercises` in this checkout, and what it prints."""
+    done = subprocess.run(
+        [sys.executable, kit / "nanobot.py", "exercises", *numbers],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        encoding="utf-8",
+        timeout=60,
+        env={**os.environ, **ENVIRONMENT, **environ},
+    )
+    assert not done.stderr
+    return done.returncode, done.stdout
+
+
 def graded(name: str, solution: Path, folder: Path) -> tuple[int, str]:
     """The exit status and the words of the grader for this solution."""
     folder.mkdir()
     shutil.copy(solution, folder / f"{name}.py")
-    done = subprocess.run(
-        [sys.executable, HERE / "exercises.py", name[3:5]],
-        capture_output=True,
-        encoding="utf-8",
-        timeout=30,
-        env={**os.environ, **ENVIRONMENT, "NANOBOT_EXERCISES": str(folder)},
-    )
-    assert "Traceback" not in done.stderr, done.stderr
-    return done.returncode, done.stdout.split("The exercise:")[0]
+    status, words = exercises(ROOT, name[3:5], NANOBOT_EXERCISES=str(folder))
+    return status, words.split("The exercise:")[0]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -89,20 +95,6 @@ def test_a_message_names_what_the_student_did(tmp_path):
     assert "Traceback" not in done.stderr
 
 
-def exercises(kit: Path, *numbers: str, **environ: str) -> str:
-    """What `nanobot exercises` prints in this checkout."""
-    done = subprocess.run(
-        [sys.executable, kit / "nanobot.py", "exercises", *numbers],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        encoding="utf-8",
-        timeout=60,
-        env={**os.environ, **ENVIRONMENT, **environ},
-    )
-    assert not done.stderr
-    return done.stdout
-
-
 CRASH = b"import os, signal\n\nos.kill(os.getpid(), signal.SIGSEGV)\n"
 DAMAGED = [  # exercise, the student's file (None: it is deleted), its state in the list, what is said of it
     ("01_loop", None, "file missing", "`git restore tests/exercises/ex_01_loop.py`"),
@@ -126,13 +118,13 @@ def test_a_file_that_cannot_be_graded_is_told_and_all_others_are_graded(tmp_path
         file.unlink()
         if content:
             file.write_bytes(content)
-    listed = exercises(tmp_path)
+    _, listed = exercises(tmp_path)
     for name, file in STUBS.items():
         title = about(file).partition("\n")[0]
         states = [row[2] for row in DAMAGED if f"ex_{row[0]}" == name]
         assert f"{name[3:5]} {title}: {(states or ['not begun'])[0]}\n" in listed, listed
     assert "1 of 16 solved" in listed
-    said = exercises(tmp_path, *(row[0][:2] for row in DAMAGED))
+    _, said = exercises(tmp_path, *(row[0][:2] for row in DAMAGED))
     assert [words for _, _, _, words in DAMAGED if words not in said] == [], said
 
 
@@ -141,7 +133,7 @@ def test_the_table_of_a_class_runs_each_student_apart_and_says_that_it_runs_code
     for name, code in students.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "ex_01_loop.py").write_text(code, encoding="utf-8")
-    said = exercises(ROOT, "--class", str(tmp_path), "1", "2")
+    _, said = exercises(ROOT, "--class", str(tmp_path), "1", "2")
     assert "This runs the code of 2 students on this machine, in a sandbox" in said or (
         "without a sandbox: it can read and change your files" in said
     )
@@ -170,7 +162,7 @@ def test_a_solution_sees_no_keys_of_whoever_grades_it(tmp_path):
     (lessons / "ex_10_helper.py").write_text(code, encoding="utf-8")
     names = ("OPENAI_API_KEY", "GITHUB_TOKEN", "MY_SECRET", "DB_PASSWORD", "AWS_ACCESS_KEY_ID")
     keys = dict.fromkeys(names, "hunter2")
-    said = exercises(ROOT, "10", "01", NANOBOT_EXERCISES=str(lessons), **keys)
+    _, said = exercises(ROOT, "10", "01", NANOBOT_EXERCISES=str(lessons), **keys)
     assert "helper: solved" in said and "NANOBOT_EXERCISES" in said and "hunter2" not in said
     assert f"ex_01_loop.py to {lessons}" in said
 
@@ -199,86 +191,48 @@ def tour_rows() -> list[tuple[list[str], list[str]]]:
     return rows
 
 
-class Tour(Follower):
-    """Keeps the verdicts on the answers, too: they are in no file."""
-
-    verdicts = ()
-
-    def note(self, frame, event, argument):
-        super().note(frame, event, argument)
-        if event == "return" and frame.f_code.co_name == "verdict":
-            self.verdicts += (argument,)
+def walk(folder: Path, *flags: str) -> str:
+    """What `nanobot walk` prints; the program is named as pupils write it."""
+    (folder / "a.txt").write_text("hello\n", encoding="utf-8")
+    program = os.path.relpath(ROOT / "nanobot.py", folder)
+    return run(program, "walk", "--offline", *flags, "-m", "read a.txt", folder=folder)
 
 
-def take_the_tour(home: Path) -> tuple[list[str], list[str], str]:
-    """The functions that the turn enters, in order; those of the first readings; all data that it leaves."""
-    (home / "a.txt").write_text("hello\n", encoding="utf-8")
-    config = nanobot.Config()
-    config.defaults.workspace, config.defaults.provider = str(home / "ws"), "offline"
-    loop = nanobot.AgentLoop(config, program=nanobot.Program(home))
-    tour, told = Tour(ROOT, is_long=True), []
-    nanobot.record_events(loop, [home / "trace.jsonl"])
-
-    async def note(event):
-        told.append(event.content)
-
-    result = tour.follow(lambda: asyncio.run(loop.process_direct("read a.txt", "cli:tour", note)))
-    files = [loop.sessions.path("cli:tour"), home / "trace.jsonl"]
-    data = [
-        "cli:tour",
-        *told,
-        *tour.verdicts,
-        result.stop_reason,
-        *(file.read_text("utf-8") for file in files),
-    ]
-    first_readings = Follower(ROOT, is_long=False)
-    story = [place for place, code in tour.seen.items() if first_readings.is_shown(code)]
-    return list(tour.seen), story, "\n".join(data)
+def places_in(printed: str) -> list[str]:
+    """The functions of a walk, in order: `nanobot.py:AgentRunner.run`."""
+    found = re.findall(r"^ *(\w+\.py):\d+ ([\w.]+)\(", printed, re.MULTILINE)
+    return [f"{file}:{name}" for file, name in found]
 
 
-def test_the_tour_has_the_places_of_a_turn_in_their_order_all_of_the_story_and_its_data(tmp_path):
-    entered, story, left = take_the_tour(tmp_path)
+def test_the_tour_has_the_places_of_a_walk_in_their_order_all_of_the_story_and_the_turns_data(
+    tmp_path,
+):
+    """And what runs in a task or a thread stands below its caller."""
+    entered, printed = places_in(walk(tmp_path, "--all", "--workspace", "w")), walk(tmp_path)
+    story = places_in(printed)
     rows = tour_rows()
     named = {place for places, _ in rows for place in places}
     assert named - set(entered) == set() and len(rows) > 20
-    firsts = [entered.index(places[0]) for places, _ in rows]
-    assert firsts == sorted(firsts)
-    assert {
-        place for place in story if place.startswith("nanobot.py:") and "<" not in place
-    } - named == set()
-    data = [text.replace("\\|", "|") for _, row in rows for text in row]
-    assert [text for text in data if text not in left] == []
+    assert {place for place in story if place.startswith("nanobot.py:")} - named == set()
+    firsts = [places[0] for places, _ in rows]
+    order = [entered.index(place) for place in firsts]
+    assert order == sorted(order)
+    assert {place for place in firsts if "AgentHook" not in place} - set(story) == set()
 
-
-def test_walk_prints_the_places_of_the_tour_and_what_runs_in_a_task_or_a_thread_below_its_caller(
-    own_home, tmp_path
-):
-    (tmp_path / "a.txt").write_text("hello\n")
-    program = os.path.relpath(ROOT / "nanobot.py", tmp_path)  # as pupils write it
-    printed = run(program, "walk", "--offline", "-m", "read a.txt", folder=tmp_path)
-    headings = [line for line in printed.split("\n") if line.startswith("====")]
-    assert [heading[:30] for heading in headings] == [
-        "======== request 1: 2 messages",
-        "======== request 2: 4 messages",
-    ]
+    headings = re.findall(r"^======== (request \d: \d messages)", printed, re.MULTILINE)
+    assert headings == ["request 1: 2 messages", "request 2: 4 messages"]
     second = printed.partition("request 2")[2]
     assert "    + tool: 1| hello" in second and '+ journal: {"n": 4, "role": "assistant"' in second
-    assert re.search(r"\n +nanobot\.py:\d+ AgentRunner\.govern\(RunState\)\n", second)
-    printed = re.sub(r"(\.py):\d+ ", r"\1:", printed)
-    firsts = [places[0] for places, _ in tour_rows() if "AgentHook" not in places[0]]
-    assert [place for place in firsts if f"{place}(" not in printed] == [] and "1| hello" in printed
-    names = [line.partition("(")[0] for line in printed.split("\n")]
-    depth = {name.strip(): len(name) - len(name.lstrip()) for name in names}
-    steps = [
-        "AgentLoop.process_direct",
-        "AgentRunner.run",
-        "AgentRunner._act",
-        "AgentRunner._run_batch",
-        "AgentRunner._call",
-    ]
-    depths = [
-        *(depth[f"nanobot.py:{name}"] for name in steps),
-        depth["tools.py:Tool.execute"],
-        depth["tools.py:read_file"],
-    ]
+    steps = ("process_direct", "run", "_act", "_run_batch", "_call", "Tool.execute", "read_file")
+    found = [re.search(rf"^( *)\w+\.py:\d+ [\w.]*\b{step}\(", printed, re.M) for step in steps]
+    depths = [len(each[1]) for each in found]
     assert depths == sorted(set(depths)) and depths[0] == 0
+
+    command = f"{sys.executable} {ROOT}/nanobot.py --offline -s tour --trace t.jsonl -m".split()
+    streams = {"stdin": subprocess.DEVNULL, "capture_output": True, "encoding": "utf-8"}
+    done = subprocess.run([*command, "read a.txt"], cwd=tmp_path, **streams)
+    left = done.stdout + done.stderr + inspect.getsource(nanobot.verdict)  # its values are words
+    for file in (*tmp_path.rglob("cli%3Atour.jsonl"), tmp_path / "t.jsonl"):
+        left += file.read_text("utf-8")
+    data = [text.replace("\\|", "|") for _, row in rows for text in row]
+    assert [text for text in data if text not in left] == []

@@ -1,4 +1,4 @@
-"""The rules of the house: import directions, lazy imports, one size, short functions."""
+"""The rules of the house: import directions, lazy imports, one size, short functions. Ruff finds silent and bare `except`s."""
 
 import ast
 import re
@@ -27,14 +27,8 @@ def imported(tree: ast.Module) -> set[str]:
 
 
 @pytest.mark.parametrize("name", LEAVES)
-def test_a_leaf_imports_no_other_file_and_works_alone_in_an_empty_folder(name, tmp_path):
+def test_a_leaf_imports_no_other_file(name):
     assert not imported(TREES[name]) & set(FILES)
-    (tmp_path / f"{name}.py").write_text(SOURCES[name], encoding="utf-8")
-    code = f"import sys; sys.path.insert(0, '.'); import {name}"
-    done = subprocess.run(
-        [sys.executable, "-I", "-c", code], cwd=tmp_path, capture_output=True, encoding="utf-8"
-    )
-    assert done.returncode == 0, done.stderr
 
 
 def test_importing_the_kit_loads_the_standard_library_only():
@@ -82,15 +76,6 @@ def test_the_runner_begins_by_line_250_and_functions_have_at_most_50_lines():
     for name, node in ALL_NODES:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             assert node.end_lineno - node.lineno < 50, f"{name}.py: {node.name}"
-
-
-def test_no_except_is_silent_and_none_is_bare():
-    for name, node in ALL_NODES:
-        if isinstance(node, ast.ExceptHandler):
-            assert node.type is not None, f"{name}:{node.lineno}"
-            assert not all(isinstance(each, ast.Pass) for each in node.body), (
-                f"{name}:{node.lineno}"
-            )
 
 
 def test_nothing_but_the_known_files_at_the_top_level():

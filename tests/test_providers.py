@@ -6,7 +6,6 @@ real runner with the real tools.
 
 import ast
 import asyncio
-import contextlib
 import copy
 import itertools
 import json
@@ -21,12 +20,11 @@ import time
 from pathlib import Path
 
 import pytest
+from fake_llm import Failure, FakeLLM, Hang, Raw, Reply, call, error
 
 import nanobot
 import providers
-from conftest import need_bash
-from fake_llm import Failure, FakeLLM, Hang, Raw, Reply, call, error
-from nanobot import AgentRunner, AgentRunSpec
+from nanobot import AgentRunSpec, AgentRunner
 from providers import (
     ROWS,
     Endpoint,
@@ -37,9 +35,9 @@ from providers import (
     ScriptedProvider,
     ToolCallRequest,
     choose_endpoint,
-    keyless_json,
     legal,
     recorded_answer,
+    keyless_json,
 )
 from tools import FILE_TOOLS, Exec, ToolRegistry, Turn, Web, WebFetch, WebSearch
 
@@ -65,7 +63,8 @@ def ask(provider, messages=HELLO, tools=None, stream=False, told=None, **options
         shown.append(piece)
 
     async def on_retry(line):
-        (told if told is not None else []).append(line)
+        if told is not None:
+            told.append(line)
 
     async def main():
         show = on_delta if stream else None
@@ -112,80 +111,59 @@ def whole(message, finish="stop", **more):
 # ---- Which endpoint ----
 
 
-def settings(**rows):
-    """`openai="sk-1"` is a key, `ollama="http://…"` an address, "key http://…" both."""
-    found = {}
-    for name, text in rows.items():
-        words = text.split()
-        base = next((word for word in words if word.startswith("http")), "")
-        found[name] = Endpoint(ROWS[name], next((word for word in words if word != base), ""), base)
-    return found
+def settings(**keys):
+    return {name: Endpoint(ROWS[name], keys[name]) for name in keys}
 
 
-CHOICES = {
-    "a base URL wins over the row's address": (
-        settings(openai="sk-1"),
+CHOICES = [
+    (  # a base URL wins over the row's address
+        {"openai": Endpoint(ROWS["openai"], "sk-1", "http://127.0.0.1:8/v1")},
         {"provider": "openai", "base_url": "http://127.0.0.1:9/v1"},
         ("openai", "sk-1", "http://127.0.0.1:9/v1", "gpt-5-mini"),
     ),
-    "a gateway's name before maker and model is taken off": (
+    (
         settings(openrouter="sk-or-1"),
         {"model": "openrouter/openai/gpt-5"},
         ("openrouter", "sk-or-1", "https://openrouter.ai/api/v1", "openai/gpt-5"),
     ),
-    "a local server that is configured wins over any key": (
-        settings(openai="sk-1", ollama="http://box:11434/v1"),
+    (  # a local server that is configured wins over any key
+        settings(openai="sk-1") | {"ollama": Endpoint(ROWS["ollama"], "", "http://box/v1")},
         {"model": "llama3"},
-        ("ollama", "", "http://box:11434/v1", "llama3"),
+        ("ollama", "", "http://box/v1", "llama3"),
     ),
-}
+]
 
 
-@pytest.mark.parametrize("name", CHOICES)
-def test_the_endpoint_is_chosen_in_the_order_of_the_clues(name):
-    known, wanted, expected = CHOICES[name]
+@pytest.mark.parametrize(("known", "wanted", "expected"), CHOICES)
+def test_the_endpoint_is_chosen_in_the_order_of_the_clues(known, wanted, expected):
     end = choose_endpoint(known, **wanted)
     assert (end.spec.name, end.api_key, end.api_base, end.model) == expected
 
 
-FOREIGN_HOSTS = {
-    "the general key is not for a row with a host of its own": (
-        settings(openai="sk-1"),
-        {"provider": "ollama", "model": "m"},
-    ),
-    "nor for a custom endpoint that has settings of its own": (
-        settings(openai="sk-1", custom="http://models.example/v1"),
-        {"provider": "custom", "model": "m"},
-    ),
-    "not even where the address is given and the provider named": (
-        settings(openai="sk-1"),
-        {"provider": "openai", "base_url": "https://openrouter.ai/api/v1"},
-    ),
-    "OpenRouter's key is not for OpenAI": (
-        settings(openrouter="sk-or-1"),
-        {"provider": "openrouter", "base_url": "https://api.openai.com/v1"},
-    ),
-    "a look-alike host is not the row's": (
-        settings(openrouter="sk-or-1"),
-        {"base_url": "https://openrouter.ai.evil.example/v1", "model": "m"},
-    ),
-    "nor one that has the name in its path": (
-        settings(openrouter="sk-or-1"),
-        {"base_url": "https://evil.example/openrouter.ai", "model": "m"},
-    ),
-}
+LOCAL = "http://127.0.0.1:9/v1"
+FOREIGN_HOSTS = [  # the row that has a key, and what is asked for
+    ("openai", {"provider": "ollama"}),
+    ("openai", {"provider": "custom"}),
+    ("openai", {"provider": "openai", "base_url": "https://openrouter.ai/api/v1"}),
+    ("openrouter", {"provider": "openrouter", "base_url": "https://api.openai.com/v1"}),
+    ("openrouter", {"base_url": "https://openrouter.ai.evil.example/v1"}),
+    ("openrouter", {"base_url": "https://evil.example/openrouter.ai"}),
+    ("groq", {"provider": "groq", "base_url": LOCAL}),
+]
 
 
-@pytest.mark.parametrize("name", FOREIGN_HOSTS)
-def test_a_key_never_goes_to_another_rows_host(name):
-    known, wanted = FOREIGN_HOSTS[name]
-    assert choose_endpoint(known, **wanted).api_key == ""
+@pytest.mark.parametrize(("row", "wanted"), FOREIGN_HOSTS)
+def test_a_key_and_headers_never_go_to_another_rows_host(row, wanted):
+    own = Endpoint(ROWS[row], "sk-1", extra_headers={"X-Secret": "s"})
+    custom = Endpoint(ROWS["custom"], "", "http://models.example/v1")
+    end = choose_endpoint({row: own, "custom": custom}, "m", **wanted)
+    assert (end.api_key, end.extra_headers) == ("", {})
 
 
 @pytest.mark.parametrize(
     ("wanted", "said_of_it"),
     [
-        ({"provider": "opnai"}, "no provider 'opnai'. There are: openai, .*, offline, human.$"),
+        ({"provider": "opnai"}, "no provider 'opnai'. There are: ollama, .*, offline, human.$"),
         (
             {"base_url": "localhost:8000/v1"},
             "an address with http:// or https://, not 'localhost:8000/v1'. Set .* --base-url.$",
@@ -215,15 +193,7 @@ MODELS = {  # a model: who makes it, and whether a `maker/` stands before it
     "unheard-of": "",
     "": "",
 }
-PREFIXES = {
-    "openrouter": "sk-or-",
-    "anthropic": "sk-ant-",
-    "gemini": "AIza",
-    "groq": "gsk_",
-    "xai": "xai-",
-}
 KEYED = [row.name for row in ROWS.values() if row.env_key and row.default_api_base]
-LOCAL = "http://127.0.0.1:9/v1"
 
 
 def expected_row(keys, model):
@@ -231,73 +201,43 @@ def expected_row(keys, model):
     maker = MODELS[model]
     if maker == "ollama" or maker in keys:
         return maker
-    gateways = [name for name in ("openrouter", "siliconflow", "aihubmix") if name in keys]
-    if gateways:
-        return gateways[0]
-    return None if maker else min(keys, key=KEYED.index)
+    for gateway in ("openrouter", "siliconflow", "aihubmix"):
+        if gateway in keys:
+            return gateway
+    return None if maker else keys[0]
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_a_prompt_goes_to_nobody_but_whom_the_user_named_or_gave_a_key(model):
-    """All pairs of keys, with and without an address."""
+    """All pairs of keys."""
     for keys in itertools.combinations(KEYED, 2):
-        own = {name: f"{PREFIXES.get(name, 'sk-')}{name}" for name in keys}
-        known = settings(**own)
+        own = settings(**{name: f"key of {name}" for name in keys})
         row = expected_row(keys, model)
         if row is None:
             with pytest.raises(ValueError, match=f"{model} is a model of {MODELS[model]}: set "):
-                choose_endpoint(known, model)
+                choose_endpoint(own, model)
         else:
-            end = choose_endpoint(known, model)
+            end = choose_endpoint(own, model)
             assert (end.spec.name, end.api_base) == (row, ROWS[row].default_api_base), keys
-            assert end.api_key == own.get(row, "")
-        end = choose_endpoint(known, model, base_url=LOCAL)
-        assert (end.spec.name, end.api_base) == ("local", LOCAL)
-        assert end.api_key == own.get("openai", "")
-        for name in keys:
-            end = choose_endpoint(known, model, name)
-            assert (end.spec.name, end.api_key) == (name, own[name])
+            assert end.api_key == ("" if row == "ollama" else f"key of {row}")
+        end = choose_endpoint(own, model, keys[1])
+        assert (end.spec.name, end.api_key) == (keys[1], f"key of {keys[1]}")
 
 
-OTHER, GROQ = "http://10.0.0.7/v1", ROWS["groq"].default_api_base
-ORDER = {  # flags, then the address and the key; the file names groq, with a key
-    "the environment wins over the file": ([], (LOCAL, "sk-1")),
-    "a flag wins over the environment": (["--provider", "groq"], (GROQ, "gsk_1")),
-    "an address wins over all": (["--provider", "groq", "--base-url", OTHER], (OTHER, "sk-1")),
-}
-
-
-@pytest.mark.parametrize("name", ORDER)
-def test_flags_win_over_the_environment_and_that_over_the_file(name, tmp_path, monkeypatch):
-    flags, expected = ORDER[name]
+def test_the_address_of_the_environment_wins_over_the_provider_of_the_file(tmp_path):
     file = tmp_path / "config.json"
-    defaults = {"provider": "groq", "model": "m"}
-    rows = {"groq": {"apiKey": "gsk_1"}}
-    file.write_text(json.dumps({"agents": {"defaults": defaults}, "providers": rows}))
-    monkeypatch.setenv("OPENAI_API_KEY", "sk-1")
-    monkeypatch.setenv("OPENAI_BASE_URL", LOCAL)
-    arguments = nanobot.parser().parse_args(["agent", "--config", str(file), *flags])
-    end = nanobot.make_provider(nanobot.settings_of(arguments)).endpoint
-    assert (end.api_base, end.api_key) == expected
-
-
-def test_headers_never_go_to_another_rows_host():
-    own = {"groq": Endpoint(ROWS["groq"], "k", extra_headers={"X-Secret": "s"})}
-    assert choose_endpoint(own, "m", "groq").extra_headers == {"X-Secret": "s"}
-    for base in ("https://openrouter.ai/api/v1", "https://evil.example/v1", LOCAL):
-        end = choose_endpoint(own, "m", "groq", base)
-        assert (end.api_key, end.extra_headers) == ("", {})
+    file.write_text(
+        '{"agents": {"defaults": {"provider": "groq", "model": "m"}},'
+        ' "providers": {"groq": {"apiKey": "gsk_1"}}}'
+    )
+    config = nanobot.load_config(file, {"OPENAI_API_KEY": "sk-1", "OPENAI_BASE_URL": LOCAL})
+    end = nanobot.make_provider(config).endpoint
+    assert (end.spec.name, end.api_key) == ("local", "sk-1")
 
 
 @pytest.mark.parametrize(
     ("key", "name"),
-    [
-        ("sk-or-v1-0", "openrouter"),
-        ("sk-ant-0", "anthropic"),
-        ("AIzaSy0", "gemini"),
-        ("sk-proj-0", "openai"),
-        ("0", "openai"),
-    ],
+    [("sk-or-v1-0", "openrouter"), ("sk-proj-0", "openai")],
 )
 def test_the_general_key_goes_to_the_maker_whose_prefix_it_has(key, name):
     end = choose_endpoint(settings(openai=key), "some-model")
@@ -349,44 +289,18 @@ def test_only_a_local_address_without_a_path_gets_v1(base, address):
 # ---- What the server receives ----
 
 
-SENT = {  # what is asked: the body beside model and messages
-    "the fewest parameters": ("custom", {}, {}),
-    "a stream asks for its usage": (
-        "custom",
-        {"stream": True},
-        {"stream": True, "stream_options": {"include_usage": True}},
-    ),
-    "the limit of the answer": (
-        "custom",
-        {"max_tokens": 9, "temperature": None},
-        {"max_tokens": 9},
-    ),
-    "it has another name at OpenAI": ("openai", {"max_tokens": 9}, {"max_completion_tokens": 9}),
-}
-
-
-@pytest.mark.parametrize("name", SENT)
-def test_a_request_has_the_fewest_parameters(name):
-    row, options, rest = SENT[name]
-    with FakeLLM(["Hi."]) as server:
-        ask(made(server, row), **options)
-        assert server.bodies[0] == {"model": "test-model", "messages": HELLO, **rest}
-        assert server.requests[0].headers["authorization"] == "Bearer sk-test-key-123456"
-
-
-def test_options_tools_headers_and_extra_body_arrive_as_given():
+def test_a_request_has_the_fewest_parameters_and_what_is_given_arrives_as_it_is():
     options = {"temperature": 0.5, "tool_choice": "auto", "model": "other"}
     extra = {"thinking": {"type": "off"}}
-    with FakeLLM(["Hi."]) as server:
-        provider = made(server, extra_headers={"X-Title": "kit"}, extra_body=extra)
-        ask(provider, tools=[TOOL], **options)
-        assert server.bodies[0] == {"messages": HELLO, "tools": [TOOL], **options, **extra}
-        assert server.requests[0].headers["x-title"] == "kit"
-
-
-def test_a_key_that_was_pasted_with_its_line_end_works():
-    with FakeLLM(["Hi."], required_key="sk-test-key-123456") as server:
-        assert ask(made(server, key="sk-test-key-123456\n"))[0].content == "Hi."
+    streamed = {"stream": True, "stream_options": {"include_usage": True}}
+    with FakeLLM(["Hi."] * 2) as server:
+        ask(made(server), temperature=None)
+        provider = made(server, "openai", extra_headers={"X-Title": "kit"}, extra_body=extra)
+        ask(provider, tools=[TOOL], stream=True, max_tokens=9, **options)
+    assert server.bodies[0] == {"model": "test-model", "messages": HELLO}
+    parameters = {"max_completion_tokens": 9, **streamed, **options, **extra}
+    assert server.bodies[1] == {"messages": HELLO, "tools": [TOOL], **parameters}
+    assert server.requests[1].headers["x-title"] == "kit"
 
 
 def test_a_local_endpoint_ignores_the_proxy_of_the_environment(monkeypatch):
@@ -425,48 +339,42 @@ def test_no_key_goes_to_a_server_whose_certificate_nobody_vouches_for(tmp_path):
         assert "CERTIFICATE_VERIFY_FAILED" in answer.error and server.requests == []
 
 
-@pytest.mark.parametrize("row", ["anthropic", "openrouter"])
-def test_the_system_message_is_marked_for_the_cache(row):
+def test_the_system_message_is_marked_for_the_cache():
     """The tools stand before it in the prompt, so that the mark holds for them, too."""
     with FakeLLM(["Hi."]) as server:
-        ask(made(server, row), tools=[TOOL])
-        body, mark = server.bodies[0], {"cache_control": {"type": "ephemeral"}}
+        ask(made(server, "openrouter"))
+    mark = {"cache_control": {"type": "ephemeral"}}
     marked = [{"type": "text", "text": SYSTEM["content"], **mark}]
-    assert body["messages"] == [{"role": "system", "content": marked}, HELLO[1]]
-    assert body["tools"] == [TOOL]
+    assert server.bodies[0]["messages"] == [{"role": "system", "content": marked}, HELLO[1]]
 
 
 # ---- Whole answers and streams, good and odd ----
 
 
-ODD_BODIES = {
-    "choices null with an error beside": (
-        {"choices": None, "error": {"message": "No credits"}},
-        "No credits",
-    ),
-    "an error within a choice": (
-        {"choices": [{"message": {"content": ""}, "error": {"message": "Gone."}}]},
-        "Gone",
-    ),
-    "no JSON object": ([1, 2], "does not answer like a model.*/v1"),
-    "choices that are texts": ({"choices": ["x"]}, "does not answer like a model.*strange form"),
-    "a usage that is no number": (
-        {"choices": [{"message": {"content": "Hi."}}], "usage": {"prompt_tokens": "many"}},
-        "strange form",
-    ),
-    "broken JSON": ('{"choices": [', "not a JSON object but: .*choices"),
-    "an empty body": ("", "not a JSON object but: nothing"),
-    "a tower of lists": ('{"choices": ' + "[" * 100_000, "recursion"),
-}
+ODD_BODIES = [
+    (Failure(200, {"choices": None, "error": {"message": "No credits"}}), "No credits"),
+    (Failure(200, {"choices": [{"message": {}, "error": {"message": "Gone."}}]}), "Gone"),
+    (Failure(200, [1, 2]), "does not answer like a model.*/v1"),
+    (Failure(200, '{"choices": ['), "not a JSON object but: .*choices"),
+    (Failure(200, ""), "not a JSON object but: nothing"),
+    (Failure(200, '{"choices": ' + "[" * 100_000), "recursion"),
+    (sse(delta(content="Well"), {"error": {"message": "Overloaded"}}), "Overloaded"),
+    (sse(delta(content="a"), "data: {oops\n\n"), "not a JSON object but: {oops"),
+    (sse(piece(id="a", name="f", arguments='{"a": '), done=False), "broke off"),
+    (Raw(b": ping\n\n"), "broke off"),
+    (Failure(400, {"error": {"message": "Bad.", "metadata": "x"}}), "failed: HTTP 400: Bad.$"),
+    (Failure(400, [{"error": {"message": "Unknown name"}}]), "HTTP 400: Unknown name$"),
+    (Failure(400, {"error": "Invalid tool_choice"}), "HTTP 400: Invalid tool_choice$"),
+    (Failure(307, "", {"Location": "http://127.0.0.1:1/"}), "HTTP 307"),
+]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("name", ODD_BODIES)
-def test_a_200_that_is_no_answer_is_a_clear_error(name, stream):
-    body, said = ODD_BODIES[name]
-    answer, shown = reply_to(Failure(200, body), stream)
-    assert answer.finish_reason == "error" and shown == []
-    assert re.search(said, answer.error)
+@pytest.mark.parametrize(("line", "said"), ODD_BODIES)
+def test_what_is_no_answer_is_a_clear_error(line, said, stream):
+    answer, shown = reply_to(line, stream)
+    assert answer.finish_reason == "error" and re.search(said, answer.error)
+    assert answer.content == ("".join(shown) or None)
 
 
 HI, NOW = sse(delta(content="Grüße ☃"), delta("stop")).body, {"id": "a", **call("now")}
@@ -474,25 +382,15 @@ OBJECT = {"id": "a", "function": {"name": "now", "arguments": {"zone": "UTC"}}}
 BLOCKS = [
     {"type": "thinking", "thinking": [{"type": "text", "text": "hm"}]},
     {"type": "text", "text": "Hi."},
-    {"type": "text", "text": None},
 ]
 FINE = {  # an odd answer: its text and its calls
-    "a message that is null": (
-        Failure(200, {"choices": [{"message": None, "finish_reason": "stop"}]}),
-        None,
-        [],
-    ),
+    "a message that is null": (whole(None), None, []),
     "no finish reason": (whole({"content": "Hi."}, finish=None), "Hi.", []),
-    "text in one choice, calls in another": (
-        Failure(
-            200,
-            {"choices": [{"message": {"content": "Look."}}, {"message": {"tool_calls": [NOW]}}]},
-        ),
-        "Look.",
-        [{}],
+    "blocks, and arguments that are an object": (
+        whole({"content": BLOCKS, "tool_calls": [OBJECT]}),
+        "Hi.",
+        [{"zone": "UTC"}],
     ),
-    "blocks": (whole({"content": BLOCKS}), "Hi.", []),
-    "arguments that are an object": (whole({"tool_calls": [OBJECT]}), None, [{"zone": "UTC"}]),
     "comments, events, no choices, a null delta, blank data": (
         sse(
             ": PROCESSING\n\n",
@@ -505,17 +403,14 @@ FINE = {  # an odd answer: its text and its calls
         "Hi.",
         [],
     ),
-    "Windows line ends": (
-        Raw(b'data:{"choices":[{"delta":{"content":"Hi."}}]}\r\n\r\ndata:[DONE]\r\n'),
-        "Hi.",
-        [],
-    ),
+    "Windows line ends": (Raw(HI.replace(b"\n", b"\r\n")), "Grüße ☃", []),
     "whole calls and no end": (
         sse(piece(id="a", name="f", arguments='{"a": 1}'), done=False),
         None,
         [{"a": 1}],
     ),
     "a line that breaks behind [DONE]": (Raw(HI, cut=True), "Grüße ☃", []),
+    "a line that stays open behind [DONE]": (Raw(HI, hang=20), "Grüße ☃", []),
 }
 
 
@@ -523,30 +418,23 @@ FINE = {  # an odd answer: its text and its calls
 @pytest.mark.parametrize("name", FINE)
 def test_an_odd_answer_is_understood_and_shown(name, stream):
     line, content, arguments = FINE[name]
+    began = time.monotonic()
     answer, shown = reply_to(line, stream)
+    assert time.monotonic() - began < 10
     assert (answer.content, [each.arguments for each in answer.tool_calls]) == (content, arguments)
     assert answer.error is None and "".join(shown) == (content or "" if stream else "")
 
 
-def test_a_server_that_keeps_the_line_open_behind_the_end_of_its_answer_is_not_waited_for():
-    with FakeLLM([Raw(HI, hang=20)]) as server:
-        began = time.monotonic()
-        answer, shown = ask(made(server, idle_timeout=15), stream=True)
-    assert (answer.content, answer.error) == ("".join(shown), None) == ("Grüße ☃", None)
-    assert time.monotonic() - began < 10
-
-
 def random_stream(dice):
-    """Chunks as OpenAI sends them: text, two calls in pieces side by side, a reason, the usage."""
+    """Chunks as OpenAI sends them: text, two calls in pieces, a reason, the usage."""
     letters = 'aé☃\u2028\u2029\x85\x0b\x1c \n🙂"\\'
-    text = "".join(dice.choice(letters) for _ in range(dice.randrange(30)))
+    text = "".join(dice.choices(letters, k=dice.randrange(30)))
     parts = [delta(content=part) for part in re.findall("(?s).{1,4}", text)]
     for n in range(dice.randrange(3)):
-        written = json.dumps({"text": text, "n": n}, ensure_ascii=dice.random() < 0.5)
         parts.append(piece(index=n, id=f"call_{n}", type="function", name="tool", arguments=""))
+        written = json.dumps({"text": text, "n": n}, ensure_ascii=dice.random() < 0.5)
         parts += [piece(index=n, arguments=part) for part in re.findall("(?s).{1,7}", written)]
     parts.append(delta(dice.choice(["stop", "length", "tool_calls"])))
-    parts.append({"choices": [], "usage": {"prompt_tokens": dice.randrange(1, 99)}})
     head = {"id": "x", "object": "chat.completion.chunk", "created": 1, "model": "m"}
     data = sse(*({**head, **part} for part in parts)).body
     size = dice.randrange(1, 99)
@@ -567,78 +455,24 @@ def test_a_stream_means_what_the_sdks_own_reading_makes_of_it(seed):
             for _ in streams:
                 with client.chat.completions.stream(model="m", messages=HELLO) as reading:
                     reading.until_done()
-                theirs = reading.current_completion_snapshot
-                (choice,) = theirs.choices
-                ours, shown = ask(provider, stream=True)
-                text = choice.message.content or ""
-                edges = "" if choice.finish_reason == "length" else "\n"
-                assert ours.content == (text.lstrip("\n").rstrip(edges) if text.strip() else None)
-                given = choice.message.tool_calls or []
-                wanted = [json.loads(each.function.arguments) for each in given]
-                assert [each.arguments for each in ours.tool_calls] == wanted
+                (choice,) = reading.current_completion_snapshot.choices
+                ours, _ = ask(provider, stream=True)
+                text = (choice.message.content or "").lstrip("\n")
+                if choice.finish_reason != "length":  # the seam of a cut answer is kept
+                    text = text.rstrip("\n")
+                assert ours.content == (text if text.strip() else None)
+                wanted = [each.function.arguments for each in choice.message.tool_calls or []]
+                assert [each.arguments for each in ours.tool_calls] == [*map(json.loads, wanted)]
                 assert ours.finish_reason == choice.finish_reason
-                assert ours.usage["prompt_tokens"] == theirs.usage.prompt_tokens
-
-
-ODD_STREAMS = {
-    "an error in the middle": (
-        sse(delta(content="Well"), {"error": {"message": "Overloaded"}}),
-        "Overloaded",
-    ),
-    "garbage": (sse(delta(content="a"), "data: {oops\n\n"), "not a JSON object but: {oops"),
-    "a call without an end": (
-        sse(piece(id="a", name="f", arguments='{"a": '), done=False),
-        "broke off",
-    ),
-    "only comments": (Raw(b": ping\n\n"), "sent no answer"),
-}
-
-
-@pytest.mark.parametrize("name", ODD_STREAMS)
-def test_a_stream_that_fails_is_a_clear_error(name):
-    line, said = ODD_STREAMS[name]
-    answer, _ = reply_to(line, stream=True)
-    assert answer.finish_reason == "error" and said in answer.error
-
-
-ERROR_BODIES = {
-    "OpenAI": (error(400, "Unsupported parameter"), "HTTP 400: Unsupported parameter"),
-    "a text beside the message": (
-        Failure(400, {"error": {"message": "Bad thing.", "metadata": "x"}}),
-        "HTTP 400: Bad thing.",
-    ),
-    "Gemini": (
-        Failure(400, [{"error": {"code": 400, "message": "Unknown name"}}]),
-        "HTTP 400: Unknown name",
-    ),
-    "LM Studio": (Failure(400, {"error": "Invalid tool_choice"}), "HTTP 400: Invalid tool_choice"),
-    "FastAPI": (Failure(422, {"detail": "Bad body"}), "Bad body"),
-    "nothing": (Failure(500, ""), "HTTP 500"),
-    "a redirect": (Failure(307, "", {"Location": "http://127.0.0.1:1/"}), "HTTP 307"),
-}
-
-
-@pytest.mark.parametrize("name", ERROR_BODIES)
-def test_an_errors_own_words_are_found_wherever_they_stand(name):
-    line, said = ERROR_BODIES[name]
-    with FakeLLM(lambda body: line) as server:
-        answer, _ = ask(made(server))
-        assert answer.finish_reason == "error" and said in answer.error
-        assert len(server.requests) == (
-            4 if line.status >= 500 else 1
-        )  # the SDK's own retries are off
 
 
 @pytest.mark.parametrize(
     ("reason", "meaning"),
     [
         ("eos", "stop"),
-        ("tool_use", "stop"),
-        ("STOP", "stop"),
-        ("max_tokens", "length"),
+        ("MAX_TOKENS", "length"),
         ("content_filter", "content_filter"),
         ("tool_calls", "tool_calls"),
-        ("refusal", "refusal"),
     ],
 )
 def test_a_finish_reason_is_told_in_openais_words(reason, meaning):
@@ -666,11 +500,7 @@ CALL_STREAMS = {
         piece(arguments=": 1}"),
         piece(id="2", name="b", arguments=Y),
     ],
-    "whole, every index 0": [
-        piece(index=0, id="1", name="a", arguments=X),
-        piece(index=0, id="2", name="b", arguments=Y),
-    ],
-    "whole, index 0 and empty ids": [
+    "whole, every index 0, with empty ids": [
         piece(index=0, id="", name="a", arguments=X),
         piece(index=0, id="", name="b", arguments=Y),
     ],
@@ -679,11 +509,6 @@ CALL_STREAMS = {
         piece(index=0, id="9", arguments=": 1}"),
         piece(index=1, id="2", name="b", arguments=Y),
     ],
-    "in pieces, every index 0, without ids": [
-        piece(index=0, name="a", arguments=""),
-        piece(index=0, arguments=X),
-        piece(index=0, name="b", arguments=Y),
-    ],
 }
 
 
@@ -691,7 +516,6 @@ CALL_STREAMS = {
 def test_streamed_calls_are_put_together(name):
     answer, _ = reply_to(sse(*CALL_STREAMS[name], delta("tool_calls")), stream=True)
     assert [(each.name, each.arguments) for each in answer.tool_calls] == TWO
-    assert not any(each.error or each.extra for each in answer.tool_calls)
     assert len({each.id for each in answer.tool_calls}) == 2
 
 
@@ -705,16 +529,15 @@ ARGUMENTS = {
         {},
         "not valid JSON",
     ),
-    "broken, and cut by the limit": ('{"command": "rm -r bui', "length", {}, "not valid JSON"),
     "cut in a text, whatever the reason": (
         '{"command": "rm -rf bui',
         "tool_calls",
         {},
         "not valid JSON",
     ),
-    "cut with a brace in the text": ('{"a": "b {c}', "stop", {}, "not valid JSON"),
     "cut in a text of single quotes": ("{'a': 'echo }", "stop", {}, "not valid JSON"),
     "two objects": ('{"a": 1}{"b": 2}', "stop", {}, "must be one JSON object"),
+    "cut between two arguments": ('{"command": "rm -rf build", ', "stop", {}, "not valid JSON"),
     "not a number": ('{"a": NaN}', "stop", {}, "not valid JSON"),
     "a tower of lists": ("[" * 50_000, "stop", {}, "not valid JSON"),
     "a half of a surrogate pair": (r'{"a": "\ud83d"}', "stop", {"a": "?"}, ""),
@@ -738,45 +561,30 @@ def test_what_an_answer_says_beside_its_parts_is_sent_back_under_its_own_name():
         delta(reasoning="I ", reasoning_details=[{"id": 1}], tool_calls=[asked]),
         delta("tool_calls", reasoning="think", reasoning_details=[{"id": 2}]),
     ]
-    with FakeLLM([sse(*stream), "Noon."]) as server:
-        answer, shown = ask(made(server), stream=True)
-        assert (answer.reasoning_content, answer.content, shown) == ("I think", None, [])
-        ask(made(server), [*HELLO, answer.to_message(), result("1")])
-        sent = server.bodies[1]["messages"][2]
-    assert (sent["reasoning"], sent["reasoning_details"]) == ("I think", [{"id": 1}, {"id": 2}])
-    assert sent["tool_calls"][0]["extra_content"] == extra
-    assert "reasoning_content" not in sent and sent["content"] is None
+    answer, shown = reply_to(sse(*stream), stream=True)
+    assert (answer.reasoning_content, shown) == ("I think", [])
+    sent = legal([user(), answer.to_message(), result("1")])[1]
+    assert sent.pop("tool_calls")[0]["extra_content"] == extra
+    details = {"reasoning": "I think", "reasoning_details": [{"id": 1}, {"id": 2}]}
+    assert sent == {"role": "assistant", "content": None, **details}
 
 
-USAGES = {
-    "OpenAI": {"prompt_tokens_details": {"cached_tokens": 3}},
-    "Moonshot": {"cached_tokens": 3},
-    "DeepSeek": {"prompt_cache_hit_tokens": 3},
-}
+@pytest.mark.parametrize(
+    "cached",
+    [
+        {"prompt_tokens_details": {"cached_tokens": 3}},
+        {"cached_tokens": 3},  # Moonshot
+        {"prompt_cache_hit_tokens": 3},  # DeepSeek
+    ],
+)
+def test_cached_tokens_are_found_under_any_name(cached):
+    usage = {"prompt_tokens": 10, "completion_tokens": 5, **cached}
+    assert reply_to(Reply("Hi.", usage=usage))[0].usage["cached_tokens"] == 3
 
 
-@pytest.mark.parametrize("name", USAGES)
-def test_cached_tokens_are_found_under_any_name(name):
-    usage = {"prompt_tokens": 10, "completion_tokens": 5, **USAGES[name]}
-    answer, _ = reply_to(Reply("Hi.", usage=usage))
-    counts = {"prompt_tokens": 10, "completion_tokens": 5, "cached_tokens": 3}
-    assert answer.usage == {**counts, "total_tokens": 15, "estimated": False}
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_without_a_count_the_usage_is_estimated_and_says_so(stream):
-    answer, _ = reply_to(Reply("word " * 100, usage={}), stream)
-    assert answer.usage["estimated"] and 100 <= answer.usage["completion_tokens"] <= 200
-    assert answer.usage["prompt_tokens"] > 10
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_the_space_at_the_seam_of_a_cut_answer_is_kept(stream):
-    with FakeLLM(
-        [Reply("one ", finish_reason="length"), Reply("two\n", finish_reason="length"), " three"]
-    ) as server:
-        parts = [ask(made(server), stream=stream)[0].content for _ in range(3)]
-    assert parts == ["one ", "two\n", " three"]
+def test_without_a_count_the_usage_is_estimated_and_says_so():
+    usage = reply_to(Reply("word " * 100, usage={}))[0].usage
+    assert usage["estimated"] and 100 <= usage["completion_tokens"] <= 200
 
 
 # ---- Thoughts ----
@@ -798,7 +606,7 @@ THOUGHTS = {
 @pytest.mark.parametrize("name", THOUGHTS)
 def test_thoughts_are_taken_out_of_the_beginning_of_an_answer_wherever_it_is_split(name):
     text, kept = THOUGHTS[name]
-    splits = [[text], list(text), *([text[:n], text[n:]] for n in range(1, len(text)))]
+    splits = [list(text), *([text[:n], text[n:]] for n in range(len(text)))]
     streams = [sse(*(delta(content=part) for part in parts), delta("stop")) for parts in splits]
     with FakeLLM(streams) as server:
         provider = made(server, "local")
@@ -811,13 +619,17 @@ def test_thoughts_are_taken_out_of_the_beginning_of_an_answer_wherever_it_is_spl
 # ---- Time, and what is wrong ----
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_server_that_says_nothing_times_out(stream):
-    with FakeLLM(lambda body: Hang(5)) as server:
+# `: OPENROUTER PROCESSING` every few seconds restarted the time limit for ever
+COMMENTS = Raw(chunks=[b": OPENROUTER PROCESSING\n\n"] * 40, pause=0.05)
+
+
+@pytest.mark.parametrize(("line", "stream"), [(Hang(5), False), (Hang(5), True), (COMMENTS, True)])
+def test_a_server_that_says_nothing_times_out(line, stream):
+    with FakeLLM(lambda body: line) as server:
         start = time.monotonic()
-        answer, _ = ask(made(server, request_timeout=0.2), stream=stream)
+        answer, _ = ask(made(server, request_timeout=0.3), stream=stream)
         assert time.monotonic() - start < 2
-    assert answer.finish_reason == "error" and "no answer in time" in answer.error
+    assert "no answer in time" in answer.error
 
 
 def test_a_stream_may_take_longer_than_the_timeouts_while_it_is_not_silent():
@@ -827,49 +639,34 @@ def test_a_stream_may_take_longer_than_the_timeouts_while_it_is_not_silent():
     assert answer.content == "x" * 8
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        Hang(5),
-        Raw(chunks=[sse(delta(content="Hi."), done=False).body], hang=5),
-        error(429, "try again in 50s"),
-    ],
-)
+@pytest.mark.parametrize("line", [Hang(5), COMMENTS, error(429, "try again in 50s")])
 def test_a_cancellation_is_raised_and_immediate(line):
-    async def cancelled(provider):
-        task = asyncio.ensure_future(provider.chat(HELLO, on_delta=lambda text: asyncio.sleep(0)))
-        await asyncio.sleep(0.15)
-        assert not task.done() and task.cancel()
-        start = time.monotonic()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert time.monotonic() - start < 0.5
-
     with FakeLLM([line]) as server:
         provider = made(server)
         provider.pace = 1.0
-        asyncio.run(cancelled(provider))
+        start = time.monotonic()
+        with pytest.raises(TimeoutError):
+            asyncio.run(asyncio.wait_for(provider.chat(HELLO), 0.15))
+        assert time.monotonic() - start < 0.8
 
 
 def test_the_idle_clock_stands_still_while_the_consumer_works():
     async def slowly(piece):
         await asyncio.sleep(0.9)
 
-    with FakeLLM([sse(delta(content="Hi."), delta("stop"))]) as server:
+    with FakeLLM([sse(delta(content="Hi"), delta(content="."), delta("stop"))]) as server:
         answer = asyncio.run(made(server, idle_timeout=0.6).chat(HELLO, on_delta=slowly))
         assert (answer.content, answer.error) == ("Hi.", None) and len(server.bodies) == 1
 
 
-OURS = [KeyError("x"), TypeError("ours"), OSError("disk full"), ValueError("no")]
+def test_what_a_consumer_raises_is_raised_as_it_is():
+    problem = OSError("disk full")
 
-
-@pytest.mark.parametrize("problem", [KeyError("x"), TypeError("ours"), OSError("disk full")])
-def test_what_a_consumer_raises_is_raised_as_it_is(problem):
     async def failing(piece):
         raise problem
 
     with FakeLLM(["Hi."]) as server:
-        with pytest.raises(type(problem)) as caught:
+        with pytest.raises(OSError) as caught:
             asyncio.run(made(server).chat(HELLO, on_delta=failing))
         assert caught.value is problem and len(server.bodies) == 1
 
@@ -880,7 +677,7 @@ WELL = sse(delta(content="Well"), done=False)
 @pytest.mark.parametrize(
     ("line", "cause"),
     [
-        (Raw(chunks=[WELL.body], cut=True), "it closed the connection in the middle"),
+        (Raw(chunks=[WELL.body], cut=True), "it closed the connection"),
         (WELL, "the answer broke off"),
         (Raw(chunks=[WELL.body], hang=5), "gave no answer in time"),
     ],
@@ -912,42 +709,33 @@ KEY = "sk-proj-very-secret-0123456789"
 
 
 @pytest.mark.parametrize(
-    "line",
-    [
-        error(401, f"Invalid key {KEY}"),
-        error(500, f"Oops: Bearer {KEY}"),
-        Failure(200, f"you sent {KEY}"),
-        sse({"error": KEY}),
-    ],
+    "line", [error(401, f"Invalid {KEY}"), Failure(200, f"sent {KEY}"), sse({"error": KEY})]
 )
-@pytest.mark.parametrize("key", [KEY, KEY + "\n", f" {KEY[:9]}\n{KEY[9:]}"])
-def test_a_key_that_the_endpoint_repeats_is_not_shown(line, key):
+def test_a_key_that_the_endpoint_repeats_is_not_shown(line):
+    told = []
     with FakeLLM(lambda body: line) as server:
-        answer, _ = ask(made(server, key=key), stream=True)
-    assert answer.finish_reason == "error" and KEY not in answer.error
+        answer, _ = ask(made(server, key=KEY + "\n"), stream=True, told=told)
+    assert answer.finish_reason == "error" and KEY not in answer.error + str(told)
 
 
-MANY = [f"m{n}" for n in range(30)]
-CHECKS = {  # the models that a server offers, the key that it wants: what `status` says
-    "the model is there, with Gemini's prefix": (["models/test-model"], KEY, None),
-    "no list": ([], KEY, None),
-    "another model": (MANY, KEY, "to one of these models: m0, m1, "),
-    "another key": ([], "another", "refuses the key"),
-}
+CHECKS = [  # the models that a server offers, the key that it wants: what `status` says
+    (["models/test-model"], KEY, "None"),  # Gemini's prefix
+    ([], KEY, "None"),
+    (["m0", "m1"], KEY, "to one of these models: m0, m1"),
+    ([], "another", "refuses the key"),
+]
 
 
-@pytest.mark.parametrize("name", CHECKS)
-def test_address_key_and_model_are_checked(name):
-    models, key, said_of_it = CHECKS[name]
+@pytest.mark.parametrize(("models", "key", "found"), CHECKS)
+def test_address_key_and_model_are_checked(models, key, found):
     with FakeLLM([], required_key=key) as server:
         server.models = models
-        found = asyncio.run(made(server, key=KEY).check())
-    assert found == said_of_it or said_of_it in found
-    assert KEY not in str(found)
+        problem = str(asyncio.run(made(server, key=KEY).check()))
+    assert found in problem and KEY not in problem
 
 
-@pytest.mark.parametrize("base", ["http://127.0.0.1:1/v1", "http://no-such-host.invalid/v1"])
-def test_where_no_server_is_the_cause_and_a_question_are_said(base):
+def test_where_no_server_is_the_cause_and_a_question_are_said():
+    base = "http://127.0.0.1:1/v1"
     provider = OpenAIProvider(Endpoint(ROWS["local"], KEY, base, "m"), pace=0.0)
     answer, _ = ask(provider)
     assert f"Cannot reach {base} (" in answer.error and "is the server running?" in answer.error
@@ -1022,9 +810,7 @@ def after_refusal(refusal, stream=False, row="custom", messages=EVERYTHING, more
 
 @pytest.mark.parametrize("refusal", recorded("heal"))
 def test_what_an_endpoint_refuses_is_changed_and_asked_again(refusal):
-    name, row = refusal["id"], "custom"
-    if "max_completion_tokens" in str(refusal["body"]) and "renamed" not in name:
-        row = "openai"
+    name, row = refusal["id"], "openai" if "completion" in refusal["id"] else "custom"
     if "cache-control" in name:
         row = "openrouter"
     answer, bodies, _, provider = after_refusal(refusal, not name.startswith("dashscope-"), row)
@@ -1032,7 +818,7 @@ def test_what_an_endpoint_refuses_is_changed_and_asked_again(refusal):
     assert len(provider.learnt["test-model"]) == refusal.get("remembered", True)
 
 
-GONE = object()
+GONE = None
 NO_IMAGE = "What is that?\n\n[an image: this model cannot see it]"
 TOOLS_IN_WORDS = """You are a test.
 
@@ -1041,112 +827,64 @@ You have tools. To call tools, answer only with one line like this for each call
 The result of a call comes back as <tool_result>. These are the tools:
 {"name": "look", "description": "Look.", "parameters": {"type": "object", "$schema": "x", \
 "additionalProperties": false, "properties": {"path": {"type": "string", "const": "a"}}}}"""
-AS_TEXT = {
-    "tools": GONE,
-    "tool_choice": GONE,
-    "messages": [
-        {"role": "system", "content": TOOLS_IN_WORDS},
-        EVERYTHING[1],
-        {
-            "role": "assistant",
-            "content": 'Well.\n<tool_call>{"name": "look", "arguments": {}}</tool_call>',
-        },
-        {"role": "user", "content": "<tool_result>\na cat\n</tool_result>"},
-    ],
-}
-MENDED = {  # a recorded refusal: a part of what the user is told, and what changes in the request
-    "vllm-max-tokens-over-context": (
-        "max_tokens is left out: the server sets it",
-        {"max_tokens": GONE},
-    ),
-    "openai-max-tokens-renamed": (
-        "max_tokens is renamed",
-        {"max_tokens": GONE, "max_completion_tokens": 100},
-    ),
-    "dashscope-stream-only": ("only streams its answers", {"stream": True}),
-    "openai-stream-refused": ("stream is left out: this model", {"stream": GONE}),
-    "openai-tools-with-effort": (
-        "reasoning is switched off: this model refuses it with tools",
-        {"reasoning_effort": "none"},
-    ),
-    "ollama-no-tools": ("tool calls are sent as text", AS_TEXT),
-    "deepseek-reasoning-must-be-passed-back": (
+AS_TEXT = [
+    {"role": "system", "content": TOOLS_IN_WORDS},
+    EVERYTHING[1],
+    {
+        "role": "assistant",
+        "content": 'Well.\n<tool_call>{"name": "look", "arguments": {}}</tool_call>',
+    },
+    {"role": "user", "content": "<tool_result>\na cat\n</tool_result>"},
+]
+# a recorded refusal: a part of what the user is told, a path in the changed request, and what is there
+MENDED = [
+    ("vllm-max-tokens-over-context", "max_tokens is left out", "max_tokens", GONE),
+    ("dashscope-stream-only", "only streams its answers", "stream", True),
+    ("openai-stream-refused", "stream is left out: this model", "stream", GONE),
+    ("openai-tools-with-effort", "reasoning is switched off", "reasoning_effort", "none"),
+    ("ollama-no-tools", "tool calls are sent as text", "messages", AS_TEXT),
+    ("ollama-no-tools", "tool calls are sent as text", "tools", GONE),
+    (
+        "deepseek-reasoning-must-be-passed-back",
         "empty reasoning",
-        {"messages.2.reasoning_content": ""},
+        "messages.2.reasoning_content",
+        "",
     ),
-    "groq-reasoning-content-unsupported": ("reasoning is left out", {"messages.2.reasoning": GONE}),
-    "template-system-refused": (
-        "system prompt becomes a user message",
-        {
-            "messages": [
-                {
-                    "role": "user",
-                    "content": [
-                        {"type": "text", "text": "You are a test."},
-                        *EVERYTHING[1]["content"],
-                    ],
-                },
-                *EVERYTHING[2:],
-            ]
-        },
-    ),
-    "mistral-tool-id-9": (
-        "ids of calls are shortened",
-        {"messages.2.tool_calls.0.id": "735677572", "messages.3.tool_call_id": "735677572"},
-    ),
-    "gemini-thought-signature": (
+    ("groq-reasoning-content-unsupported", "reasoning and", "messages.2.reasoning", GONE),
+    ("groq-tool-name-key", "the names of results are left out", "messages.3.name", GONE),
+    ("template-system-refused", "becomes a user message", "messages.0.role", "user"),
+    ("mistral-tool-id-9", "are shortened", "messages.2.tool_calls.0.id", "735677572"),
+    ("mistral-tool-id-9", "are shortened", "messages.3.tool_call_id", "735677572"),
+    (
+        "gemini-thought-signature",
         "get a signature",
-        {
-            "messages.2.tool_calls.0.extra_content": {
-                "google": {"thought_signature": "skip_thought_signature_validator"}
-            }
-        },
+        "messages.2.tool_calls.0.extra_content",
+        {"google": {"thought_signature": "skip_thought_signature_validator"}},
     ),
-    "gemini-unknown-schema": (
+    (
+        "gemini-unknown-schema",
         "some schema keywords",
-        {
-            "tools.0.function.parameters": {
-                "type": "object",
-                "properties": {"path": {"type": "string"}},
-            }
-        },
+        "tools.0.function.parameters",
+        {"type": "object", "properties": {"path": {"type": "string"}}},
     ),
-    "anthropic-image-5mb": (
-        "images are left out of this request",
-        {"messages.1.content": NO_IMAGE},
-    ),
-    "deepseek-image-url-variant": (
-        "messages are sent as plain text",
-        {"messages.1.content": NO_IMAGE},
-    ),
-    "openai-temperature-only-default": (
-        "temperature is left out: this model",
-        {"temperature": GONE},
-    ),
-}
+    ("anthropic-image-5mb", "images are left out of this", "messages.1.content", NO_IMAGE),
+    ("deepseek-image-url-variant", "sent as plain text", "messages.1.content", NO_IMAGE),
+    ("openai-temperature-only-default", "temperature is left out", "temperature", GONE),
+]
 
 
-def with_changes(body, changes):
-    """`{"messages.3.name": GONE}` leaves the name of the fourth message out."""
-    body = copy.deepcopy(body)
-    for path, value in changes.items():
-        *way, last = [int(part) if part.isdecimal() else part for part in path.split(".")]
-        place = body
-        for part in way:
-            place = place[part]
-        if value is GONE:
-            del place[last]
-        else:
-            place[last] = value
+def found_at(body, path):
+    """What is at `messages.3.name`: the name of the fourth message, or None."""
+    for part in path.split("."):
+        body = body[int(part)] if part.isdecimal() else body.get(part)
     return body
 
 
-@pytest.mark.parametrize("name", MENDED)
-def test_a_complaint_has_its_remedy_and_the_user_is_told_of_it(name):
-    notice, changes = MENDED[name]
+@pytest.mark.parametrize(("name", "notice", "path", "value"), MENDED)
+def test_a_complaint_has_its_remedy_and_the_user_is_told_of_it(name, notice, path, value):
     stream = name != "dashscope-stream-only"
     _, bodies, told, _ = after_refusal(by_id(name), stream, more={"store": True})
-    assert bodies[1] == with_changes(bodies[0], changes)
+    assert found_at(bodies[1], path) == value != found_at(bodies[0], path)
     assert len(told) == 1 and told[0].startswith("custom, test-model: ") and notice in told[0]
 
 
@@ -1165,55 +903,40 @@ NAMED = {  # an error: which of the parameters of the request it is about
 
 @pytest.mark.parametrize("text", NAMED)
 def test_only_a_parameter_that_an_error_is_about_is_left_out(text):
-    names = ["default", "provider", "user", "tool_choice", *OPTIONS]
-    with FakeLLM([error(400, text), "Fine."]) as server:
-        ask(made(server, extra_body=dict.fromkeys(names, 1)), temperature=0.2)
-        first, *rest = [body.keys() for body in server.bodies]
-    assert [first - each for each in rest] == ([NAMED[text]] if NAMED[text] else [])
+    more = dict.fromkeys(["default", "provider", "user", "tool_choice", *OPTIONS], 1)
+    refusal = {"status": 400, "body": {"error": text}}
+    _, bodies, _, _ = after_refusal(refusal, messages=HELLO, more=more)
+    left_out = bodies[0].keys() - bodies[-1].keys()
+    assert left_out == NAMED[text]
 
 
-WITHOUT_PACKAGES = [
-    sys.executable,
-    "-S",
-    "-E",
-    str(Path(providers.__file__).with_name("nanobot.py")),
-]
+WHERE = ["--base-url", "http://127.0.0.1:1/v1"]
 
 
 @pytest.mark.parametrize(
     ("flags", "status", "text"),
     [
-        (["--offline", "-m", "hi"], 0, "Hello!"),
-        (["--base-url", "http://127.0.0.1:1/v1", "-m", "hi"], 1, "No module named 'openai'"),
-        (["status", "--base-url", "http://127.0.0.1:1/v1"], 1, "No module named 'openai'"),
+        (["-S", "nanobot.py", "--offline", "-m", "hi"], 0, "Hello!"),
+        (["-S", "nanobot.py", "status", *WHERE], 1, "No module named 'openai'"),
+        (["nanobot.py", "-m", "hi", *WHERE], 1, "cannot be loaded (DLL load failed). Install it: "),
     ],
 )
 def test_without_any_package_the_offline_model_works_and_a_missing_one_is_named(
     flags, status, text, tmp_path
 ):
+    """The last row is a wheel for another processor."""
+    (tmp_path / "openai.py").write_text("raise ImportError('DLL load failed')")
+    path = "" if "-S" in flags else str(tmp_path)
     done = subprocess.run(
-        [*WITHOUT_PACKAGES, *flags],
+        [sys.executable, *flags],
         capture_output=True,
         encoding="utf-8",
-        cwd=tmp_path,
-        env={"HOME": str(tmp_path), "PATH": os.environ["PATH"]},
+        cwd=Path(providers.__file__).parent,
+        env={"HOME": str(tmp_path), "PATH": os.environ["PATH"], "PYTHONPATH": path},
         stdin=subprocess.DEVNULL,
     )
     assert done.returncode == status and text in done.stdout + done.stderr, done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_a_library_that_does_not_load_is_not_called_missing(tmp_path):
-    """As a wheel for another processor: the cause, then what to do."""
-    (tmp_path / "openai.py").write_text("raise ImportError('DLL load failed')")
-    done = subprocess.run(
-        [sys.executable, WITHOUT_PACKAGES[-1], "-m", "hi", "--base-url", "http://127.0.0.1:1/v1"],
-        capture_output=True,
-        encoding="utf-8",
-        env={"HOME": str(tmp_path), "PATH": os.environ["PATH"], "PYTHONPATH": str(tmp_path)},
-    )
-    assert "cannot be loaded (DLL load failed). Install it: " in done.stderr
-    assert done.returncode == 1 and "missing" not in done.stderr
 
 
 def by_id(name):
@@ -1226,19 +949,15 @@ def test_a_conversation_that_is_too_long_is_known_in_every_wording(refusal):
     assert answer.is_overflow and "too long" in answer.error and len(bodies) <= 2
 
 
-@pytest.mark.parametrize("refusal", recorded("final"))
-def test_what_no_second_try_can_help_is_said_at_once(refusal):
-    answer, bodies, told, _ = after_refusal(refusal)
-    assert answer.finish_reason == "error" and not answer.is_overflow
-    assert len(bodies) == 1 and told == []
-
-
-@pytest.mark.parametrize("refusal", recorded("retry"))
+@pytest.mark.parametrize("refusal", recorded("final", "retry"))
 def test_what_passes_is_asked_again_and_the_user_sees_the_wait(refusal):
-    answer, bodies, told, provider = after_refusal(refusal, more={})
-    assert answer.content == "Fine." and bodies[0] == bodies[1]
-    assert len(told) == 1 and re.search(r"asking again in \d+ s$", told[0])
-    assert provider.learnt["test-model"] == []
+    is_final = refusal["expect"] == "final"
+    answer, bodies, told, _ = after_refusal(refusal, more=None if is_final else {})
+    if is_final:
+        assert answer.error and not answer.is_overflow and len(bodies) == 1 and told == []
+    else:
+        assert answer.content == "Fine." and bodies[0] == bodies[1]
+        assert len(told) == 1 and re.search(r"asking again in \d+ s$", told[0])
 
 
 def test_a_change_that_does_not_help_is_tried_once_and_not_remembered():
@@ -1248,7 +967,7 @@ def test_a_change_that_does_not_help_is_tried_once_and_not_remembered():
     assert len(bodies) < 5 and provider.learnt == {}
 
 
-@pytest.mark.parametrize("row", ["openai", "custom", "groq", "local"])
+@pytest.mark.parametrize("row", ["openai", "groq", "local"])
 def test_what_the_environment_says_of_openai_goes_to_nobody_else(monkeypatch, row):
     monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:1/v1")
     for name in ("OPENAI_API_KEY", "OPENAI_ORG_ID", "OPENAI_PROJECT_ID"):
@@ -1259,48 +978,25 @@ def test_what_the_environment_says_of_openai_goes_to_nobody_else(monkeypatch, ro
 
 
 # ---- Waiting, and asking again ----
-WAITS = {  # a refusal: the seconds that the user is told, or None: it is said at once that it is of no use
-    "a rate limit": (Failure(429, "slow"), 1),
-    "seconds": (Failure(429, "", {"retry-after": "7"}), 7),
-    "at most a minute": (Failure(429, "", {"retry-after": "3600"}), 60),
-    "nonsense in the header": (Failure(429, "", {"retry-after": "soon"}), 1),
-    "in words": (error(429, "Please retry after 20 seconds."), 20),
-    "money is final": (error(429, "insufficient_quota"), None),
-    "a quota that comes back is not": (error(429, "exceeded your quota … retry in 34.07s"), 34),
-    "a bad request": (error(400, "no"), None),
-    "a bad request of a busy server": (error(400, "该模型当前访问量过大"), 1),
-}
+WAITS = [  # a refusal, and the seconds that the user is told
+    (Failure(429, "slow"), [1, 2, 4]),
+    (error(503, "Loading model"), [1, 2, 4, 8, 16, 32]),
+    (Failure(429, "", {"retry-after": "7"}), [7, 7, 7]),
+    (Failure(429, "", {"retry-after": "3600"}), [60, 60, 60]),
+    (error(429, "Please retry after 20 seconds."), [20, 20, 20]),
+    (error(429, "insufficient_quota"), []),
+    (error(429, "exceeded your quota … retry in 34.07s"), [34, 34, 34]),
+    (error(400, "该模型当前访问量过大"), [1, 2, 4]),
+]
 
 
-@pytest.mark.parametrize("name", WAITS)
-def test_how_long_to_wait_before_asking_again(name):
-    refused, seconds = WAITS[name]
+@pytest.mark.parametrize(("line", "seconds"), WAITS)
+def test_how_long_to_wait_before_asking_again(line, seconds):
     told = []
-    with FakeLLM([refused, "Here."]) as server:
-        answer, _ = ask(made(server), told=told)
-    waits = [] if seconds is None else [f"asking again in {seconds} s"]
-    assert [line.rpartition("; ")[2] for line in told] == waits
-    assert (answer.content == "Here.") == bool(waits)
-
-
-@pytest.mark.parametrize(
-    ("text", "waits"), [("busy", [1, 2, 4]), ("Loading model", [1, 2, 4, 8, 16, 32])]
-)
-def test_a_busy_endpoint_is_asked_again_and_each_wait_is_longer(text, waits):
-    told = []
-    with FakeLLM(lambda body: error(503, text)) as server:
-        assert f"HTTP 503: {text}" in ask(made(server), told=told)[0].error
-    assert told == [f"HTTP 503: {text}; asking again in {seconds} s" for seconds in waits]
-
-
-def test_comments_do_not_keep_a_request_waiting_for_ever():
-    """`: OPENROUTER PROCESSING` every few seconds restarted the time limit for ever."""
-    comments = Raw(chunks=[b": OPENROUTER PROCESSING\n\n"] * 40, pause=0.05)
-    with FakeLLM(lambda body: comments) as server:
-        start = time.monotonic()
-        answer, _ = ask(made(server, request_timeout=0.3), stream=True)
-        assert time.monotonic() - start < 1.5
-    assert "no answer in time" in answer.error
+    with FakeLLM(lambda body: line) as server:
+        ask(made(server), told=told)
+    waits = [line.rpartition("; asking again in ")[2] for line in told]
+    assert waits == [f"{each} s" for each in seconds]
 
 
 @pytest.mark.parametrize(
@@ -1309,10 +1005,8 @@ def test_comments_do_not_keep_a_request_waiting_for_ever():
         error(500, "Oops"),
         Raw(b""),
         sse("data: {oops\n\n"),
-        Failure(200, '{"choices": ['),
         Raw(cut=True),
         sse({"error": {"message": "Overloaded", "code": 529}}),
-        Hang(0.0),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
@@ -1325,7 +1019,6 @@ def test_a_server_that_sees_less_than_it_was_sent_is_told_of_once():
     told, long = [], [SYSTEM, user("word " * 20_000)]
     short = Reply("Hi.", usage={"prompt_tokens": 4_096, "completion_tokens": 2})
     with FakeLLM(lambda body: short) as server:
-        ask(made(server, "custom"), long, told=told)
         provider = made(server, "ollama")
         for _ in range(2):
             ask(provider, long, told=told)
@@ -1381,25 +1074,17 @@ AROUND = [
 @pytest.mark.parametrize("stream", [False, True])
 def test_nothing_that_a_model_writes_takes_more_than_a_second(stream):
     """100,000 characters of each letter or mark, in each place that is searched."""
-    texts = [
-        around.replace("%s", (bomb * 100_000)[:100_000]) for around in AROUND for bomb in BOMBS
-    ]
-    if stream:
-        replies = [sse(delta(content=text), delta("stop")) for text in texts]
-    else:
-        replies = [whole({"content": text}) for text in texts]
-        for text in texts:
-            odd = {"id": "1", "function": {"name": "look", "arguments": text}}
-            replies.append(whole({"tool_calls": [odd]}, "tool_calls"))
-    slow = {}
-    with FakeLLM(replies) as server:
-        provider = made(server, "local")
-        for text in (texts * 2)[: len(replies)]:
+    for around, bomb in itertools.product(AROUND, BOMBS):
+        text = around.replace("%s", (bomb * 100_000)[:100_000])
+        odd = {"id": "1", "function": {"name": "look", "arguments": text}}
+        replies = [whole({"content": text}), whole({"tool_calls": [odd]}, "tool_calls")]
+        if stream:
+            replies = [sse(delta(content=text), delta("stop"))]
+        with FakeLLM(replies) as server:
             start = time.process_time()
-            ask(provider, tools=[LOOK_TOOL], stream=stream)
-            if time.process_time() - start > 1:
-                slow[text[:30]] = time.process_time() - start
-    assert slow == {}
+            for _ in replies:
+                ask(made(server, "local"), tools=[LOOK_TOOL], stream=stream)
+            assert time.process_time() - start < 2, text[:30]
 
 
 # ---- A lawful history ----
@@ -1427,40 +1112,20 @@ def result(id_, content="noon"):
 
 
 MISSING = "[interrupted: its outcome is unknown. Check before you repeat it]"
-LEFT_OUT = user("(earlier messages are left out)")
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 LEGAL = {
-    "a result that nobody asked for is dropped": (
-        [user(), result("x"), said(), user()],
-        [user(), said(), user()],
-    ),
     "a result that came late moves to its call": (
         [user(), called("a", "b"), user("Well?"), result("b", "2"), result("a", "1")],
         [user(), called("a", "b"), result("a", "1"), result("b", "2"), user("Well?")],
-    ),
-    "a call without a name is dropped with its result": (
-        [user(), called("a", name=""), result("a"), user("?")],
-        [user("Hi\n\n?")],
-    ),
-    "two calls with one id each keep their result": (
-        [user(), called("a", "a"), result("a", "1"), result("a", "2")],
-        [user(), called("a", "000000001"), result("a", "1"), result("000000001", "2")],
     ),
     "no image is lost in a merger": (
         [user("a"), user([IMAGE])],
         [user([{"type": "text", "text": "a"}, IMAGE])],
     ),
-    "a text and calls of the assistant are one": (
-        [user(), said("Look"), called("a"), result("a")],
-        [user(), called("a", content="Look"), result("a")],
-    ),
-    "nothing": ([], [LEFT_OUT]),
-    "the assistant last": ([user(), said()], [user()]),
     "system messages are one, first": (
-        [user("a"), SYSTEM, {"role": "developer", "content": "Be brief."}],
+        [user("a"), SYSTEM, {"role": "system", "content": "Be brief."}],
         [{"role": "system", "content": "You are a test.\n\nBe brief."}, user("a")],
     ),
-    "half a surrogate pair becomes a question mark": ([user("a\ud83db")], [user("a?b")]),
     "a result belongs to the last message with calls, not to an earlier one that was killed": (
         [user(), called("a", name="read_a"), called("a", name="read_b"), result("a", "BBB")],
         [
@@ -1472,7 +1137,7 @@ LEGAL = {
         ],
     ),
     "nothing is put into the assistant's mouth": (
-        [user("a"), said([{"type": "text", "text": " "}]), said(""), user("b")],
+        [user("a"), said(" "), said(""), user("b")],
         [user("a\n\nb")],
     ),
 }
@@ -1485,85 +1150,42 @@ def test_a_history_is_made_lawful(name):
     assert lawful == expected
 
 
-def test_without_a_wish_for_a_reply_the_assistant_may_be_last():
-    assert legal([user(), said(), said("b")], reply=False) == [user(), said("Ok\n\nb")]
-
-
 def check_grammar(messages):
     """What the API accepts, written down once more and on its own."""
     json.dumps(messages, allow_nan=False, ensure_ascii=False).encode()
     roles = [message["role"] for message in messages]
     assert "system" not in roles[1:]
     assert roles[roles[0] == "system"] == "user" and roles[-1] != "assistant"
-    ids, due = set(), []
+    ids, due = [], []
     for before, message in zip([None, *messages], messages, strict=False):
-        assert not set(message) & {"timestamp", "usage", "refusal"}
+        content = message["content"]
+        assert "timestamp" not in message
         if message["role"] == "tool":
             assert due and message["tool_call_id"] == due.pop(0) and message["name"]
         else:
-            assert "name" not in message and "tool_call_id" not in message
             assert not due, "a call has no result directly behind it"
             assert not before or before["role"] != message["role"]
-        assert message["role"] == "assistant" or "tool_calls" not in message
-        due += [check_call(each, ids) for each in message.get("tool_calls", [])]
-        check_content(message)
-    assert not due
-
-
-def check_call(tool_call, ids):
-    assert tool_call["type"] == "function" and tool_call["function"]["name"]
-    arguments = json.loads(tool_call["function"]["arguments"], parse_constant=pytest.fail)
-    assert isinstance(arguments, dict)
-    assert tool_call["id"] and tool_call["id"] not in ids
-    ids.add(tool_call["id"])
-    return tool_call["id"]
-
-
-def check_content(message):
-    content = message["content"]
-    if content is None:
-        assert message["tool_calls"]
-    elif isinstance(content, str):
-        assert content.strip()
-    else:
-        assert content and all(block["type"] in ("text", "image_url") for block in content)
-        assert all(block["text"].strip() for block in content if block["type"] == "text")
+        assert str(content).strip() if content else message["tool_calls"]
+        for each in message.get("tool_calls", []):
+            assert isinstance(json.loads(each["function"]["arguments"]), dict)
+            due.append(each["id"])
+            ids.append(each["id"])
+    assert not due and len(ids) == len(set(ids))
 
 
 def a_history(dice):
     """Messages as bad luck, bugs and other programs make them."""
-    texts = ["Hi", " \n", None, "a\ud800b", [], [{"type": "text", "text": ""}, IMAGE], {"a": 1}, 7]
-    arguments = [
-        "{}",
-        None,
-        '{"a": 1',
-        "[1]",
-        '{"a": NaN}',
-        '{"a": 1e999}',
-        {"b": 2},
-        '{"t": "\ud800"}',
-        r'{"t": "\udfff"}',
-        5,
-    ]
-    ids = ["a", "b", "a_2", None, "", "é\udc00", 7]
-    extras = [{}, {}, {"reasoning_content": "h\udc00m"}, {"timestamp": 1}, {"name": "now"}]
-
-    def a_call():
-        name = dice.choice(["now", "read_file", "", None])
-        function = {"name": name, "arguments": dice.choice(arguments)}
-        odd = dice.choice([{}, {}, {"function": None}, {"extra_content": {"s": "\ud800"}}])
-        return {"id": dice.choice(ids), "function": function, **odd}
-
-    def a_message():
-        roles = ["system", "developer", *["user", "assistant", "tool"] * 2, "robot", None]
-        message = {"role": dice.choice(roles), "content": dice.choice(texts), **dice.choice(extras)}
-        if message["role"] == "assistant" or dice.random() < 0.05:
-            message["tool_calls"] = [a_call() for _ in range(dice.randrange(4))] or None
-        if message["role"] == "tool":
-            message["tool_call_id"] = dice.choice(ids)
-        return message
-
-    return [a_message() for _ in range(dice.randrange(12))]
+    blocks = [{"type": "text", "text": "a"}, IMAGE]
+    messages = []
+    for _ in range(dice.randrange(12)):
+        extra = dice.choice([{}, {"reasoning_content": "h\udc00m"}, {"timestamp": 1}])
+        content = dice.choice(["Hi", " \n", None, "a\ud800b", [], blocks])
+        ids = dice.choices(["a", "b", "a_2", "é\udc00"], k=3)
+        calls = called(*ids, content=dice.choice(["Hi", None]), arguments='{"t": "\ud800"}')
+        kinds = [user(content), said(content), calls, result(ids[0], content)]
+        kinds.append({"role": "system", "content": content})
+        messages.append(dice.choice(kinds) | extra)
+    return messages
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -1582,92 +1204,69 @@ def test_whatever_the_history_what_is_sent_is_lawful(seed):
 
 
 def test_a_script_is_played_back_and_keeps_what_it_was_asked():
-    one = ToolCallRequest("1", "now")
-    model = ScriptedProvider([[one, one], "Two  words\n"])
-    assert ask(model)[0] == LLMResponse(None, [one, one], "tool_calls")
-    answer, shown = ask(model, stream=True, max_tokens=5)
+    model = ScriptedProvider([ToolCallRequest("1", "now"), "Two  words\n"])
+    assert ask(model)[0] == LLMResponse(None, [ToolCallRequest("1", "now")], "tool_calls")
+    answer, shown = ask(model, stream=True)
     assert answer.content == "".join(shown) == "Two  words\n" and len(shown) == 3
-    assert "no further reply" in ask(model)[0].error
-    assert model.requests[1].messages == HELLO and model.requests[1].options == {"max_tokens": 5}
+    assert "no further reply" in ask(model)[0].error and model.requests[1].messages == HELLO
 
 
 READ_A_FILE = {"name": "read_file", "parameters": {"properties": {"path": {}, "offset": {}}}}
+TYPED = {  # a text is an answer; None: it is asked about, and never an answer
+    "read_file('a.txt', 5)": {"path": "a.txt", "offset": 5},
+    'read_file {"path": "a.txt", "colour": 1}': {"path": "a.txt", "colour": 1},
+    "read_file": {},
+    'read_file("a.txt"': None,
+    'raed_file {"path": "a.txt"}': None,
+    '<tool_call>{"name": "read_file"}</tool_call>': None,
+    "I read a.txt (twice): {x}": "I read a.txt (twice): {x}",
+    "": "",
+}
 
 
-@pytest.mark.parametrize(
-    "line, arguments",
-    [  # a text is an answer; None: it is asked about, and never an answer
-        ("read_file('a.txt', 5)", {"path": "a.txt", "offset": 5}),
-        ('read_file {"path": "a.txt", "colour": 1}', {"path": "a.txt", "colour": 1}),
-        ("read_file", {}),
-        ('read_file("a.txt"', None),
-        ('raed_file {"path": "a.txt"}', None),
-        ('<tool_call>{"name": "read_file"}</tool_call>', None),
-        ("I read a.txt (twice): {x}", "I read a.txt (twice): {x}"),
-        ("", ""),
-    ],
-)
-def test_a_person_types_a_call_as_it_is_shown_and_a_broken_call_is_never_the_answer(
-    line, arguments
-):
+@pytest.mark.parametrize("line", TYPED)
+def test_a_person_types_a_call_as_it_is_shown_and_a_broken_call_is_never_the_answer(line):
     lines, questions = iter([line, "The second line."]), []
 
     async def ask_person(question, what, **details):
         questions.append(question)
         return next(lines)
 
-    talk = [{"role": "system", "content": "You are a test.\n# Memory\n- Ada"}, user()]
     read_file = {"type": "function", "function": READ_A_FILE}
-    answer = ask(HumanProvider(ask_person), talk, [read_file])[0]
+    prompt = {"role": "system", "content": "You are a test.\n# Memory\n- Ada"}
+    answer = ask(HumanProvider(ask_person), [prompt, user()], [read_file])[0]
     of_the_prompt = "---- system ----\nYou are a test.\n# Memory\n---- user ----\nHi\n"
     assert questions[0].startswith(f"read_file(path, offset)\n{of_the_prompt}")
-    if isinstance(arguments, dict):
-        assert [call.arguments for call in answer.tool_calls] == [arguments]
+    expected = TYPED[line]
+    if isinstance(expected, dict):
+        assert [call.arguments for call in answer.tool_calls] == [expected]
     else:
-        assert answer.content == ("The second line." if arguments is None else arguments)
-    assert len(questions) == (2 if arguments is None else 1)
-    assert all("Texts need quotes" in question for question in questions[1:])
-
-
-def test_a_person_is_told_that_earlier_messages_are_sent_again():
-    questions = []
-
-    async def ask_person(question, what, **details):
-        questions.append(question)
-        return "Hi."
-
-    ask(HumanProvider(ask_person), [user(), called("c1", name="read_file"), result("c1")], [TOOL])
-    assert "(all earlier messages are sent again)\n---- tool ----\nnoon" in questions[0]
+        assert answer.content == ("The second line." if expected is None else expected)
+    assert ["Texts need quotes" in each for each in questions[1:]] == [True] * (expected is None)
 
 
 # ---- The events of a request, without keys ----
 
 
-def test_the_events_tell_each_attempt_and_what_was_remembered(tmp_path):
-    unsupported = Failure(400, by_id("openai-max-tokens-renamed")["body"])
+def test_the_events_tell_each_attempt_and_what_was_remembered():
+    refused = Failure(400, by_id("openai-temperature-only-default")["body"])
     events = {"request": [], "retry": [], "answer": []}
-    with FakeLLM([unsupported, error(503, "busy"), "Here.", error(401, "no"), Hang(9)]) as server:
+
+    def note(kind, **fields):
+        events[kind].append(fields)
+
+    with FakeLLM([refused, error(503, "busy"), "Here.", Hang(9)]) as server:
         provider = made(server)
-
-        async def chats():
-            for seconds in (9, 9, 0.2):
-                chat = provider.chat(
-                    HELLO,
-                    max_tokens=7,
-                    on_event=lambda kind, **fields: events[kind].append(fields),
-                )
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(chat, seconds)
-
-        asyncio.run(chats())
+        ask(provider, temperature=1, on_event=note)
+        with pytest.raises(TimeoutError):
+            asyncio.run(asyncio.wait_for(provider.chat(HELLO, on_event=note), 0.3))
     healed, again = events["retry"]
-    assert healed["changed"] == {"max_tokens": None, "max_completion_tokens": 7}
-    assert "Use 'max_completion_tokens'" in healed["error"] and "busy" in again["text"]
-    first, second, _ = events["request"]
-    assert first["healed"] == [] and "max_tokens is renamed" in second["healed"][0]
-    assert first["messages"] == HELLO and first["options"] == {"max_tokens": 7}
-    here, refused, stopped = [fields["answer"] for fields in events["answer"]]
-    assert here.content == "Here." and "HTTP 401" in refused.error and "stopped" in stopped.error
+    assert "Only the default" in healed["error"] and "busy" in again["text"]
+    first, second = events["request"]
+    assert first["healed"] == [] and "temperature is left out" in second["healed"][0]
+    assert first["messages"] == HELLO and first["options"] == {"temperature": 1}
+    here, stopped = [fields["answer"] for fields in events["answer"]]
+    assert here.content == "Here." and "stopped" in stopped.error
 
 
 def test_a_scripted_model_repeats_recorded_answers():
@@ -1692,16 +1291,11 @@ PEM = (
 )
 KEY_TEXTS = {  # a text: what must not be left of it
     f"sk-proj-{A1}": A1,
-    f"sk-ant-api03-{A1}": A1,
-    f"gsk_{A1}": A1,
     f"AIza{A1}": A1,
-    f"hf_{A1}": A1,
     f"github_pat_{A1[:22]}_{A1}": A1,
     "AKIAIOSFODNN7EXAMPLE": "IOSFODNN7EXAMPLE",
     f"xoxb-123456789012-{A1}": A1,
-    f"sk_live_{A1}": A1,
     f"https://api.telegram.org/bot123456789:AA{A1[:33]}/getMe": A1[:33],
-    f"SG.{A1[:22]}.{A1}": A1,
     f"eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.{A1}": A1,
     "Authorization: Basic YWRhOnNlY3JldHBhc3N3b3Jk": "YWRhOnNlY3Jl",
     "password=correct-horse-battery": "correct-horse",
@@ -1901,16 +1495,14 @@ DESK = {
 @pytest.mark.parametrize("question", DESK)
 def test_the_offline_model_calls_a_tool_and_shows_its_result_as_it_is(desk, question):
     tool, answer = DESK[question]
-    if "$((" in question:
-        need_bash()
     text, tools = desk.ask(question)
     read_first = ["read_file"] if question.startswith(("remember", "write")) else []  # to append
     assert tools == [*read_first, tool] and answer in text
 
 
-FAILING = {  # the tool's error is the whole answer
-    "read gone.txt": "Cannot read .*gone.txt: No such file or directory.*",
-    "append x to gone.txt": "Cannot read .*gone.txt: No such file or directory.*",
+FAILING = {  # the tool's error is the whole answer; of a missing file a person's words
+    "read gone.txt": r"There is no gone.txt here.\nFiles here: [^/]+/MEMORY.md, (?s:.*)",
+    "append x to gone.txt": r"There is no gone.txt here.\nFiles here: [^/]+/MEMORY.md, (?s:.*)",
     "remember that I like tea": "Cannot write .*: Permission denied. Nothing was changed.",
     "run ls": "There is no bash. The user has to install bash.*",
 }
@@ -1972,11 +1564,16 @@ def test_the_sentences_of_newcomers():
         sentence, _, expected = line.partition(" => ")
         name, _, arguments = expected.partition(" {")
         answer = offline_answer(sentence)
-        if answer.tool_calls and not arguments:  # an offer looks up the file that it names
+        behind = []
+        while answer.tool_calls:
             call = answer.tool_calls[0]
-            assert call.arguments == {"pattern": "*"}, sentence
-            found = {"role": "tool", "tool_call_id": call.id, "content": "a.txt\nmain.py"}
-            answer = offline_answer(sentence, behind=[answer.to_message(), found])
+            pattern = call.arguments.get("pattern", "")
+            if f'"{pattern}"' in arguments or (pattern != "*" and r"\b" not in pattern):
+                break
+            found = "a.txt\nmain.py" if call.name == "glob" else "No match"  # for an advice
+            found = {"role": "tool", "tool_call_id": call.id, "content": found}
+            behind += [answer.to_message(), found]
+            answer = offline_answer(sentence, behind=behind)
         if answer.tool_calls:
             call = answer.tool_calls[0]
             assert arguments and call.name == name, sentence
@@ -2003,7 +1600,7 @@ SUMS = {
     "0.1 + 0.2": "0.1 + 0.2 = 0.3",
     "what's the square root of 144?": "square root of 144 = 12",
     "1,000 * 3": "1,000 * 3 = 3000",
-    "6*7=": "6*7= = 42",
+    "3/4 of 60": "3/4 of 60 = 45",
     "sqrt(81)": "sqrt(81) = 9",
     "(5 + sqrt(25 - 24)) / 2": "= 3",
     "2(3+4)": "2(3+4) = 14",
@@ -2022,25 +1619,19 @@ def test_the_offline_model_does_sums_by_itself(sentence):
 
 
 OFFERED = {  # nothing is run: what can be done with these words is offered, or asked for
-    "delte a.txt": "  delete a.txt",
+    "delte a.txt": "  read a.txt",
     "fhqwhgads a.txt": "  how many lines are in a.txt",
     'is "the sea" somewhere near a.txt?': '  find "the sea" in a.txt',
     "whats the avarage grade in docs/b.md": "read docs/b.md",
-    "translate docs/b.md to German": "  count the words in docs/b.md",
-    "fhqwhgads gone.txt": "I know no rule for that.",
-    "add butter to my shopping list": "To add something, I need the exact name of a file",
-    "add butter to my a list": "I know no rule for that.",
+    "translate docs/b.md to German": "  read docs/b.md",
+    "read away.txt and translate it": "  list the files here",
     "save those to b.txt": "To save something",
     "copy a.txt into it": "To copy something",
     "insert 'x' after line 2 in a.txt": "read a.txt",
     "make b.txt with the same content as a.txt": "To make something",
     "add a sentence about the sea to a.txt": "takes a real language model",
-    "move on": "To move something",
-    "remove all doubt": "I know no rule for that.",
-    "is it good?": "I cannot judge",
-    "which bus do they take today": "I know no rule for that.",
-    "overwrite a.txt with just x, but keep a copy first": "  overwrite a.txt with just x",
-    "fill a.txt with x and make a copy": "  fill a.txt with x",
+    "overwrite a.txt with just x, but keep a copy first": "  read a.txt",
+    "fill a.txt with x and make a copy": "  read a.txt",
     "write x into a.txt first": "  read a.txt",
     "write everything about dogs into b.txt": "  list the files here",
     "put my shopping list into b.txt": "  list the files here",
@@ -2049,35 +1640,21 @@ OFFERED = {  # nothing is run: what can be done with these words is offered, or 
     "fill a.txt with nothing": "  read a.txt",
     "delete a.txt. no wait dont": "  read a.txt",
     "change port to 90 in a.txt but not host": "I do nothing",
-    "take two off the list": "I know no rule for that.",
     "if 28 kids pay 4.50 each how much is that": "  28 * 4.50",
     "what's the weather in Rome": "I have no tool for it",
     "delete": "Which file,",
-    "create a file": "or what?",
     "read it": "Which file do you mean?",
-    "run away": "I know no rule for that.",
-    "delete everything": "I know no rule for that.",
-    "rename the dog to Rex": "I know no rule for that.",
     "Why is the sky blue?": "  search the web for Why is the sky blue",
-    "run for your life": "I know no rule for that.",
-    "write me a poem": "takes a real language model",
     "": "I know no rule for that.",
-    "asdf": "I know no rule for that.",
-    "delete a.txt and sing": "  delete a.txt",
+    "delete a.txt and sing": "  read a.txt",
     "make a new file b.txt with hello, then frobnicate it": "I know no rule for that.",
-    "create a.txt with Hello. Then frobnicate it": "I know no rule for that.",
-    "run make and tell me the result": "I know no rule for that.",
     "run echo hello then frobnicate": "I know no rule for that.",
     "delete everything in docs": "I know no rule for that.",
     "delete a.txt but not b.txt": "I do nothing",
-    "please don't delete a.txt": "I do nothing",
     "don't delete a.txt, delete docs/b.md": "I do nothing of that.",
     "delete a.txt, don't really do it": "I do nothing of that.",
     "create a.txt with hello if it does not exist": "I do nothing",
-    "if a.txt is empty, delete it": "I know no rule for that.",
-    "undo that": "I do nothing",
     "can I delete a.txt?": "read a.txt",
-    "how many characters are in a.txt": "  read a.txt",
     "create a.txt with the content of b.txt": "takes a real language model",
     "write the answer to 5+5 to a.txt": "takes a real language model",
     "put the time into a.txt": "takes a real language model",
@@ -2089,7 +1666,7 @@ OFFERED = {  # nothing is run: what can be done with these words is offered, or 
 def test_what_no_rule_has_is_offered_asked_for_or_refused_and_nothing_is_run(desk, sentence):
     """A file that is named is looked up, so that an offer names no file that is not there."""
     text, tools = desk.ask(sentence)
-    assert set(tools) <= {"glob"} and OFFERED[sentence] in text and "gone.txt" not in text
+    assert set(tools) <= {"glob", "grep"} and OFFERED[sentence] in text
     assert desk.read("a.txt") == "one\ntwo\nthree\n" and not (desk.folder / "b.txt").exists()
     for line in re.findall("(?m)^  (.*)$", text):
         assert "know no rule" not in (offline(line)[1] or ""), line
@@ -2103,8 +1680,9 @@ def test_it_is_the_file_that_exists_and_a_name_is_looked_up_for_reading(desk):
     assert "The sea." in desk.ask("could you please read the essay for me")[0]
     assert "The sea." in desk.ask("and now show it to me")[0]
     assert "  delete 'My Essay.md'" in desk.ask("delete the essay")[0] and desk.read("My Essay.md")
-    (desk.folder / "essay2.md").write_text("2")
-    assert "The sea." in desk.ask("read my essay")[0]  # it was named before
+    (desk.folder / "my 2nd essay.md").write_text("2")
+    (desk.folder / "my old essay.md").write_text("3")
+    (desk.folder / "My Essay.md").unlink()
     desk.ask("read a.txt")
     assert "Which file do you mean?" in desk.ask("read my essay")[0]
     assert "No such file" in desk.ask("copy a.txt to backup/a.txt")[0]
@@ -2127,42 +1705,29 @@ def test_what_was_said_before_counts(desk):
 
 
 DIALOGUES = {  # what is said → what the last answer has
-    "write four into a.txt": "+four",  # the old lines stay
     "read a.txt / write four into a.txt": "+four",
     "write hi into new.txt / write ho into new.txt / read new.txt": "1| hi\n2| ho",
     "copy the shopping list to b.txt": "  copy shopping.txt to b.txt",
     "put my shopping list into b.txt": "  list the files here",
-    "put x.txt into b.txt": "  list the files here",  # its name is not its text
     "run the dice game": "  run game/dice.py",
-    "delete the shopping list": "  delete shopping.txt",
-    "read shopping.txt / and also honey and two lemons": "  append honey to shopping.txt\n  append two lemons",
+    "read shopping.txt / and also honey": "  append honey to shopping.txt",
     "read shopping.txt / how many things are on it now": "shopping.txt has 2 lines",
-    "find milk in shopping.txt / and eggs?": "2:eggs",
     "read shopping.txt / now add the line to get more": "  append to get more to shopping.txt",
     "what does it say in my shopping list about the milk": "shopping.txt:1: milk",
-    "don't change anything in the shopping list, I only want to know how long it is": "shopping.txt: 2",
     "my name is jule and im 13 / how old am i": "The user's name is jule\nThe user's age is 13",
     "my favrite food is soup / what do i like to eat": "favrite food is soup",
     "delete a.txt / no wait dont": "is not taken back",
     "how many days is it till christmas": " days, on ",
     "book me a ticket": "  remind me in 1 hour to book me a ticket",
-    "if 3 kids share 45 euros how much is that": "  45 / 3",
     "how many pictures are there": "1: cat.png",
-    "show me the first line of the shopping list": "milk",
-    "read shopping.txt / what are the Last 1 lines of it": "eggs",
-    "how long is the readme": "README.md: 1",
-    "which port does the game use?": "  which file contains port",
-    "read shopping.txt / just the last 1 lines": "eggs",
     "read shopping.txt / whats left": "shopping.txt says:",
-    "read shopping.txt / how many eggs": "1 lines with egg",
     "i have biology on thursdays / when do i have bio": "I have biology on thursdays",
-    "run dice.py": "no dice.py, but game/dice.py",
+    "run dice.py": "There is no dice.py here.\nI can:\n  read game/dice.py",
     "read dice.py": "game/dice.py says:",
     "dont delete anything just tell me which file is the biggest": "shopping.txt  10 bytes",
     "make a copy of my shopping list called b.txt and then open it": "  copy shopping.txt to b.txt",
     "make a folder pets and move the shopping list in there": "  make a folder pets and move shopping.txt into",
     "copy shopping.txt to b.txt / rename it to list for tom.txt": '  rename b.txt to "list for tom.txt"',
-    "how much do the eggs cost": "  which file contains cost",
 }
 
 
@@ -2180,6 +1745,37 @@ def test_described_files_and_words_said_before_are_used(desk, said):
     assert "  read a.txt" not in answer
 
 
+ADVICE = {  # what is said → what the last answer has: lines found, and offers with these words
+    "when is the physics test": "notes.md: - physics test on Friday\nI can:\n  find physics in notes.md",
+    "what do i have to do on friday": "notes.md: - physics test on Friday",
+    "find erors in app.log": "app.log: 10:02 ERROR no paper",
+    "how many errors are in the log": "app.log has 1 lines with error.",
+    "find roll in the code": "dice.py:1: def roll",
+    "translate the notes": "  read notes.md",
+    "change roll to throw in game.py": "no game.py here.\ndice.py: def roll():\nI can:",
+    "change roll to throw in dicee.py": "  change roll to throw in dice.py",
+    "add to notes.md: buy milk": "+buy milk",
+    "read notes.md / and then put another line in it: buy milk": "+buy milk",
+    "read notes.md / add salt": "  append salt to notes.md",
+    "how is the spelling in notes": "  how many lines are in notes.md",
+    "delete the dusty stuff": "Files here: ",
+    "what was the last thing in the log": "10:02 ERROR no paper",
+    "what day is it / asdf": "I can:\n  list the files here\n  what is 15% of 240",
+}
+
+
+@pytest.mark.parametrize("said", ADVICE)
+def test_what_no_rule_has_is_answered_with_lines_and_offers_that_work(desk, said):
+    (desk.folder / "notes.md").write_text("# Notes\n- physics test on Friday\n")
+    (desk.folder / "app.log").write_text("10:00 INFO start\n10:02 ERROR no paper\n")
+    (desk.folder / "dice.py").write_text("def roll():\n    return 4\n")
+    for sentence in said.split(" / "):
+        answer = desk.ask(sentence)[0]
+    assert ADVICE[said] in answer and str(desk.folder) not in answer
+    for offer in re.findall("(?m)^  (.*)", answer):
+        assert "I know no rule" not in desk.ask(offer)[0], offer
+
+
 def test_words_around_the_text_are_not_searched_for(desk):
     for sentence in (
         "find the two lines in a.txt",
@@ -2191,14 +1787,6 @@ def test_words_around_the_text_are_not_searched_for(desk):
         assert "a.txt:2: two" in desk.ask(sentence)[0], sentence
 
 
-def test_parts_that_read_are_done_and_the_others_are_named(desk):
-    answer, tools = desk.ask("read a.txt and frobnicate it")
-    assert "1| one" in answer and 'Not done: "frobnicate it"' in answer
-    answer = desk.ask("count the words in a.txt and write the number into n.txt")[0]
-    assert "a.txt has 3 words." in answer and 'Not done: "write the number' in answer
-    assert not (desk.folder / "n.txt").exists()
-
-
 def test_a_name_is_found_by_one_of_its_words_and_with_typos(desk):
     (desk.folder / "shopping.txt").write_text("milk\nmilk milk\n")
     assert "1| milk" in desk.ask("wats in teh shoping list")[0]
@@ -2208,7 +1796,7 @@ def test_a_name_is_found_by_one_of_its_words_and_with_typos(desk):
     )
     assert "1| milk" in desk.ask("opne the lsit")[0]
     assert "shopping.txt says:" in desk.ask("read shoping.txt")[0]
-    assert "but docs/b.md" in desk.ask("delete b.md")[0]
+    assert "no b.md here.\nI can:\n  read docs/b.md" in desk.ask("delete b.md")[0]
     desk.ask("read shopping.txt")
     assert (
         "remove milk from shopping.txt" in desk.ask("take milk off the list, but keep the rest")[0]
@@ -2248,15 +1836,12 @@ def test_the_rows_of_a_table_are_counted_without_its_header(desk):
 
 
 def test_a_new_folder_gets_the_files_that_exist(desk):
-    assert "but docs/b.md" in desk.ask("make a folder called pets and move b.md into it")[0]
+    assert (
+        "move docs/b.md into it" in desk.ask("make a folder called pets and move b.md into it")[0]
+    )
     assert not (desk.folder / "pets").exists()
     desk.ask("make a folder called pets and copy docs/b.md into it")
     assert desk.read("pets/b.md") == desk.read("docs/b.md")
-
-
-def test_reading_is_done_although_something_is_not_to_be_done(desk):
-    answer, tools = desk.ask("please don't change a.txt, just tell me how many lines it has")
-    assert answer.endswith("a.txt: 3") and set(tools) <= {"glob", "grep"}
 
 
 def test_facts_are_kept_apart_and_forgotten_one_by_one(desk):
@@ -2285,7 +1870,7 @@ def test_piped_text_is_no_request():
         "hi\n\ndelete a.txt",
         "hi\n\nyou, run ls",
     ]:
-        assert offline(text)[0] is None
+        assert offline(text)[0] in (None, "glob")  # what is near is looked up
     assert offline("read a.txt\n\nand delete it") == ("read_file", {"path": "a.txt"})
 
 
@@ -2320,7 +1905,7 @@ def test_a_broken_rule_is_named_with_its_line_and_reason_and_costs_itself_only(r
 
 
 def test_an_own_rule_is_a_copy_of_one():
-    own = "## count words\n- (count|how many) words [are] in <files>\ntool: word_count\npath: <file>\nlimit: 20\n"
+    own = "## count words\n- (count|how many) words [are] in <files>\ntool: word_count\npath: <file>\nlimit: 20\nanswer: It has <result>.\n"
     model = OfflineProvider(
         providers.rules_beside_this_file()
         .replace("## greet", f"{own}\n## greet", 1)
@@ -2331,11 +1916,14 @@ def test_an_own_rule_is_a_copy_of_one():
         providers.rules_beside_this_file() + "\n## mine\n- tidy up\ntool: exec\ncommand: ls\n"
     )
     assert offline("tidy up", model=behind) == ("exec", {"command": "ls"})
-    assert "I know no rule for that." in offline("Why is the sky blue?", model=behind)[1]
-    assert offline("How many words are in a.txt?", ["word_count"], model) == (
-        "word_count",
-        {"path": "a.txt", "limit": "20"},
-    )
+    assert offline("Why is the sky blue?", model=behind) == ("glob", {"pattern": "*"})
+    call = offline_answer("How many words are in a.txt?", ["word_count"], model)
+    assert call.tool_calls[0].name == "word_count"
+    assert call.tool_calls[0].arguments == {"path": "a.txt", "limit": "20"}
+    for result in ("12", "word_count failed: KeyError: 'x'", "Error: no such file"):
+        found = {"role": "tool", "tool_call_id": call.tool_calls[0].id, "content": result}
+        text = offline("How many words are in a.txt?", [], model, [call.to_message(), found])[1]
+        assert text == ("It has 12." if result == "12" else result)  # an error is no success
 
 
 UNFINISHED = {  # a rule without a part that its tool needs: the tool says so, nothing breaks
@@ -2414,10 +2002,8 @@ def test_the_offline_model_sums_up_nothing():
         0
     ]
     assert not saved.tool_calls and not saved.content
-    find = {
-        "role": "system",
-        "content": "One a line: [USER|SOUL|MEMORY] fact, or [SKIP]. [MEMORY] is for facts.",
-    }
+    prompt = Path(providers.__file__).with_name("templates") / "dream_find.md"
+    find = {"role": "system", "content": prompt.read_text(encoding="utf-8")}
     assert ask(OFFLINE, [find, user("# History\n\nHello.")])[0].content == "[SKIP]"
 
 
