@@ -22,7 +22,7 @@ import pytest
 
 import nanobot as program
 from channels import JobStore
-from conftest import fork
+from conftest import fork, need_bash
 from fake_llm import Failure, FakeLLM, Hang, Reply, call, error
 from fake_telegram import FakeTelegram
 from memory import MemoryStore, SessionManager, locked, write_atomically
@@ -111,8 +111,16 @@ def python(code: str, folder: Path | None = None) -> subprocess.CompletedProcess
     return subprocess.run(command, cwd=folder, env=environ, capture_output=True, encoding="utf-8")
 
 
+def interrupt(process: subprocess.Popen) -> None:
+    if os.name != "posix":
+        process.kill()
+        pytest.skip("Windows has no signal for one process: Ctrl-C goes to a console")
+    process.send_signal(signal.SIGINT)
+
+
 def shell(line: str) -> subprocess.CompletedProcess:
     """A line of `sh` in which `nanobot` is this program."""
+    need_bash()
     line = f'nanobot() {{ {shlex.join(PROGRAM)} "$@"; }}; {line}'
     return subprocess.run(["sh", "-c", line], capture_output=True, encoding="utf-8")
 
@@ -276,12 +284,13 @@ def test_a_command_in_a_loop_leaves_the_list_alone_and_names_what_it_attaches(tm
 def test_nothing_that_is_shown_reaches_the_terminal_raw_but_a_pipe_as_it_is(tmp_path):
     """Answer, hints, text beside calls, results, logs, errors, history and prompt: all in one life."""
     evil = "\x1b]0;owned\x07\u202e\u200b\U000e0041\x9b2J\x7f"
-    (tmp_path / evil).write_text(evil, encoding="utf-8")
-    skill = workspace() / "skills" / evil / "SKILL.md"
+    name = evil if os.name == "posix" else "evil"  # on Windows, no file has such a name
+    (tmp_path / name).write_text(evil, encoding="utf-8")
+    skill = workspace() / "skills" / name / "SKILL.md"
     skill.parent.mkdir(parents=True)
     skill.write_text("---\nmetadata: {\n---\n")  # a warning names it
     (workspace() / "SOUL.md").write_text(evil, encoding="utf-8")
-    calls = [call("read_file", path=evil), call("exec", command=f"echo '{evil}'")]
+    calls = [call("read_file", path=name), call("exec", command=f"echo '{evil}'")]
     refused = Failure(400, {"error": {"message": evil}})
     script = [Reply(evil, calls, "tool_calls"), call("exec", command=f"{evil}\0"), evil, refused]
     with LLM(script):
@@ -347,10 +356,10 @@ def test_a_gateway_without_a_model_does_not_start_and_a_program_is_warned():
         ("sessions show x", 1, ["'x'", "`nanobot sessions`"]),
         ("sessions show 24", 1, ["There is no session number 24"]),
         ("status --config no.json", 1, ["no.json: No such file", "`nanobot onboard --config "]),
-        ("status --workspace /dev/null/x", 1, ["--workspace"]),
+        (f"status --workspace {__file__}/x", 1, ["--workspace"]),
         (f"status --config {__file__}", 1, [f"{__file__} is not JSON: "]),
         ("--model human -m x", 1, ["terminal"]),
-        ("--offline -m x --trace no/t.jsonl", 1, ["no/t.jsonl", "No such file"]),
+        ("--offline -m x --trace no/t.jsonl", 1, ["t.jsonl", "No such file"]),
         ("replay gone.jsonl", 1, ["No such file", "nanobot agent --trace FILE"]),
     ],
 )
@@ -445,7 +454,7 @@ class Terminal:
     """The program on a pseudo-terminal: what a person would see and type."""
 
     def __init__(self, *arguments: str, cwd=None, program=PROGRAM):
-        import fcntl
+        fcntl = pytest.importorskip("fcntl", reason="pseudo-terminals are POSIX")
         import termios
 
         def take_terminal() -> None:  # it becomes the one whose Ctrl-C reaches the program
@@ -996,7 +1005,8 @@ def test_a_run_is_played_as_it_looked_and_nothing_is_executed(tmp_path):
     with LLM([ran, reads, "It says Γειά."]):
         first = nanobot("-m", "do it", "--trace", "t.jsonl", "--json")
     record = tmp_path / "t.jsonl"
-    assert record.stat().st_mode & 0o777 == 0o600 and record.read_text("utf-8") == first[1]
+    assert record.read_text("utf-8") == first[1]
+    assert os.name != "posix" or record.stat().st_mode & 0o777 == 0o600
     events = lines_of(record)
     requests = of_kind("request", events)
     assert [each["sent"] for each in requests] == [[1, 2], [1, 2, 3, 4], [1, 2, 3, 4, 5, 6, 7]]
@@ -1004,7 +1014,7 @@ def test_a_run_is_played_as_it_looked_and_nothing_is_executed(tmp_path):
     results = of_kind("result", events)
     assert sorted(event["is_error"] for event in results) == [False, False, True]
     (tmp_path / "a.txt").unlink()
-    (tmp_path / "ran.txt").unlink()
+    (tmp_path / "ran.txt").unlink(missing_ok=True)
     status, out, err = nanobot("replay", "--fast", "t.jsonl")
     assert (status, out) == (0, "It says Γειά.\n"), err
     live = [line for line in first[2].splitlines(True) if "· context " not in line]
@@ -1028,7 +1038,7 @@ def test_turns_add_up_in_one_recording_and_are_played_one_after_the_other(tmp_pa
         assert nanobot("-m", "two", *trace)[0] == 1
         process = start("-m", "three", *trace)
         server.asked(5)
-        process.send_signal(signal.SIGINT)
+        interrupt(process)
         process.communicate(timeout=LONG)
         assert nanobot("-m", "four", *trace)[1] == "All done.\n"
     events = lines_of(tmp_path / "t.jsonl")
@@ -1165,7 +1175,8 @@ def test_onboard_writes_settings_and_workspace_and_touches_nothing_twice(tmp_pat
     file = Path.home() / ".nanobot" / "config.json"
     status, out, _ = nanobot("onboard")
     assert status == 0 and str(file) in out and str(workspace()) in out
-    assert (file.stat().st_mode & 0o777, file.parent.stat().st_mode & 0o777) == (0o600, 0o700)
+    modes = [path.stat().st_mode & 0o777 for path in (file, file.parent)]
+    assert os.name != "posix" or modes == [0o600, 0o700]
     assert json.loads(file.read_text())["agents"]["defaults"]["maxTokens"] == 8_192
     file.write_text('{"agents": {"defaults": {"model": "mine"}}}')
     assert nanobot("onboard")[0] == 0 and "mine" in file.read_text()
@@ -1214,7 +1225,8 @@ def test_status_and_prompt_show_servers_and_what_was_pasted_from_elsewhere_is_no
     )
     rows = status_rows("--offline", *flags)
     assert rows["mcp good"] == "ok connected"
-    assert re.match(r"BAD .*no-such-program.*tools\.mcpServers\.bad", rows["mcp bad"])
+    missing = "no-such-program|WinError 2"  # Windows does not say which
+    assert re.match(rf"BAD .*({missing}).*tools\.mcpServers\.bad", rows["mcp bad"])
     assert is_gone(int((tmp_path / "pid").read_text()))
     _, out, err = nanobot("prompt", *flags)
     assert '"mcp_good_echo"' in out and "tools.mcpServers.good.autoApprove: unknown key" in err
@@ -1250,6 +1262,7 @@ def test_the_setting_of_a_sandbox_reaches_status_and_exec(own_home, tmp_path, sa
     )
     with LLM([call("exec", command=f"cat {own_home}/out.txt"), "done"]) as server:
         assert nanobot("-m", "x", *flags, cwd=tmp_path / "project")[1] == "done\n"
+        need_bash()
         assert ("gold" in server.last()) == (not sandbox)
 
 
@@ -1313,7 +1326,9 @@ class Gateway:
         config = settings(channels={**shown, "telegram": bot}, **sections)
         self.log = Path.home() / "gateway.log"
         with open(self.log, "a") as log:
-            options = {"stderr": log, "program": program, "preexec_fn": ignore_hangup}
+            options = {"stderr": log, "program": program}
+            if os.name == "posix":
+                options["preexec_fn"] = ignore_hangup
             self.process = start("gateway", *config, *flags, **options)
 
     def end(self) -> float:
@@ -1353,6 +1368,7 @@ sys.exit(nanobot.main())
 """
 
 
+@pytest.mark.skipif(os.name != "posix", reason="Windows has no signal for one process")
 def test_a_gateway_answers_lets_others_look_survives_its_terminal_and_ends_whatever_hangs():
     def script(body):
         text = server.last()
@@ -1585,6 +1601,7 @@ def test_a_lock_is_free_at_once_though_a_child_has_its_file_open_until_it_is_ano
         child.kill()
 
 
+@pytest.mark.skipif(os.name != "posix", reason="on Windows, a folder has the size of an empty file")
 def test_a_command_that_fails_in_a_chat_is_told_there():
     (workspace() / "memory" / "history.jsonl").mkdir(parents=True)
     with FakeTelegram() as telegram, LLM():

@@ -180,7 +180,7 @@ def test_only_whoever_has_the_token_sees_or_says_anything(open_page):
 
 
 def test_an_address_works_once_and_no_other_account_can_read_it(open_page, folder, own_home):
-    pytest.importorskip("fcntl")  # Windows starts no script
+    pytest.importorskip("fcntl", reason="Windows starts no script as a browser")
     script, opened, file = folder / "browser", folder / "opened", own_home / "nanobot-page.html"
     script.write_text(f'#!/bin/sh\nprintf %s "$1" > part; mv part {opened}\n')
     script.chmod(0o700)
@@ -209,10 +209,10 @@ def test_an_address_works_once_and_no_other_account_can_read_it(open_page, folde
 
 
 def touches(body: dict):
-    """Every question leads to a command, and its result to an answer."""
+    """Every question leads to a call, and its result to an answer."""
     last = body["messages"][-1]
     is_result = last["role"] == "tool"
-    return f"Told: {last['content']}" if is_result else call("exec", command="touch made")
+    return f"Told: {last['content']}" if is_result else call("write_file", path="made", content="x")
 
 
 def test_a_turn_from_telegram_is_denied_at_once_and_the_page_is_still_asked(open_page, folder):
@@ -226,7 +226,7 @@ def test_a_turn_from_telegram_is_denied_at_once_and_the_page_is_still_asked(open
         telegram.wait_until(lambda: len(telegram.texts()) == 8)
         page.say("make it")
         asked = window.wait("ask")
-        assert asked["session"] == "page" and "touch made" in asked["text"]
+        assert asked["session"] == "page" and "made" in asked["text"]
         assert len(of_kind("ask", window.events)) == 1
         assert page.answer(asked, "a") == 204 and "Told" in window.wait("say")["content"]
         telegram.say("make it")  # "always" was said on the page, not here
