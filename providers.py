@@ -346,7 +346,7 @@ class OpenAIProvider(LLMProvider):
         seen = answer.usage["prompt_tokens"]
         sent = estimate_usage(request, answer)["prompt_tokens"]
         is_cut = 1_000 < seen < 5_000 and sent > 2 * seen
-        if is_cut and not self.is_warned:
+        if is_cut and self.is_local and not self.is_warned:
             self.is_warned = True
             await request.tell(
                 f"The server read {seen:,} of about {sent:,} tokens. Set a larger context. "
@@ -459,7 +459,7 @@ def with_results(messages):
         if calls:
             waiting.clear()
         if message["role"] == "tool":
-            places = waiting[message["tool_call_id"]]
+            places = waiting[message.get("tool_call_id")]
             if places:
                 places.pop(0)["content"] = message["content"]
         elif calls or message["content"]:
@@ -955,8 +955,11 @@ def find_remedy(failure, body, tried):
         fits = re.search(f"(?is){remedy.complaint}", failure.text)
         if fits and remedy not in tried and remedy.change(body) != body:
             return remedy
-    names = sorted(body.keys() - {"model", "messages", "tools"})
-    refused = [name for name in names if is_refused(name, failure.text)]
+    refused = [
+        name
+        for name in sorted(body.keys() - {"model", "messages", "tools"})
+        if is_refused(name, failure.text)
+    ]
     if not refused:
         return None
     notice = f"{' and '.join(refused)} is left out: this model does not accept it"
@@ -1276,7 +1279,7 @@ class Connection:
         """The ids of the models that the endpoint offers."""
         response = await self.client().models.with_raw_response.list(timeout=10.0)
         rows = parse_answer(response.content).get("data") or []
-        return [str(row.get("id")).removeprefix("models/") for row in rows]  # Gemini's prefix
+        return [str(row["id"]).removeprefix("models/") for row in rows]  # Gemini's prefix
 
 
 async def chunks_of(response):
