@@ -1309,7 +1309,7 @@ def parse_answer(data):
 
 
 # ---- An answer is put together from chunks ----
-# Endpoints stream calls in eleven different ways, and may send an error after a "200 OK".
+# Endpoints stream calls in different ways, and may send an error after a "200 OK".
 
 REASONS = {  # the endpoint's finish reason → OpenAI's; any other (`eos`, `end_turn`) → `stop`
     "none": None,
@@ -1582,12 +1582,12 @@ def text_call(found, tools):
 
     Drop unknown arguments. Raises an exception for an unknown tool, a missing argument, and for
     JSON that is no call, but a log entry or the description of a tool."""
-    is_wrapped = found.keys() <= {"type", "id", "function"}
+    is_wrapped = found.keys() <= {"type", "id", "function"}  # {"type": "function", "function": {…}}
     call = found["function"] if is_wrapped else found
     schema = tools[call["name"]]
     written = call.get("arguments", call.get("parameters"))
     arguments, error = parse_arguments(written, repair=False)
-    is_schema = "properties" in call.get("parameters", {})
+    is_schema = "properties" in call.get("parameters", {})  # a description of the tool
     is_function = found.get("type", "function") == "function"
     properties = schema.get("properties")
     if properties and not schema.get("additionalProperties"):
