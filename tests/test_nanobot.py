@@ -1347,7 +1347,7 @@ def test_a_setting_is_read_in_both_spellings_with_variables_filled_in(own_home, 
             "10.1.2.3/8 has host bits set",
         ),
         # and which model they mean
-        ('{"providers": {"opnai": {}}}', "providers.opnai", "Known: openai, "),
+        ('{"providers": {"opnai": {}}}', "providers.opnai", "Known: ollama, "),
         ('{"agents": {"defaults": {"provider": "opnai"}}}', "no provider 'opnai'", "There are: "),
         (
             '{"agents": {"defaults": {"model": "gpt"}}}',
