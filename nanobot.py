@@ -80,7 +80,7 @@ class AgentRunSpec:
     """The input of a run: messages, tools, limits and callbacks."""
 
     messages: list[dict]
-    tools: tools.ToolRegistry = field(default_factory=lambda: tools.ToolRegistry())
+    tools: tools.ToolRegistry = field(default_factory=tools.ToolRegistry)
     model: str | None = None
     max_iterations: int = 40  # maximum number of steps; then one last request asks for a summary
     max_tokens: int = 8_192  # limit of one answer, in tokens
@@ -88,8 +88,7 @@ class AgentRunSpec:
     context_window: int = 65_536  # tokens
     hook: AgentHook = field(default_factory=lambda: AgentHook())
     on_event: Callable = providers.no_event  # gets each request, answer, call and result
-    # tools with a parameter `turn` get this object
-    turn: tools.Turn = field(default_factory=lambda: tools.Turn())
+    turn: tools.Turn | None = None  # for tools with a parameter `turn`; None: that of `tools`
     append: Callable = lambda *messages: None  # stores each new message at once
     arrivals: Callable = list  # journals and returns new user messages
     make_room: Callable | None = None  # awaited before each request: messages → fewer messages
@@ -192,8 +191,8 @@ class RunState:
     note: str = ""  # a message for the next request only
     failure: str = ""  # the error of the last failed call of this step
     times_in_run: Counter = field(default_factory=Counter)  # call and outcome → how often
-    steps_in_a_row: dict = field(default_factory=dict)  # call and outcome of this step → how many
-    steps_before: dict = field(default_factory=dict)  # `steps_in_a_row` of the previous step
+    steps_in_a_row: Counter = field(default_factory=Counter)  # the same for steps, of this step …
+    steps_before: Counter = field(default_factory=Counter)  # … and of the previous step
     room: int = sys.maxsize  # token limit of requests; lowered after a request was too long
     is_told: bool = False  # True: the user was informed that messages are left out
 
@@ -208,24 +207,20 @@ class RunState:
         self.spec.append(*messages)
 
     async def show(self, piece: str):
-        if self.draft.unclear:
-            await self.show_unclear()
+        """Stream a piece of the answer. Before it, text that was held back becomes a part of the
+        answer: the model did not repeat it as a call."""
+        held, self.draft.unclear = self.draft.unclear, ""
+        self.draft.parts.append(held)
         self.draft.streamed += piece
-        await self.spec.hook.on_stream(piece)
-
-    async def show_unclear(self):
-        """Make the held text a part of the answer: the model did not repeat it as a call."""
-        text, self.draft.unclear = self.draft.unclear, ""
-        self.draft.parts.append(text)
         if self.spec.hook.wants_streaming:
-            await self.spec.hook.on_stream(text)
+            await self.spec.hook.on_stream(held + piece)
 
     def count(self, call: providers.ToolCallRequest, result: tools.ToolResult):
         """Count how often this call had this outcome. From the third time on, append a warning to
         the result. All failures of a call count as the same outcome."""
         outcome = None if result.is_error else [result.text, result.images]
         this_call = lines_of_json([call.name, call.arguments, outcome])
-        self.steps_in_a_row[this_call] = self.steps_before.get(this_call, 0) + 1
+        self.steps_in_a_row[this_call] = self.steps_before[this_call] + 1
         self.times_in_run[this_call] += 1
         times = self.times_in_run[this_call]
         if times < 3:
@@ -236,7 +231,7 @@ class RunState:
     def end_step(self):
         """End a step. Returns how many steps in a row had all of these calls and outcomes."""
         self.steps_before = self.steps_in_a_row
-        self.steps_in_a_row = {}
+        self.steps_in_a_row = Counter()
         return min(self.steps_before.values(), default=0)
 
 
@@ -300,7 +295,7 @@ class AgentRunner:
         question, old answer, question] → [system, question]. The context window must also hold the
         tools, the answer and 1,024 spare tokens. If `state.note` has a text, append the note."""
         spec = state.spec
-        size_of_tools = memory.estimate(lines_of_json(state.tools)) if state.tools else 0
+        size_of_tools = memory.estimate(lines_of_json(state.tools))
         budget = spec.context_window - spec.max_tokens - 1_024
         if budget <= 0:
             raise ValueError(
@@ -328,9 +323,8 @@ class AgentRunner:
             shorter = self.govern(state)
             if shorter.tokens < request.tokens:
                 state.is_told = True
-                notes = "; ".join(shorter.notes)
-                too_long = "the request is too long for the model: retrying with a shorter one"
-                await self._tell(state, f"{too_long} ({notes})")
+                why = "the request is too long for the model: retrying with a shorter one"
+                await self._tell(state, "; ".join([why, *shorter.notes]))
                 response = await self._chat(state, shorter)
         state.note = ""
         return response
@@ -343,7 +337,6 @@ class AgentRunner:
         spec = state.spec
         await spec.hook.before_request(request.messages, state.tools)
         state.result.requests += 1
-        names = names_of(state.tools)
         response = await self.provider.chat(
             request.messages,
             state.tools,
@@ -353,7 +346,7 @@ class AgentRunner:
             on_delta=state.show if spec.hook.wants_streaming else None,
             on_retry=spec.hook.on_retry,
             on_event=partial(spec.on_event, step=state.context.iteration, total=request.tokens),
-            read_only=[name for name in names if is_read_only(name, spec.tools)],
+            read_only=[name for name in names_of(state.tools) if is_read_only(name, spec.tools)],
         )
         if response.usage.get("estimated"):  # one estimate everywhere, also in `nanobot prompt`
             response.usage["prompt_tokens"] = request.tokens
@@ -406,40 +399,33 @@ class AgentRunner:
 
     async def _call(self, state, call):
         """Run a call and journal its result at once. Returns the tool message and the images."""
-        tell = state.spec.on_event
-        tell("call", id=call.id, name=call.name, arguments=call.arguments)
+        spec = state.spec
+        spec.on_event("call", id=call.id, name=call.name, arguments=call.arguments)
         began = time.monotonic()
         if problem := reason_not_to_run(call):
             result = tools.ToolResult(problem, is_error=True, shown=f"refused: {problem}")
         else:
-            result = await state.spec.tools.execute(call.name, call.arguments, state.spec.turn)
+            result = await spec.tools.execute(call.name, call.arguments, spec.turn)
         if result.is_error:
             state.failure = f"{call.name} failed: {result.text}"
         result = state.count(call, result)  # appends a warning to a repeated result
-        event = {"name": call.name, "arguments": call.arguments, "is_error": result.is_error}
-        state.result.tool_events.append(event | {"result": result.text})
-        message = {"role": "tool", "tool_call_id": call.id, "name": call.name}
-        message["content"] = result.text
-        state.spec.append(message)
+        text, is_error = result.text, result.is_error
+        event = {"name": call.name, "arguments": call.arguments, "is_error": is_error}
+        state.result.tool_events.append(event | {"result": text})
+        message = {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": text}
+        spec.append(message)
         seconds = time.monotonic() - began
-        tell(
-            "result",
-            id=call.id,
-            text=result.text,
-            is_error=result.is_error,
-            outcome=result.shown,
-            seconds=seconds,
-        )
-        await state.spec.hook.after_tool(call, result, seconds)
+        about = {"id": call.id, "text": text, "is_error": is_error, "outcome": result.shown}
+        spec.on_event("result", **about, seconds=seconds)
+        await spec.hook.after_tool(call, result, seconds)
         return message, result.images
 
     async def _conclude(self, state, response, outcome):
         """Handle an answer that has no calls to run. End the run, or prepare the next request."""
         draft, hook = state.draft, state.spec.hook
         if draft.unclear:
-            await state.show_unclear()
-        is_held_back = response.unclear_at is not None and hook.wants_streaming
-        if outcome != "unclear" and is_held_back:  # it is a part of the answer after all
+            await state.show("")
+        if outcome != "unclear" and response.unclear_at is not None:  # a part of the answer
             await state.show(response.content[response.unclear_at :])
         match outcome:
             case "unclear":  # hold back what looks like a call, and ask the model
@@ -449,15 +435,16 @@ class AgentRunner:
                 draft.has_asked = True
                 state.note = template("only_the_call")
             case "cut":
+                text = response.content or ""
+                draft.parts.append(text)
+                note = "cut_answer" if text.strip() else "cut_thinking"
+                if response.has_tool_calls:
+                    note = "cut_calls"
+                    draft.parts.append("\n\n")  # separates the next part
+                    await state.show("\n\n")
+                state.note = template(note)
                 draft.cuts += 1
                 draft.streamed = ""
-                draft.parts.append(response.content or "")
-                if response.has_tool_calls:  # a blank line separates the next part
-                    draft.parts.append("\n\n")
-                    if hook.wants_streaming:
-                        await hook.on_stream("\n\n")
-                kind = "cut_answer" if (response.content or "").strip() else "cut_thinking"
-                state.note = template("cut_calls" if response.has_tool_calls else kind)
             case "blank":
                 draft.blanks += 1
                 if draft.blanks == 2:
@@ -473,8 +460,9 @@ class AgentRunner:
                 await self._finish(state, "max_iterations", summary or limit)
             case "empty":  # not journalled, because small models imitate earlier empty answers
                 state.result.stop_reason = "empty"
-                is_withheld = response.finish_reason in WITHHELD
-                why = "the endpoint blocked the answer" if is_withheld else state.why_empty
+                why = state.why_empty
+                if response.finish_reason in WITHHELD:
+                    why = "the endpoint blocked the answer"
                 state.result.final_content = f"There is no answer: {why}. Ask in other words."
             case "failed":
                 state.result.stop_reason = "error"
@@ -664,8 +652,7 @@ class AgentLoop:
         self.hooks = [self.cost, *hooks]
         self.can_ask = lambda turn: turn.channel != "cron"  # can a user approve calls?
         self.turns = RunningTurns(self.sessions)
-        # commands, helpers, jobs and work in the background
-        self.commands = Commands(self)
+        # helpers, jobs and work in the background
         self.subagents = SubagentManager(partial(helper_answer, self))
         self.tools.register(self.subagents.spawn_tool())
         self.tools.register(JobRunner(self).cron_tool())
@@ -689,22 +676,17 @@ class AgentLoop:
         session_key = session_key or self.sessions.new_key()
         events = EventHook(on_event, self.turn(session_key, folder), self.program.streaming)
         command, argument = slash_command(text)
-        session = None
-        if command in ("", *WAITING):
-            async with self.turns.hold(session_key) as session:
-                session.origin = session.origin or {"folder": str(events.turn.cwd)}
-                result, images = None, []
-                if command:
-                    result = await self.commands.begin(command, session)
-                else:
-                    session.end_open_turn("interrupted")
-                    images = self.enter(session, events.turn, [{"content": text, "media": media}])
-                result = result or await self.answer(session, events, images, waiting)
-        else:  # other commands run at once, even during a turn
-            result = await self.commands.answer(command, argument, events.turn)
+        if command not in ("", *WAITING):  # these commands run at once, even during a turn
+            said = await answer_command(self, command, argument, events.turn)
+            await events.send("final", said)
+            return AgentRunResult(said, stop_reason="completed")
+        line = {"content": text, "media": media}
+        async with self.turns.hold(session_key) as session:
+            session.origin = session.origin or {"folder": str(events.turn.cwd)}
+            result = await self.answer(session, events, [line], waiting)
         if result.final_content:
             await events.send("final", result.final_content)
-        if session and session.undelivered:
+        if session.undelivered:
             session.mark("delivered", upto=session.last)
         return result
 
@@ -734,14 +716,24 @@ class AgentLoop:
         self,
         session: memory.Session,
         events: EventHook,
-        images: list[dict],
+        lines: list[dict],
         waiting: Callable = list,
     ) -> AgentRunResult:
-        """Answer the last message of the journal, and the lines that `waiting` returns meanwhile.
+        """Answer these lines, or a command of WAITING, and the lines that `waiting` returns
+        meanwhile. Without lines, resume the open turn.
 
         After Ctrl-C or /stop, the journal has the results of finished calls, the shown part of the
         answer (with `cut`) and the mark `ended`. Only /continue resumes a turn marked `ended`.
         """
+        images = []
+        command, _ = slash_command(lines[0]["content"] if lines else "")
+        if command:
+            said = await begin_command(self, command, session, lines[0])
+            if said:
+                return AgentRunResult(said, stop_reason="completed")
+        elif lines:
+            session.end_open_turn("interrupted")
+            images = self.enter(session, events.turn, lines)
         await self.mcp.connect(self.program.patience)
         spec = self.run_spec(session.history(), images, events)
         spec.note = "\n".join(self.mcp.told_problems)
@@ -967,9 +959,9 @@ NOT_ANSWERED = ("error", "tool_error", "empty")  # values of `stop_reason` if th
 
 def add_up(total, usage):
     for name in ("prompt_tokens", "completion_tokens", "cached_tokens"):
-        total[name] = total.get(name, 0) + usage.get(name, 0)
+        total[name] += usage.get(name, 0)
     total["total_tokens"] = total["prompt_tokens"] + total["completion_tokens"]
-    total["estimated"] = bool(total.get("estimated") or usage.get("estimated"))
+    total["estimated"] |= usage.get("estimated", False)
 
 
 def reason_not_to_run(call):
@@ -1149,45 +1141,6 @@ class CompositeHook(AgentHook):
         self.hooks = list(hooks)
         self.wants_streaming = any(hook.wants_streaming for hook in self.hooks)
 
-    async def before_iteration(self, context: AgentHookContext):
-        await self._tell("before_iteration", context)
-
-    async def before_request(self, messages: list[dict], tools: list[dict]):
-        await self._tell("before_request", messages, tools)
-
-    async def on_stream(self, delta: str):
-        await self._tell("on_stream", delta)
-
-    async def on_stream_end(self, resuming: bool):
-        await self._tell("on_stream_end", resuming)
-
-    async def on_retry(self, why: str):
-        await self._tell("on_retry", why)
-
-    async def after_response(self, response: providers.LLMResponse):
-        failed = await self._tell("after_response", response)
-        deny(response.tool_calls, failed)
-
-    async def before_execute_tools(self, tool_calls: list[providers.ToolCallRequest]):
-        failed = await self._tell("before_execute_tools", tool_calls)
-        deny(tool_calls, failed)
-
-    async def after_tool(
-        self, call: providers.ToolCallRequest, result: tools.ToolResult, seconds: float
-    ):
-        await self._tell("after_tool", call, result, seconds)
-
-    async def after_iteration(self, context: AgentHookContext):
-        await self._tell("after_iteration", context)
-
-    async def finalize_content(self, content: str):
-        for hook in self.hooks:
-            try:
-                content = await hook.finalize_content(content)
-            except Exception as problem:
-                log_failure(hook, "finalize_content", problem)
-        return content
-
     async def _tell(self, event, *details):
         """Call a method of all hooks. Returns the failure of a hook that may deny calls, or ""."""
         failed = ""
@@ -1199,6 +1152,30 @@ class CompositeHook(AgentHook):
                 if not hook.only_watches:
                     failed = failure
         return failed
+
+    before_iteration = partialmethod(_tell, "before_iteration")
+    before_request = partialmethod(_tell, "before_request")
+    on_stream = partialmethod(_tell, "on_stream")
+    on_stream_end = partialmethod(_tell, "on_stream_end")
+    on_retry = partialmethod(_tell, "on_retry")
+    after_tool = partialmethod(_tell, "after_tool")
+    after_iteration = partialmethod(_tell, "after_iteration")
+
+    async def after_response(self, response):
+        failed = await self._tell("after_response", response)
+        deny(response.tool_calls, failed)
+
+    async def before_execute_tools(self, tool_calls):
+        failed = await self._tell("before_execute_tools", tool_calls)
+        deny(tool_calls, failed)
+
+    async def finalize_content(self, content):
+        for hook in self.hooks:
+            try:
+                content = await hook.finalize_content(content)
+            except Exception as problem:
+                log_failure(hook, "finalize_content", problem)
+        return content
 
 
 def log_failure(hook, event, problem):
@@ -1217,9 +1194,7 @@ def deny(calls, failure):
 class LoggingHook(AgentHook):
     only_watches = True
 
-    async def after_tool(
-        self, call: providers.ToolCallRequest, result: tools.ToolResult, seconds: float
-    ):
+    async def after_tool(self, call, result, seconds):
         outcome = result.shown.partition("\n")[0]
         log.info("%s: %s in %.3f s", tool_hint(call), outcome, seconds)
 
@@ -1231,7 +1206,7 @@ class CostTrackingHook(AgentHook):
         self.price = prices.get(model)
         self.total = dict(NO_USAGE)
 
-    async def after_iteration(self, context: AgentHookContext):
+    async def after_iteration(self, context):
         add_up(self.total, context.response.usage)
 
     def line(self, usage: dict):
@@ -1249,8 +1224,7 @@ def what_always_allows(call):
     if call.name != "exec":
         return call.name
     command = str(call.arguments.get("command"))
-    has_more = len(call.arguments) > 1 or len(command) > 80
-    if has_more or re.search(r"[;&|<>`$(){}\n]", command):
+    if len(call.arguments) > 1 or not re.fullmatch(r"[^;&|<>`$(){}\n]{1,80}", command):
         return ""
     words = re.match("(git|npm|cargo|go|pip|uv|docker) [a-z][a-z-]*(?= |$)", command)
     return f"$ {words[0] if words else command}"
@@ -1270,7 +1244,7 @@ class ApprovalHook(AgentHook):
     ask: Callable | None  # None, also as an answer: nobody is there
     always: set[str] = field(default_factory=set)  # tools and commands that were approved for good
 
-    async def before_execute_tools(self, tool_calls: list[providers.ToolCallRequest]):
+    async def before_execute_tools(self, tool_calls):
         for call in tool_calls:
             is_free = is_read_only(call.name, self.tools) or what_always_allows(call) in self.always
             if not (is_free or call.error or call.denied):
@@ -1309,19 +1283,17 @@ class EventHook(AgentHook):
                 channels.OutboundMessage(self.turn.channel, self.turn.chat_id, content, kind)
             )
 
-    async def before_iteration(self, context: AgentHookContext):
+    async def before_iteration(self, context):
         self.context = context
 
     on_stream = partialmethod(send, "delta")
     on_retry = partialmethod(send, "retry")
 
-    async def before_execute_tools(self, tool_calls: list[providers.ToolCallRequest]):
+    async def before_execute_tools(self, tool_calls):
         if text := self.context.response.content:
             await self.send("progress", text)
 
-    async def after_tool(
-        self, call: providers.ToolCallRequest, result: tools.ToolResult, seconds: float
-    ):
+    async def after_tool(self, call, result, seconds):
         folder = json.dumps(f"{self.turn.cwd}{os.sep}", ensure_ascii=False)[1:-1]  # as in the hint
         hint = tool_hint(call).replace(folder, "")
         await self.send("tool_hint", f"{hint} · {result.shown}")
@@ -1334,13 +1306,13 @@ class WaitingHook(AgentHook):
     waiting: channels.Waiting
     only_watches = True
 
-    async def before_iteration(self, context: AgentHookContext):
+    async def before_iteration(self, context):
         self.waiting.begin("the model")
 
-    async def on_stream(self, delta: str):
+    async def on_stream(self, delta):
         self.waiting.end()
 
-    async def before_execute_tools(self, tool_calls: list[providers.ToolCallRequest]):
+    async def before_execute_tools(self, tool_calls):
         self.waiting.begin(", ".join(tool_hint(call) for call in tool_calls))
 
     after_iteration = on_stream
@@ -1350,8 +1322,9 @@ def tool_hint(call):
     """A call in one line: `read_file("a.txt")`, `grep("TODO")`, `$ ls`."""
     if call.name == "exec":
         return "$ " + " ".join(str(call.arguments.get("command", "")).split())[:1_000]
-    names = ("pattern", "path", "message", *call.arguments)
-    told = next(filter(None, map(call.arguments.get, names)), None)
+    told = ""
+    for name in ("pattern", "path", "message", *call.arguments):
+        told = told or call.arguments.get(name)
     value = json.dumps(told, ensure_ascii=False, default=str) if told else ""
     return f"{call.name}({value if len(value) <= 300 else value[:299] + '…'})"
 
@@ -1457,14 +1430,7 @@ class Conversation:
     async def take_in(self, message: channels.InboundMessage, kind: str):
         """Append a message to the inbox file, then acknowledge the message to its channel. Until
         the file can be written, retry, and tell the chat once; other chats do not wait."""
-        said = f"{message.speaker}: " if message.speaker and kind == "user" else ""
-        line = {
-            "id": message.message_id or uuid.uuid4().hex,
-            "kind": kind,
-            "sender": message.sender_id,
-            "content": said + message.content,
-            "media": [str(path) for path in message.media],
-        }
+        line = inbox_line(message, kind)
         told = ""
         async with self.order:
             while True:
@@ -1475,7 +1441,7 @@ class Conversation:
                     if not told:
                         told = f"A message cannot be stored yet, and is retried: {problem}"
                         GATEWAY_LOG.warning("%s: %s", self.key, told)
-                        self.bus.send(channels.OutboundMessage(*self.chat, told))
+                        self._send(told)
                     await asyncio.sleep(1.0)
         message.confirm()
         GATEWAY_LOG.info("%s: received %d characters", self.key, len(message.content))
@@ -1489,9 +1455,11 @@ class Conversation:
         self.said.append(text.strip())
 
     def _send_said(self, line):
-        said = channels.OutboundMessage(*self.chat, line["content"], line["kind"], line["media"])
-        said.on_delivered = partial(self.outbox.remove, {line["id"]})
-        self.bus.send(said)
+        remove = partial(self.outbox.remove, {line["id"]})
+        self._send(line["content"], line["kind"], line["media"], on_delivered=remove)
+
+    def _send(self, *content, **more):
+        self.bus.send(channels.OutboundMessage(*self.chat, *content, **more))
 
     async def obey(self, command: str):
         """Answer a command, also during a turn. If the command fails, the chat gets the error."""
@@ -1499,13 +1467,13 @@ class Conversation:
             is_stop = slash_command(command)[0] == "stop"
             is_between = is_stop and not self.loop.sessions.get(self.key).is_open
             if is_between and self.bus.stop_sending(*self.chat):
-                text = "Stopped: the rest of the answer is not sent. The journal has all of it."
-                self.bus.send(channels.OutboundMessage(*self.chat, text))
+                self._send(
+                    "Stopped: the rest of the answer is not sent. The journal has all of it."
+                )
             else:
                 await self.loop.process_direct(command, self.key, self.emit)
         except Exception as problem:
-            text = f"Sorry, {command.split()[0]} failed: {problem}"
-            self.bus.send(channels.OutboundMessage(*self.chat, text))
+            self._send(f"Sorry, {command.split()[0]} failed: {problem}")
             raise
 
     async def go_on_after_restart(self):
@@ -1514,7 +1482,7 @@ class Conversation:
         session = self.loop.sessions.get(self.key)
         for line in self.outbox.read():
             self._send_said(line)
-        self._send_answers(session)
+        self._send_answers(session.undelivered, session)
         if session.is_open:
             id_ = f"open@{session.last}"
             age = time.time() - session.path.stat().st_mtime
@@ -1540,11 +1508,10 @@ class Conversation:
             lines = self._next_lines(session)
             try:
                 if self.is_due or lines:
-                    result = await self._answer(session, lines)
-                    if result:
-                        self._deliver(session, result)
+                    await self._answer(session, lines)
             except asyncio.CancelledError:
-                self._send_answers(session, before)  # send answers that are already complete
+                complete = [each for each in session.undelivered if each["n"] > before]
+                self._send_answers(complete, session)
                 if not self.loop.is_ending:  # after /stop, start a task for the waiting messages
                     self.service.work.start(self._answer_what_waits())
                 raise
@@ -1564,32 +1531,25 @@ class Conversation:
         return list(messages) or waiting[:1]
 
     async def _answer(self, session, lines):
-        """Returns None if a report was sent: a report belongs to no turn."""
-        turn = self.loop.turn(self.key)
-        images = []
+        """Send the answer to these lines, or these lines themselves if they are a report."""
         self.reply_to, self.said = "", []
-        first = lines[0] if lines else {}
-        kind = first.get("kind")
         if self.is_due:
             self.is_due = False
             session.mark("resumed")
-        elif kind == "command":
-            command, _ = slash_command(first["content"])
-            result = await self.loop.commands.begin(command, session, id=first["id"])
-            if result:
-                return result
-        elif kind == "report" and first.get("sender") != "subagent":
-            session.append(report_line(first))
-            await session.synced()
-            self._send(session, first["content"], session.highest)
-            return None
-        else:
-            session.end_open_turn("interrupted")
-            images = self.loop.enter(session, turn, lines)
+            lines = []
+        elif lines[0]["kind"] == "user":
             self.reply_to = lines[-1]["id"]
+        elif lines[0]["kind"] == "report" and lines[0].get("sender") != "subagent":
+            session.append(report_line(lines[0]))  # it belongs to no turn
+            await session.synced()
+            self._send_answers(session.undelivered[-1:], session)
+            return
+        turn = self.loop.turn(self.key)
         shows_deltas = self.bus.shows_deltas(turn.channel)
         events = EventHook(self.emit, turn, self.loop.program.streaming, shows_deltas)
-        return await self.loop.answer(session, events, images, partial(self._arrived, session))
+        arrived = partial(self._arrived, session)
+        result = await self.loop.answer(session, events, lines, arrived)
+        self._deliver(session, result)
 
     def _arrived(self, session):
         """Up to three user messages that have arrived during the turn."""
@@ -1602,24 +1562,32 @@ class Conversation:
         """Send a turn's result, even an empty one. The delivery writes the mark `delivered`."""
         GATEWAY_LOG.info("%s: %s", self.key, result.stop_reason)
         text = text_for_chat(result)
-        self._send(session, "" if text in self.said else text, session.last)
+        answer = {"n": session.last, "content": "" if text in self.said else text}
+        self._send_answers([answer], session)
 
-    def _send_answers(self, session, behind=0):
-        for answer in session.undelivered:
-            if answer["n"] > behind:
-                self._send(session, answer["content"], answer["n"])
-
-    def _send(self, session, text, n):
-        """Send message `n` of the journal. After a restart, undelivered messages are sent again."""
-        answer = channels.OutboundMessage(*self.chat, text, reply_to=self.reply_to)
-        answer.on_delivered = partial(session.mark, "delivered", upto=n)
-        self.bus.send(answer)
+    def _send_answers(self, answers, session):
+        """Send messages of the journal. After a restart, undelivered ones are sent again."""
+        for answer in answers:
+            mark = partial(session.mark, "delivered", upto=answer["n"])
+            self._send(answer["content"], reply_to=self.reply_to, on_delivered=mark)
 
     async def emit(self, event: channels.OutboundMessage):
         if event.kind == "tool_hint":  # without the lines of a diff
             event.content = event.content.partition("\n")[0]
         if event.kind in ("final", "delta", *kinds_to_show(self.loop.config.channels)):
             self.bus.send(event)
+
+
+def inbox_line(message, kind):
+    """Convert a message of a channel to a line of the inbox."""
+    said = f"{message.speaker}: " if message.speaker and kind == "user" else ""
+    return {
+        "id": message.message_id or uuid.uuid4().hex,
+        "kind": kind,
+        "sender": message.sender_id,
+        "content": said + message.content,
+        "media": [str(path) for path in message.media],
+    }
 
 
 def report_line(line):
@@ -1806,13 +1774,8 @@ class JobRunner:
         return answer
 
     async def _into_inbox(self, report):
-        line = {
-            "id": report.message_id,
-            "kind": "report",
-            "sender": report.sender_id,
-            "content": report.content,
-        }
-        await tools.in_thread(self.loop.sessions.inbox(report.chat_id).append, line)
+        inbox = self.loop.sessions.inbox(report.chat_id)
+        await tools.in_thread(inbox.append, inbox_line(report, "report"))
 
     def cron_tool(self):
         @wraps(self.clock.cron)
@@ -1998,105 +1961,86 @@ def slash_command(text):
     return (command.lower(), argument) if has_argument or not argument else ("", "")
 
 
-@dataclass
-class Commands:
-    """Runs slash commands. Only those in WAITING wait for the end of a running turn."""
-
-    loop: AgentLoop
-
-    async def begin(self, command: str, session: memory.Session, **origin: str):
-        """Run a WAITING command. Returns None if a turn must be resumed. `origin`: message id."""
-        session.mark(command, **origin)
-        if command == "undo":
-            return said(await tools.in_thread(self._undo, session))
-        if command == "new":
-            await session.synced()
-            self.loop.turn(session.key).seen.clear()
-            self.loop.background.start(self.loop.after_turn(session))
-            return said("A new conversation begins; the journal keeps the old one.")
-        if not session.unfinished:
-            return said("There is no interrupted turn to resume.")
-        return None
-
-    def _undo(self, session):
-        """Undo the last turn that changed files. The user's next message tells the model."""
-        outcomes = tools.take_back(self.loop.turn(session.key).undo, session.key)
-        undone = [name for name, is_undone in outcomes.items() if is_undone]
-        left = [name for name in outcomes if name not in undone]
-        told = ""
-        if undone:
-            names = ", ".join(undone)
-            report = f"the user took back your changes to {names}"
-            session.append({"role": "assistant", "report": "undo", "content": report})
-            session.mark("delivered", upto=session.highest)
-            told += f"Took back the changes to {names}. "
-        if left:
-            told += f"Changed by something else since, and left alone: {', '.join(left)}. "
-        told = told or "No turn of this conversation has changed files. "
-        return told + "What commands (exec) did cannot be undone."
-
-    async def answer(self, command: str, argument: str, turn: tools.Turn):
-        repository = memory.MemoryRepository(self.loop.workspace)
-        match command:
-            case "start":
-                text = template("start", commands=", ".join(f"/{name}" for name in COMMANDS))
-            case "help":
-                text = "\n".join(f"/{name}: {meaning}" for name, meaning in COMMANDS.items())
-            case "status":
-                text = self._status(turn)
-            case "stop":
-                has_stopped = self.loop.stop(turn.session_key)
-                await asyncio.sleep(0)  # first, the stopped turn sends its last text
-                text = "Stopped; resume with /continue." if has_stopped else "Nothing is running."
-            case "model":
-                if argument and self.loop.config.defaults.provider != "human":
-                    self._use_model(argument)
-                text = f"The model is {self.loop.provider.model}."
-            case "dream":
-                text = await self.loop.dream.run()
-            case "dream-log":
-                text = await tools.in_thread(repository.log, argument)
-            case "dream-restore":
-                text = await tools.in_thread(repository.restore, argument)
-            case _:
-                text = f"There is no /{command}. /help lists the commands."
-        return said(text)
-
-    def _use_model(self, name):
-        loop = self.loop
-        loop.provider = loop.runner.provider = make_provider(loop.config, name)
-        loop.cost.price = loop.config.prices.get(loop.provider.model)
-
-    def _status(self, turn):
-        request = self.preview(turn)
-        messages = memory.counted(
-            len(self.loop.sessions.get(turn.session_key).history()), "message"
-        )
-        cost = self.loop.cost.line(self.loop.cost.total)
-        return "\n".join(
-            [
-                f"nanobot {__version__}, model {self.loop.provider.model}, "
-                f"session {turn.session_key}, {messages}",
-                f"folder {turn.cwd}, workspace {self.loop.workspace}",
-                self.loop.config.defaults.share(request.tokens),
-                *request.notes,
-                f"since the start, {ago(self.loop.started)}: {cost}",
-            ]
-        )
-
-    def preview(self, turn: tools.Turn, message: dict | None = None):
-        """Build the next request, including `message`. Nothing is sent, and nothing is saved."""
-        later = [{"n": sys.maxsize} | message] if message else []
-        history = self.loop.sessions.get(turn.session_key).history(*later)
-        spec = self.loop.run_spec(history, [], EventHook(None, turn, self.loop.program.streaming))
-        state = RunState(spec, AgentHookContext(spec.messages))
-        self.loop.runner.prepare(state)
-        return self.loop.runner.govern(state)
+async def begin_command(loop, command, session, line):
+    """Run a command of WAITING. Returns its answer, or "" if a turn must be resumed."""
+    origin = {"id": line["id"]} if "id" in line else {}  # of a chat's message
+    session.mark(command, **origin)
+    if command == "undo":
+        return await tools.in_thread(undo, loop, session)
+    if command == "new":
+        await session.synced()
+        loop.turn(session.key).seen.clear()
+        loop.background.start(loop.after_turn(session))
+        return "A new conversation begins; the journal keeps the old one."
+    return "" if session.unfinished else "There is no interrupted turn to resume."
 
 
-def said(text):
-    """The result of a command, which needs no run."""
-    return AgentRunResult(text, stop_reason="completed")
+def undo(loop, session):
+    """Undo the last turn that changed files. The user's next message tells the model."""
+    outcomes = tools.take_back(loop.turn(session.key).undo, session.key)
+    undone = ", ".join(name for name, is_undone in outcomes.items() if is_undone)
+    left = ", ".join(name for name, is_undone in outcomes.items() if not is_undone)
+    told = "" if outcomes else "No turn of this conversation has changed files. "
+    if undone:
+        report = f"the user took back your changes to {undone}"
+        session.append({"role": "assistant", "report": "undo", "content": report})
+        session.mark("delivered", upto=session.highest)
+        told = f"Took back the changes to {undone}. "
+    if left:
+        told += f"Changed by something else since, and left alone: {left}. "
+    return told + "What commands (exec) did cannot be undone."
+
+
+async def answer_command(loop, command, argument, turn):
+    """Run a command that does not wait for the end of a running turn. Returns its answer."""
+    repository = memory.MemoryRepository(loop.workspace)
+    match command:
+        case "start":
+            return template("start", commands=", ".join(f"/{name}" for name in COMMANDS))
+        case "help":
+            return "\n".join(f"/{name}: {meaning}" for name, meaning in COMMANDS.items())
+        case "status":
+            return status_text(loop, turn)
+        case "stop":
+            has_stopped = loop.stop(turn.session_key)
+            await asyncio.sleep(0)  # first, the stopped turn sends its last text
+            return "Stopped; resume with /continue." if has_stopped else "Nothing is running."
+        case "model":
+            if argument and loop.config.defaults.provider != "human":
+                loop.provider = loop.runner.provider = make_provider(loop.config, argument)
+                loop.cost.price = loop.config.prices.get(loop.provider.model)
+            return f"The model is {loop.provider.model}."
+        case "dream":
+            return await loop.dream.run()
+        case "dream-log":
+            return await tools.in_thread(repository.log, argument)
+        case "dream-restore":
+            return await tools.in_thread(repository.restore, argument)
+    return f"There is no /{command}. /help lists the commands."
+
+
+def status_text(loop, turn):
+    request = preview(loop, turn)
+    messages = memory.counted(len(loop.sessions.get(turn.session_key).history()), "message")
+    return "\n".join(
+        [
+            f"nanobot {__version__}, model {loop.provider.model}, "
+            f"session {turn.session_key}, {messages}",
+            f"folder {turn.cwd}, workspace {loop.workspace}",
+            loop.config.defaults.share(request.tokens),
+            *request.notes,
+            f"since the start, {ago(loop.started)}: {loop.cost.line(loop.cost.total)}",
+        ]
+    )
+
+
+def preview(loop, turn, *later):
+    """Build the next request, with the messages `later`. Nothing is sent, and nothing is saved."""
+    history = loop.sessions.get(turn.session_key).history(*later)
+    spec = loop.run_spec(history, [], EventHook(None, turn, loop.program.streaming))
+    state = RunState(spec, AgentHookContext(spec.messages))
+    loop.runner.prepare(state)
+    return loop.runner.govern(state)
 
 
 # ---- The settings ----
@@ -2472,12 +2416,12 @@ class StepHook(AgentHook):
 
     ask: Callable
 
-    async def before_request(self, messages: list[dict], tools: list[dict]):
+    async def before_request(self, messages, tools):
         last = str(messages[-1].get("content"))[-1_000:]
         text = f"{last}\n---- {len(messages)} messages. Enter sends them; type stop to cancel: "
         await self._decide(text, "request", messages=messages, tools=tools)
 
-    async def after_response(self, response: providers.LLMResponse):
+    async def after_response(self, response):
         for call in response.tool_calls:
             shown = json.dumps(call.arguments, ensure_ascii=False)
             text = f"{call.name} {shown}\nEnter runs it; or type skip, stop or new JSON arguments: "
@@ -2996,7 +2940,7 @@ def prompt_command(arguments):
     loop.context.project = Project(config, turn).part()
     asyncio.run(loop.mcp.check())  # connects to MCP servers, so that their tools are printed
     message, _ = loop.context.user_message(arguments.text, turn)
-    request = loop.commands.preview(turn, message)
+    request = preview(loop, turn, message)
     _, *history, last = providers.legal(request.messages)
     parts = loop.context.parts(turn)
     parts["Tools"] = lines_of_json(loop.tools.get_definitions())
