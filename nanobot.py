@@ -54,6 +54,10 @@ import channels
 import memory
 import providers
 import tools
+from channels import InboundMessage, OutboundMessage, printable
+from memory import Session, SessionBusy, counted, locked
+from providers import ROWS, HumanProvider, LLMResponse, OfflineProvider, ToolCallRequest
+from tools import MCPServers, ToolError, ToolRegistry, ToolResult, Turn, in_thread, tool
 
 __version__ = "0.1.0"
 log = logging.getLogger("nanobot")
@@ -61,7 +65,7 @@ log = logging.getLogger("nanobot")
 HERE = Path(__file__).resolve().parent
 DATA = HERE if (HERE / "templates").is_dir() else HERE / "nanobot_data"  # nanobot_data: in wheels
 
-Emit = Callable[[channels.OutboundMessage], Awaitable[None]]
+Emit = Callable[[OutboundMessage], Awaitable[None]]
 Media = Iterable[Path]  # files attached to a message
 NO_USAGE = {
     "prompt_tokens": 0,
@@ -80,7 +84,7 @@ class AgentRunSpec:
     """The input of a run: messages, tools, limits and callbacks."""
 
     messages: list[dict]
-    tools: tools.ToolRegistry = field(default_factory=tools.ToolRegistry)
+    tools: ToolRegistry = field(default_factory=ToolRegistry)
     model: str | None = None
     max_iterations: int = 40  # maximum number of steps; then one last request asks for a summary
     max_tokens: int = 8_192  # limit of one answer, in tokens
@@ -88,7 +92,7 @@ class AgentRunSpec:
     context_window: int = 65_536  # tokens
     hook: AgentHook = field(default_factory=lambda: AgentHook())
     on_event: Callable = providers.no_event  # gets each request, answer, call and result
-    turn: tools.Turn | None = None  # for tools with a parameter `turn`; None: that of `tools`
+    turn: Turn | None = None  # for tools with a parameter `turn`; None: that of `tools`
     append: Callable = lambda *messages: None  # stores each new message at once
     arrivals: Callable = list  # journals and returns new user messages
     make_room: Callable | None = None  # awaited before each request: messages → fewer messages
@@ -121,7 +125,7 @@ class AgentHookContext:
 
     messages: list[dict]
     iteration: int = 0  # steps so far
-    response: providers.LLMResponse = field(default_factory=providers.LLMResponse)
+    response: LLMResponse = field(default_factory=LLMResponse)
     usage: providers.Usage = field(default_factory=lambda: providers.Usage(NO_USAGE))
     model: str = ""
 
@@ -145,15 +149,13 @@ class AgentHook:
     async def on_retry(self, why: str): ...
     async def after_iteration(self, context: AgentHookContext): ...
 
-    async def after_response(self, response: providers.LLMResponse):
+    async def after_response(self, response: LLMResponse):
         """A hook may change `response.tool_calls`; the changed calls are journalled and run."""
 
-    async def before_execute_tools(self, tool_calls: list[providers.ToolCallRequest]):
+    async def before_execute_tools(self, tool_calls: list[ToolCallRequest]):
         """To deny a call, set `call.denied = "reason"`; the model gets the reason as the result."""
 
-    async def after_tool(
-        self, call: providers.ToolCallRequest, result: tools.ToolResult, seconds: float
-    ):
+    async def after_tool(self, call: ToolCallRequest, result: ToolResult, seconds: float):
         """Runs as soon as a tool call has ended; other tool calls may still be running."""
 
     async def finalize_content(self, content: str):
@@ -179,10 +181,9 @@ class Draft:
         return "".join([*self.parts, rest or ""])
 
 
-@dataclass
-class RunState:
+@dataclass(kw_only=True)
+class RunState(AgentHookContext):
     spec: AgentRunSpec
-    context: AgentHookContext
     result: AgentRunResult = field(default_factory=AgentRunResult)
     draft: Draft = field(default_factory=Draft)  # the answer so far
     tools: list[dict] = field(default_factory=list)  # schemas of the tools in the request
@@ -199,23 +200,24 @@ class RunState:
     @property
     def is_over_limit(self):
         """True in the request after the last allowed step; this request asks for a summary."""
-        return self.context.iteration > self.spec.max_iterations
+        return self.iteration > self.spec.max_iterations
 
     def add(self, *messages: dict):
         """Append new messages to the journal and to the next request."""
-        self.context.messages += messages
+        self.messages += messages
         self.spec.append(*messages)
 
     async def show(self, piece: str):
         """Stream a piece of the answer. Before it, text that was held back becomes a part of the
         answer: the model did not repeat it as a call."""
         held, self.draft.unclear = self.draft.unclear, ""
-        self.draft.parts.append(held)
+        if held:
+            self.draft.parts.append(held)
         self.draft.streamed += piece
         if self.spec.hook.wants_streaming:
             await self.spec.hook.on_stream(held + piece)
 
-    def count(self, call: providers.ToolCallRequest, result: tools.ToolResult):
+    def count(self, call: ToolCallRequest, result: ToolResult):
         """Count how often this call had this outcome. From the third time on, append a warning to
         the result. All failures of a call count as the same outcome."""
         outcome = None if result.is_error else [result.text, result.images]
@@ -247,13 +249,13 @@ class AgentRunner:
     async def run(self, spec: AgentRunSpec) -> AgentRunResult:
         """Ask the model until the run ends. Raises CancelledError, and errors of the callbacks."""
         model = spec.model or self.provider.model
-        state = RunState(spec, AgentHookContext(list(spec.messages), model=model), note=spec.note)
+        state = RunState(list(spec.messages), model=model, spec=spec, note=spec.note)
         try:
             while not state.result.stop_reason:  # the run ends when it has a stop reason
-                await spec.hook.before_iteration(state.context)
-                state.context.iteration += 1
+                await spec.hook.before_iteration(state)
+                state.iteration += 1
                 if spec.make_room:  # the caller may remove old turns from the messages
-                    state.context.messages = await spec.make_room(state.context.messages)
+                    state.messages = await spec.make_room(state.messages)
                 self.prepare(state)
                 request = self.govern(state)
                 response = await self._ask(state, request)
@@ -262,15 +264,15 @@ class AgentRunner:
                     await self._act(state, response)
                 else:
                     await self._conclude(state, response, outcome)
-                await spec.hook.after_iteration(state.context)
+                await spec.hook.after_iteration(state)
         except asyncio.CancelledError:
             if spec.keeps_half:
                 self._keep_half_answer(state, "it was stopped")
             raise
         return replace(
             state.result,
-            messages=state.context.messages,
-            usage=state.context.usage,
+            messages=state.messages,
+            usage=state.usage,
             model=model,
             tools_used=list(dict.fromkeys(event["name"] for event in state.result.tool_events)),
         )
@@ -285,9 +287,11 @@ class AgentRunner:
         limit = state.spec.max_iterations
         if state.is_over_limit:
             state.note = template("out_of_iterations", limit=limit)
-        elif new and not state.note:
+        elif state.note:
+            return
+        elif new:
             state.note = f"[New tools: {', '.join(new)}]"
-        elif limit - state.context.iteration == 5 and not state.note:
+        elif limit - state.iteration == 5:
             state.note = "[Five more steps are allowed in this turn.]"
 
     def govern(self, state: RunState) -> memory.Governed:
@@ -305,7 +309,7 @@ class AgentRunner:
         budget = min(budget, state.room)
         users = [message for message in spec.messages if message["role"] == "user"]
         task = users[-1] if users else None  # the user's last message is never left out
-        request = memory.Governed(state.context.messages, budget, task, size_of_tools)
+        request = memory.Governed(state.messages, budget, task, size_of_tools)
         if state.draft.parts:  # to continue a cut answer, the model needs the parts so far
             request.messages.append({"role": "assistant", "content": state.draft.joined("")})
         if state.note:
@@ -345,15 +349,15 @@ class AgentRunner:
             temperature=spec.temperature,
             on_delta=state.show if spec.hook.wants_streaming else None,
             on_retry=spec.hook.on_retry,
-            on_event=partial(spec.on_event, step=state.context.iteration, total=request.tokens),
+            on_event=partial(spec.on_event, step=state.iteration, total=request.tokens),
             read_only=[name for name in names_of(state.tools) if is_read_only(name, spec.tools)],
         )
         if response.usage.get("estimated"):  # one estimate everywhere, also in `nanobot prompt`
             response.usage["prompt_tokens"] = request.tokens
         await spec.hook.after_response(response)
-        add_up(state.context.usage, response.usage)
+        add_up(state.usage, response.usage)
         state.result.context_tokens = response.usage.get("prompt_tokens") or request.tokens
-        state.context.response = response
+        state.response = response
         return response
 
     async def _act(self, state, response):
@@ -378,7 +382,7 @@ class AgentRunner:
             state.has_tools = False
             state.note = template("same_result_end")
             state.why_empty = "the same call gave the same result five times"
-        state.context.messages += state.spec.arrivals()  # arrivals are already journalled
+        state.messages += state.spec.arrivals()  # arrivals are already journalled
 
     async def _run_batch(self, state, batch):
         """Run calls concurrently. Every call has ended when this method returns or raises."""
@@ -388,9 +392,8 @@ class AgentRunner:
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
         finally:  # keep the results of finished calls, also after a cancellation
-            ended = [task for task in tasks if not task.cancelled() and not task.exception()]
-            whole = [task.result() for task in ended]
-            state.context.messages += [message for message, _ in whole]
+            whole = [task.result() for task in tasks if not (task.cancelled() or task.exception())]
+            state.messages += [message for message, _ in whole]
         names = [message["content"] for message, images in whole if images]
         if names:  # images go into a user message, because a tool message may not contain them
             images = [image for _, images in whole for image in images]
@@ -403,7 +406,7 @@ class AgentRunner:
         spec.on_event("call", id=call.id, name=call.name, arguments=call.arguments)
         began = time.monotonic()
         if problem := reason_not_to_run(call):
-            result = tools.ToolResult(problem, is_error=True, shown=f"refused: {problem}")
+            result = ToolResult(problem, is_error=True, shown=f"refused: {problem}")
         else:
             result = await spec.tools.execute(call.name, call.arguments, spec.turn)
         if result.is_error:
@@ -455,7 +458,7 @@ class AgentRunner:
                 await self._finish(state, "completed", response.content, cut)
             case "limit":
                 summary = "" if response.finish_reason == "error" else response.content
-                steps = memory.counted(state.spec.max_iterations, "step")
+                steps = counted(state.spec.max_iterations, "step")
                 limit = f"I stopped at the limit of {steps}. {response.error or ''}".strip()
                 await self._finish(state, "max_iterations", summary or limit)
             case "empty":  # not journalled, because small models imitate earlier empty answers
@@ -472,7 +475,7 @@ class AgentRunner:
 
     async def _finish(self, state, reason, text, cut=""):
         """End the run with `text`. If `text` is incomplete, `cut` is the reason."""
-        response = state.context.response
+        response = state.response
         answer = await state.spec.hook.finalize_content(state.draft.joined(text))
         message = {"role": "assistant", "content": answer}
         if not response.has_tool_calls:  # if an answer has calls, its reasoning belongs to them
@@ -494,7 +497,7 @@ class AgentRunner:
         return shown
 
 
-def verdict(state: RunState, response: providers.LLMResponse) -> str:
+def verdict(state: RunState, response: LLMResponse) -> str:
     """Classify an answer; the first row that applies counts:
 
     `limit`: if the step limit is reached, the run ends with a summary.
@@ -524,15 +527,13 @@ def verdict(state: RunState, response: providers.LLMResponse) -> str:
     return "empty" if is_withheld or not state.has_tools else "blank"
 
 
-def batches(
-    calls: list[providers.ToolCallRequest], tools: tools.ToolRegistry
-) -> Iterator[list[providers.ToolCallRequest]]:
+def batches(calls: list[ToolCallRequest], tools: ToolRegistry) -> Iterator[list[ToolCallRequest]]:
     """Consecutive calls of read-only tools form a batch; any other call is a batch of its own.
 
     read_file, grep, write_file, read_file → [read_file, grep], [write_file], [read_file]
     """
 
-    def is_safe(call: providers.ToolCallRequest) -> bool:
+    def is_safe(call: ToolCallRequest) -> bool:
         known = tools.get(call.name)
         return known is not None and known.concurrency_safe
 
@@ -559,7 +560,7 @@ class ContextBuilder:
         self.memory_tokens = limits.budget // 4  # limit for MEMORY.md in the prompt
         self.project = ""  # the project's own instructions, if the user has allowed them
 
-    def request(self, turn: tools.Turn, history: list[dict], images: list[dict]) -> list[dict]:
+    def request(self, turn: Turn, history: list[dict], images: list[dict]) -> list[dict]:
         """The messages of a request. The images are in the last message, but not in the journal.
 
         [{"role": "system", "content": "You are nanobot …"}, …,
@@ -571,10 +572,10 @@ class ContextBuilder:
         text = {"type": "text", "text": history[-1]["content"]}
         return [system, *history[:-1], {"role": "user", "content": [*images, text]}]
 
-    def system_prompt(self, turn: tools.Turn) -> str:
+    def system_prompt(self, turn: Turn) -> str:
         return PART_END.join(self.parts(turn).values())
 
-    def parts(self, turn: tools.Turn) -> dict[str, str]:
+    def parts(self, turn: Turn) -> dict[str, str]:
         """Name → text of each part of the system prompt, in order. "Memory" contains facts from
         MEMORY.md. "Recent History" has the history entries that Dream has not yet processed, and
         the last five anyway. The model can find older ones in `memory/` with the tool grep."""
@@ -588,11 +589,11 @@ class ContextBuilder:
             "# Memory", memory.fitted(own(self.memory.facts), self.memory_tokens)
         )
         parts |= skill_parts(self.skills.load())
-        recent = "\n".join(self.memory.recent_history())
-        parts["Recent History"] = titled("# Recent History", recent)
+        recent = self.memory.recent_history()
+        parts["Recent History"] = titled("# Recent History", "\n".join(recent))
         return {name: text for name, text in parts.items() if text}
 
-    def user_message(self, text: str, turn: tools.Turn, media: Media = ()) -> tuple:
+    def user_message(self, text: str, turn: Turn, media: Media = ()) -> tuple:
         """Returns the user's message for the journal, and the images for the request.
 
         {"role": "user", "content": "[image: cat.png]\\nWhat is it?", "runtime": "[Runtime …"}
@@ -622,7 +623,7 @@ class AgentLoop:
         self,
         config: Config,
         provider: providers.LLMProvider | None = None,
-        tools: tools.ToolRegistry | None = None,
+        tools: ToolRegistry | None = None,
         hooks: Iterable[AgentHook] = (),
         program: Program | None = None,
     ):
@@ -632,7 +633,7 @@ class AgentLoop:
         self.workspace = prepare_workspace(config.workspace)
         self.provider = provider or make_provider(config)
         self.tools = make_tools(config) if tools is None else tools.copy()
-        self.mcp = make_servers(config, self.tools)
+        self.mcp = MCPServers(config.tools.mcp_servers, self.tools)
         self.files_seen = defaultdict(dict)  # session key → files read
         # what is told: `listeners` get the events of all runs. All turns of a session are one run,
         # so that each message is told once
@@ -654,7 +655,7 @@ class AgentLoop:
         self.turns = RunningTurns(self.sessions)
         # helpers, jobs and work in the background
         self.subagents = SubagentManager(partial(helper_answer, self))
-        self.tools.register(self.subagents.spawn_tool())
+        self.tools.register(tool(self.subagents.spawn))
         self.tools.register(JobRunner(self).cron_tool())
         self.started = time.time()
         self.background = Background()
@@ -680,17 +681,17 @@ class AgentLoop:
             said = await answer_command(self, command, argument, events.turn)
             await events.send("final", said)
             return AgentRunResult(said, stop_reason="completed")
-        line = {"content": text, "media": media}
+        lines = [{"content": text, "media": media}]
         async with self.turns.hold(session_key) as session:
             session.origin = session.origin or {"folder": str(events.turn.cwd)}
-            result = await self.answer(session, events, [line], waiting)
+            result = await self.answer(session, events, lines, waiting)
         if result.final_content:
             await events.send("final", result.final_content)
         if session.undelivered:
             session.mark("delivered", upto=session.last)
         return result
 
-    def enter(self, session: memory.Session, turn: tools.Turn, lines: list[dict]) -> list[dict]:
+    def enter(self, session: Session, turn: Turn, lines: list[dict]) -> list[dict]:
         """Journal what the user has typed or sent, so that it survives a kill during the request.
         A line: {"content": "What is it?", "media": ["cat.png"], "id": "501"}. Returns the images.
         """
@@ -703,7 +704,7 @@ class AgentLoop:
             images += more
         return images
 
-    def arrive(self, session: memory.Session, turn: tools.Turn, lines: list[dict]) -> list[dict]:
+    def arrive(self, session: Session, turn: Turn, lines: list[dict]) -> list[dict]:
         """Enter lines that came during the turn. Returns their messages, as the model gets them."""
         before = session.last
         images = self.enter(session, turn, lines)
@@ -714,7 +715,7 @@ class AgentLoop:
 
     async def answer(
         self,
-        session: memory.Session,
+        session: Session,
         events: EventHook,
         lines: list[dict],
         waiting: Callable = list,
@@ -783,7 +784,7 @@ class AgentLoop:
             **own,
         )
 
-    def hooks_for(self, turn: tools.Turn) -> list[AgentHook]:
+    def hooks_for(self, turn: Turn) -> list[AgentHook]:
         """The hooks of a turn and of its helpers: without a user, no call is approved."""
         if self.can_ask(turn):
             return self.hooks
@@ -798,7 +799,7 @@ class AgentLoop:
             await events.on_retry(told)
         return session.without_saved(messages) if told else messages
 
-    async def after_turn(self, session: memory.Session):
+    async def after_turn(self, session: Session):
         told = await self.consolidator.after_turn(session)
         if told and self.tell:
             await self.tell(told)
@@ -833,7 +834,7 @@ class AgentLoop:
         await self.mcp.close()
         await self.provider.close()
 
-    def turn(self, session_key: str, folder: Path | None = None) -> tools.Turn:
+    def turn(self, session_key: str, folder: Path | None = None) -> Turn:
         """The chat, the working folder and the accessible files for a turn of this session."""
         config = self.config
         cwd = folder or self.program.folder
@@ -846,7 +847,7 @@ class AgentLoop:
             outside = (path_of("~"), *secret)
             if any(path.is_relative_to(cwd.resolve()) for path in outside):
                 cwd = self.workspace  # this working folder would open HOME or the keys
-        return tools.Turn(
+        return Turn(
             self.workspace,
             cwd,
             channel,
@@ -873,8 +874,8 @@ def run(text: str, session_key: str = "", config: Config | None = None) -> str:
     loop = AgentLoop(config or load_config())
     if lacks_model(loop):
         warnings.warn(template("no_model"), stacklevel=2)
-    key = session_key or loop.sessions.new_key()
     with channels.BackgroundLoop(loop.close) as background:
+        key = session_key or loop.sessions.new_key()
         result = background.complete(answer_with_helpers(loop, text, key))
         background.complete(loop.background.settled())
     if result.stop_reason in NOT_ANSWERED:
@@ -942,7 +943,7 @@ async def logged(work, name):
     try:
         return await work
     except Exception as problem:
-        is_bug = not isinstance(problem, OSError | memory.SessionBusy)
+        is_bug = not isinstance(problem, OSError | SessionBusy)
         log.warning("%s: %s", name, problem, exc_info=is_bug)
         return None
 
@@ -1026,7 +1027,7 @@ def read_own(turn, path):
     path.stat()  # raises FileNotFoundError
     try:
         return tools.read_bytes(turn.path(str(path)), 10_000_000)
-    except tools.ToolError as problem:
+    except ToolError as problem:
         raise ValueError(str(problem)) from None
 
 
@@ -1052,14 +1053,15 @@ class Project:
     its git repository; else in CLAUDE.md. They may be a stranger's text (`git clone`): they are a
     part of the prompt only if the user has allowed this version."""
 
-    def __init__(self, config: Config, turn: tools.Turn):
+    def __init__(self, config: Config, turn: Turn):
         # tools may not open files whose name begins like that of the settings: `tools.is_secret`
         self.file = config.path.with_name(f"{config.path.name}.trust")
         self.path, self.text = self._find(turn)
         self.version = f"{self.path} {hashlib.sha256(self.text.encode()).hexdigest()}"
-        lines = memory.read_records(self.file, partial(memory.has, version=str, follow=bool))
-        answers = {line["version"]: line["follow"] for line in lines}
-        self.answer = answers.get(self.version)  # None: the user was not asked about this version
+        self.answer = None  # None: the user was not asked about this version
+        for line in memory.read_records(self.file, partial(memory.has, version=str, follow=bool)):
+            if line["version"] == self.version:
+                self.answer = line["follow"]
 
     def _find(self, turn):
         """The path and the first 16,000 characters; a link out of the project is not followed."""
@@ -1195,8 +1197,7 @@ class LoggingHook(AgentHook):
     only_watches = True
 
     async def after_tool(self, call, result, seconds):
-        outcome = result.shown.partition("\n")[0]
-        log.info("%s: %s in %.3f s", tool_hint(call), outcome, seconds)
+        log.info("%s: %s in %.3f s", tool_hint(call), result.shown.partition("\n")[0], seconds)
 
 
 class CostTrackingHook(AgentHook):
@@ -1240,7 +1241,7 @@ NOBODY = (
 class ApprovalHook(AgentHook):
     """Asks the user before each call, except calls of known read-only tools."""
 
-    tools: tools.ToolRegistry
+    tools: ToolRegistry
     ask: Callable | None  # None, also as an answer: nobody is there
     always: set[str] = field(default_factory=set)  # tools and commands that were approved for good
 
@@ -1272,16 +1273,14 @@ class EventHook(AgentHook):
     its outcome, retries, the answer."""
 
     emit: Emit | None
-    turn: tools.Turn
+    turn: Turn
     wants_streaming: bool
     shows_deltas: bool = True  # True: the channel shows deltas
     only_watches = True
 
     async def send(self, kind: str, content: str):
         if self.emit:
-            await self.emit(
-                channels.OutboundMessage(self.turn.channel, self.turn.chat_id, content, kind)
-            )
+            await self.emit(OutboundMessage(self.turn.channel, self.turn.chat_id, content, kind))
 
     async def before_iteration(self, context):
         self.context = context
@@ -1342,9 +1341,9 @@ class BusService:
         self.slots = asyncio.Semaphore(loop.config.defaults.max_concurrent or sys.maxsize)
         self.work = Background()
         self.work.start(self._hear_helpers())
-        loop.tools.register(tools.tool(self.message))
+        loop.tools.register(tool(self.message))
 
-    async def receive(self, message: channels.InboundMessage):
+    async def receive(self, message: InboundMessage):
         """Queue a message in its chat. Commands run at once, except /new and /continue."""
         if message.channel == "system":  # a report: its `chat_id` is a session key
             self.work.start(self._conversation(message.chat_id).take_in(message, "report"))
@@ -1362,8 +1361,8 @@ class BusService:
 
     def _chats(self):
         """The session keys of the chats that the open channels can reach."""
-        keys = self.loop.sessions.list_keys()
-        return [key for key in keys if key.partition(":")[0] in self.bus.channels]
+        listed = self.loop.sessions.list_keys()
+        return [key for key in listed if key.partition(":")[0] in self.bus.channels]
 
     async def _hear_helpers(self):
         while True:
@@ -1376,25 +1375,23 @@ class BusService:
         chat_id: str = "",
         media: Annotated[list[str], "Paths of files to send"] = (),
         *,
-        turn: tools.Turn,
+        turn: Turn,
     ):
         """Send a text or files to a chat (default: this chat). No other tool can send files."""
         key = f"{channel or turn.channel}:{chat_id or turn.chat_id}"
         chats = self._chats()
         if key not in chats:
             known = ", ".join(chats) or "none"
-            raise tools.ToolError(
-                f"There is no conversation in the chat {key}. Known chats: {known}"
-            )
+            raise ToolError(f"There is no conversation in the chat {key}. Known chats: {known}")
         files = [turn.path(path) for path in media]
         for file in files:
             if not file.is_file():
-                raise tools.ToolError(f"There is no file {file}.")
+                raise ToolError(f"There is no file {file}.")
         conversation = self._conversation(key)
         if content and key == turn.session_key:
             await conversation.say("final", content)
         elif content:  # the other chat's journal must get the text, too
-            await self.bus.publish(channels.InboundMessage("system", "message", key, content))
+            await self.bus.publish(InboundMessage("system", "message", key, content))
         for file in files:
             await conversation.say("file", "", str(file))
         return f"Sent to {key}."
@@ -1427,7 +1424,7 @@ class Conversation:
         self.reply_to = ""  # id of the newest message in this turn
         self.said = []  # what the tool `message` has sent in this turn
 
-    async def take_in(self, message: channels.InboundMessage, kind: str):
+    async def take_in(self, message: InboundMessage, kind: str):
         """Append a message to the inbox file, then acknowledge the message to its channel. Until
         the file can be written, retry, and tell the chat once; other chats do not wait."""
         line = inbox_line(message, kind)
@@ -1459,7 +1456,7 @@ class Conversation:
         self._send(line["content"], line["kind"], line["media"], on_delivered=remove)
 
     def _send(self, *content, **more):
-        self.bus.send(channels.OutboundMessage(*self.chat, *content, **more))
+        self.bus.send(OutboundMessage(*self.chat, *content, **more))
 
     async def obey(self, command: str):
         """Answer a command, also during a turn. If the command fails, the chat gets the error."""
@@ -1488,7 +1485,7 @@ class Conversation:
             age = time.time() - session.path.stat().st_mtime
             self.is_due = session.resumed < 2 and age < 86_400 and id_ not in session.known_ids
             if not self.is_due:
-                report = channels.InboundMessage("system", "", self.key, GIVEN_UP, message_id=id_)
+                report = InboundMessage("system", "", self.key, GIVEN_UP, message_id=id_)
                 await self.take_in(report, "report")
         await self._answer_what_waits()
 
@@ -1544,11 +1541,9 @@ class Conversation:
             await session.synced()
             self._send_answers(session.undelivered[-1:], session)
             return
-        turn = self.loop.turn(self.key)
-        shows_deltas = self.bus.shows_deltas(turn.channel)
-        events = EventHook(self.emit, turn, self.loop.program.streaming, shows_deltas)
-        arrived = partial(self._arrived, session)
-        result = await self.loop.answer(session, events, lines, arrived)
+        loop, shows_deltas = self.loop, self.bus.shows_deltas(self.chat[0])
+        events = EventHook(self.emit, loop.turn(self.key), loop.program.streaming, shows_deltas)
+        result = await loop.answer(session, events, lines, partial(self._arrived, session))
         self._deliver(session, result)
 
     def _arrived(self, session):
@@ -1571,7 +1566,7 @@ class Conversation:
             mark = partial(session.mark, "delivered", upto=answer["n"])
             self._send(answer["content"], reply_to=self.reply_to, on_delivered=mark)
 
-    async def emit(self, event: channels.OutboundMessage):
+    async def emit(self, event: OutboundMessage):
         if event.kind == "tool_hint":  # without the lines of a diff
             event.content = event.content.partition("\n")[0]
         if event.kind in ("final", "delta", *kinds_to_show(self.loop.config.channels)):
@@ -1617,9 +1612,9 @@ SERVED = "A gateway or a page already serves {}. Stop that program, or use anoth
 def gateway_runs(workspace, lock="gateway"):
     """True if a program holds `lock`: "gateway" for a gateway, "jobs" for a job runner."""
     try:
-        with memory.locked(workspace / ".nanobot" / f"{lock}.lock", "the lock is held"):
+        with locked(workspace / ".nanobot" / f"{lock}.lock", "the lock is held"):
             return False
-    except memory.SessionBusy:
+    except SessionBusy:
         return True
 
 
@@ -1634,7 +1629,7 @@ class Gateway:
     def run(self):
         """Serve until a signal arrives. Raises SessionBusy if this workspace has a gateway."""
         home = self.loop.workspace
-        with memory.locked(home / ".nanobot" / "gateway.lock", SERVED.format(home)):
+        with locked(home / ".nanobot" / "gateway.lock", SERVED.format(home)):
             asyncio.Runner().run(self.serve())  # unlike `asyncio.run`, do not wait for stuck tasks
 
     async def serve(self):
@@ -1644,12 +1639,8 @@ class Gateway:
         channels.end_on_signals(lambda *_: here.call_soon_threadsafe(stop.set))
         self.open_channels()
         jobs = JobRunner(self.loop, self.bus.publish)
-        await tools.in_thread(jobs.add_system_jobs)
-        parts = (
-            self.loop.run(self.bus),
-            jobs.run(),
-            stop.wait(),
-        )
+        await in_thread(jobs.add_system_jobs)
+        parts = (self.loop.run(self.bus), jobs.run(), stop.wait())
         work = [asyncio.create_task(part) for part in parts]
         GATEWAY_LOG.info("serving %s", ", ".join([*self.bus.channels, "cron"]))
         try:
@@ -1705,7 +1696,7 @@ class JobRunner:
         self.tell = tell or self._into_inbox
         self.clock = channels.CronService(
             channels.JobStore(
-                loop.workspace / "cron" / "jobs.json", memory.locked, memory.write_atomically
+                loop.workspace / "cron" / "jobs.json", locked, memory.write_atomically
             ),
             self.run_job,
             loop.context.zone,
@@ -1720,8 +1711,8 @@ class JobRunner:
         lock = home / ".nanobot" / "jobs.lock"
         while True:
             with (
-                contextlib.suppress(memory.SessionBusy),
-                memory.locked(lock, "another program runs the jobs"),
+                contextlib.suppress(SessionBusy),
+                locked(lock, "another program runs the jobs"),
             ):
                 await self.clock.run(lambda: self.is_gateway or not gateway_runs(home))
             await self.loop.program.sleep(1.0)
@@ -1748,7 +1739,7 @@ class JobRunner:
             return
         GATEWAY_LOG.info("cron %s: %s", job.id, job.message[:80])
         chat, task = f"{job.channel}:{job.chat_id}", template("job", message=job.message)
-        report = channels.InboundMessage("system", "job", chat, "", message_id=run)
+        report = InboundMessage("system", "job", chat, "", message_id=run)
         try:
             report.content = await self._answer(f"cron:{job.id}", task, chat, job.folder)
         except Exception as failure:  # report each error, so that no reminder is lost silently
@@ -1775,21 +1766,21 @@ class JobRunner:
 
     async def _into_inbox(self, report):
         inbox = self.loop.sessions.inbox(report.chat_id)
-        await tools.in_thread(inbox.append, inbox_line(report, "report"))
+        await in_thread(inbox.append, inbox_line(report, "report"))
 
     def cron_tool(self):
         @wraps(self.clock.cron)
-        def cron(action: str, *, turn: tools.Turn, **arguments):
+        def cron(action: str, *, turn: Turn, **arguments):
             try:
                 text = self.clock.cron(action, turn=turn, **arguments)
             except channels.CronError as mistake:
-                raise tools.ToolError(str(mistake)) from None
+                raise ToolError(str(mistake)) from None
             if action == "add" and not gateway_runs(turn.workspace, "jobs"):
                 text += f"\n({template('no_gateway')} Tell the user.)"
             return text
 
-        cron.__annotations__ = self.clock.cron.__annotations__ | {"turn": tools.Turn}
-        return tools.tool(cron)
+        cron.__annotations__ = self.clock.cron.__annotations__ | {"turn": Turn}
+        return tool(cron)
 
 
 # ---- The model for the memory ----
@@ -1822,9 +1813,10 @@ def memory_work(loop):
 
 
 async def ask_for_memory(loop, run, messages, tools):
-    most = loop.config.defaults.max_tokens
     for _ in range(2):
-        response = await loop.provider.chat(messages, tools, max_tokens=most, on_event=run)
+        response = await loop.provider.chat(
+            messages, tools, max_tokens=loop.config.defaults.max_tokens, on_event=run
+        )
         add_up(loop.cost.total, response.usage)
         if response.unclear_at is None:
             break
@@ -1836,18 +1828,19 @@ async def ask_for_memory(loop, run, messages, tools):
 
 async def edit_memory(loop, run, messages, refuse):
     """Phase 2 of Dream: the model edits MEMORY.md, USER.md, SOUL.md and the user's skills."""
-    spec = loop.limited(
-        messages,
-        tools=FencedTools([tools.read_file, tools.edit_file, tools.write_file], refuse),
-        turn=replace(loop.turn("system:dream"), cwd=loop.workspace, restrict=True),
-        hook=loop.cost,
-        on_event=run,
-        max_iterations=loop.config.defaults.dream.max_iterations,
+    return await loop.runner.run(
+        loop.limited(
+            messages,
+            tools=FencedTools([tools.read_file, tools.edit_file, tools.write_file], refuse),
+            turn=replace(loop.turn("system:dream"), cwd=loop.workspace, restrict=True),
+            hook=loop.cost,
+            on_event=run,
+            max_iterations=loop.config.defaults.dream.max_iterations,
+        )
     )
-    return await loop.runner.run(spec)
 
 
-class FencedTools(tools.ToolRegistry):
+class FencedTools(ToolRegistry):
     """Tools for Dream. `refuse(name, arguments)` returns why a call is forbidden, or ""."""
 
     def __init__(self, tools, refuse):
@@ -1869,21 +1862,16 @@ class SubagentManager:
     work: Callable  # `await work(task, turn)` returns the answer, or raises ToolError
     most: int = 4  # the maximum number of running helpers
     running: dict = field(default_factory=dict)  # task → its session key
-    results: asyncio.Queue[channels.InboundMessage] = field(default_factory=asyncio.Queue)
+    results: asyncio.Queue[InboundMessage] = field(default_factory=asyncio.Queue)
 
     def of(self, session_key: str):
         return [task for task, key in self.running.items() if key == session_key]
 
-    def spawn_tool(self):
-        return tools.tool(self.spawn)
-
-    async def spawn(self, task: str, label: str = "", wait: bool = False, *, turn: tools.Turn):
+    async def spawn(self, task: str, label: str = "", wait: bool = False, *, turn: Turn):
         """Give a task to a helper that works in parallel and cannot ask questions. Put all needed
         facts into the task. The result comes as a message, or with `wait` as this call's result."""
         if len(self.running) >= self.most:
-            raise tools.ToolError(
-                f"{self.most} helpers are at work. Wait, or do the task yourself."
-            )
+            raise ToolError(f"{self.most} helpers are at work. Wait, or do the task yourself.")
         name = label or task[:40]
         is_awaited = wait or turn.channel == "cron"  # a finished job gets no report
         run = self.work(task, turn) if is_awaited else self._report(name, task, turn)
@@ -1900,9 +1888,7 @@ class SubagentManager:
         except Exception as problem:
             outcome = problem
         text = template("subagent_result", helper=name, result=outcome)
-        self.results.put_nowait(
-            channels.InboundMessage("system", "subagent", turn.session_key, text)
-        )
+        self.results.put_nowait(InboundMessage("system", "subagent", turn.session_key, text))
 
 
 NOT_FOR_HELPERS = ("cron", "memory", "skill-creator")  # skills
@@ -1910,18 +1896,17 @@ NOT_FOR_HELPERS = ("cron", "memory", "skill-creator")  # skills
 
 async def helper_answer(loop, task, turn):
     """Run a helper. Returns its answer, or raises ToolError if there is none."""
-    names = names_of(loop.tools.get_definitions())
-    kept = ("spawn", "message", "cron")
-    allowed = [loop.tools.get(name) for name in names if name not in kept]
+    registry = loop.tools.copy()
+    for name in ("spawn", "message", "cron"):
+        registry.unregister(name)
     prompt = template("subagent", cwd=turn.cwd, workspace=turn.workspace)
     facts = loop.context.parts(turn).get("Memory", "")
     skills = [skill for skill in loop.skills.load() if skill.name not in NOT_FOR_HELPERS]
-    parts = [prompt, facts, *skill_parts(skills).values()]
+    system = "\n\n".join([prompt, facts, *skill_parts(skills).values()])
     message, _ = loop.context.user_message(task, turn)  # adds date and time to the task
-    messages = [{"role": "system", "content": "\n\n".join(parts)}, memory.as_sent(message)]
     spec = loop.limited(
-        messages,
-        tools=tools.ToolRegistry(allowed),
+        [{"role": "system", "content": system}, memory.as_sent(message)],
+        tools=registry,
         turn=replace(turn, seen={}),
         hook=CompositeHook(loop.hooks_for(turn)),
         on_event=RunEvents(loop.listeners, "helper", turn.session_key),
@@ -1931,7 +1916,7 @@ async def helper_answer(loop, task, turn):
     if result.stop_reason == "completed":
         return result.final_content
     cause = result.error or result.final_content
-    raise tools.ToolError(f"The helper did not finish ({result.stop_reason}): {cause}")
+    raise ToolError(f"The helper did not finish ({result.stop_reason}): {cause}")
 
 
 # ---- Slash commands ----
@@ -1966,7 +1951,7 @@ async def begin_command(loop, command, session, line):
     origin = {"id": line["id"]} if "id" in line else {}  # of a chat's message
     session.mark(command, **origin)
     if command == "undo":
-        return await tools.in_thread(undo, loop, session)
+        return await in_thread(undo, loop, session)
     if command == "new":
         await session.synced()
         loop.turn(session.key).seen.clear()
@@ -1982,10 +1967,10 @@ def undo(loop, session):
     left = ", ".join(name for name, is_undone in outcomes.items() if not is_undone)
     told = "" if outcomes else "No turn of this conversation has changed files. "
     if undone:
+        told = f"Took back the changes to {undone}. "
         report = f"the user took back your changes to {undone}"
         session.append({"role": "assistant", "report": "undo", "content": report})
         session.mark("delivered", upto=session.highest)
-        told = f"Took back the changes to {undone}. "
     if left:
         told += f"Changed by something else since, and left alone: {left}. "
     return told + "What commands (exec) did cannot be undone."
@@ -2013,15 +1998,15 @@ async def answer_command(loop, command, argument, turn):
         case "dream":
             return await loop.dream.run()
         case "dream-log":
-            return await tools.in_thread(repository.log, argument)
+            return await in_thread(repository.log, argument)
         case "dream-restore":
-            return await tools.in_thread(repository.restore, argument)
+            return await in_thread(repository.restore, argument)
     return f"There is no /{command}. /help lists the commands."
 
 
 def status_text(loop, turn):
     request = preview(loop, turn)
-    messages = memory.counted(len(loop.sessions.get(turn.session_key).history()), "message")
+    messages = counted(len(loop.sessions.get(turn.session_key).history()), "message")
     return "\n".join(
         [
             f"nanobot {__version__}, model {loop.provider.model}, "
@@ -2038,7 +2023,7 @@ def preview(loop, turn, *later):
     """Build the next request, with the messages `later`. Nothing is sent, and nothing is saved."""
     history = loop.sessions.get(turn.session_key).history(*later)
     spec = loop.run_spec(history, [], EventHook(None, turn, loop.program.streaming))
-    state = RunState(spec, AgentHookContext(spec.messages))
+    state = RunState(spec.messages, spec=spec)
     loop.runner.prepare(state)
     return loop.runner.govern(state)
 
@@ -2218,8 +2203,10 @@ class Config:
         """Raises ConfigError if a value cannot work; warns of settings that have no effect."""
         answer, window = self.defaults.max_tokens, self.defaults.context_window_tokens
         if answer * 2 >= window or self.defaults.budget <= 0:
-            limit = f"must be under half of contextWindowTokens ({window}), which is over 2,048"
-            raise ConfigError(f"agents.defaults.maxTokens ({answer}) {limit}.")
+            raise ConfigError(
+                f"agents.defaults.maxTokens ({answer}) must be under half of contextWindowTokens "
+                f"({window}), which is over 2,048."
+            )
         for user in self.channels.telegram.allow_from:
             if not re.fullmatch(r"\d+|\*", str(user)):
                 raise ConfigError(
@@ -2248,8 +2235,7 @@ def working_folder():
     try:
         return Path.cwd()
     except FileNotFoundError:
-        problem = "The current folder does not exist any more: cd to another folder."
-        raise ConfigError(problem) from None
+        raise ConfigError("The current folder does not exist: cd to another folder.") from None
 
 
 def path_of(text):
@@ -2263,12 +2249,12 @@ def load_config(path=None, environ=os.environ):
     if path or file.exists():
         config = read_setting(Config, read_json(file, environ))
     config.path = file
-    for row in providers.ROWS.values():
+    for row in ROWS.values():
         if key := environ.get(row.env_key):
             config.providers.setdefault(row.name, ProviderSettings()).api_key = key
     defaults = config.defaults
     config.base_url = environ.get("OPENAI_BASE_URL", "")
-    if config.base_url and defaults.provider in providers.ROWS:
+    if config.base_url and defaults.provider in ROWS:
         defaults.provider = "auto"  # environment variables override the settings file
     defaults.model = environ.get("NANOBOT_MODEL") or defaults.model
     defaults.workspace = environ.get("NANOBOT_WORKSPACE") or defaults.workspace
@@ -2290,8 +2276,7 @@ def read_json(file, environ):
     except KeyError as name:
         fault = f"{file} needs the environment variable {name.args[0]}, which is not set."
     except OSError as problem:
-        fix = f"`nanobot onboard --config {file}` creates it."
-        fault = f"Cannot read {file}: {problem.strerror}. {fix}"
+        fault = f"{file}: {problem.strerror}. `nanobot onboard --config {file}` creates it."
     except ValueError as problem:
         fault = f"{file} is not JSON: {problem}. {JSON_ADVICE}"
     raise ConfigError(fault)
@@ -2336,17 +2321,14 @@ def make_provider(config, model=""):
     model are missing."""
     defaults = config.defaults
     model = model or defaults.model
-    if unknown := config.providers.keys() - providers.ROWS.keys():
-        raise ConfigError(
-            f"providers.{min(unknown)} is unknown. Known: {', '.join(providers.ROWS)}"
-        )
+    if unknown := config.providers.keys() - ROWS.keys():
+        raise ConfigError(f"providers.{min(unknown)} is unknown. Known: {', '.join(ROWS)}")
     if defaults.provider == "offline":
-        return providers.OfflineProvider()
+        return OfflineProvider()
     if "human" in (defaults.provider, defaults.model):
-        return providers.HumanProvider()
+        return HumanProvider()
     own = {
-        name: providers.Endpoint(providers.ROWS[name], **vars(row))
-        for name, row in config.providers.items()
+        name: providers.Endpoint(ROWS[name], **vars(row)) for name, row in config.providers.items()
     }
     chosen = "" if defaults.provider == "auto" else defaults.provider
     try:
@@ -2356,7 +2338,7 @@ def make_provider(config, model=""):
     if endpoint:
         return providers.OpenAIProvider(endpoint)
     if model in ("", "offline"):
-        return providers.OfflineProvider()
+        return OfflineProvider()
     raise ConfigError(
         f"There is no key and no base URL for the model {model}. "
         "Set OPENAI_API_KEY or OPENAI_BASE_URL, or use --offline."
@@ -2365,11 +2347,11 @@ def make_provider(config, model=""):
 
 def lacks_model(loop):
     """True if the offline model answers although nobody has asked for the offline model."""
-    is_offline = isinstance(loop.provider, providers.OfflineProvider)
-    return is_offline and loop.config.defaults.provider != "offline"
+    wanted = loop.config.defaults.provider
+    return wanted != "offline" and isinstance(loop.provider, OfflineProvider)
 
 
-class ReadOnlyTools(tools.ToolRegistry):
+class ReadOnlyTools(ToolRegistry):
     """For --read-only: a tool that may change something is not added, also if it comes later."""
 
     def register(self, tool):
@@ -2380,7 +2362,7 @@ class ReadOnlyTools(tools.ToolRegistry):
 def make_tools(config):
     """The tools that the settings allow. MCP tools are added when their server connects."""
     settings, shell = config.tools, config.tools.exec
-    registry = (ReadOnlyTools if config.read_only else tools.ToolRegistry)(tools.FILE_TOOLS)
+    registry = (ReadOnlyTools if config.read_only else ToolRegistry)(tools.FILE_TOOLS)
     if shell.enable:
         registry.register(
             tools.Exec(
@@ -2399,11 +2381,6 @@ def make_tools(config):
         registry.register(tools.WebFetch(web))
         registry.register(tools.WebSearch(web, **vars(settings.web.search)))
     return registry
-
-
-def make_servers(config, registry):
-    """The MCP servers of the settings. A server that is connected adds its tools to `registry`."""
-    return tools.MCPServers(config.tools.mcp_servers, registry)
 
 
 # ---- Watching a run: --step, the events, the page, `nanobot trace` and `nanobot replay` ----
@@ -2513,46 +2490,35 @@ def recorded(file):
                 event = json.loads(line, parse_constant=str)  # NaN becomes "NaN"
                 described(event)  # raises an exception if a field is odd
                 events.append(event)
+        return events
     except FileNotFoundError:
-        raise ConfigError(
-            f"{file}: No such file, and no shipped run has this name, like two-tools. "
-            "Record a run with `nanobot agent --trace FILE`."
-        ) from None
-    except Exception as fault:
-        raise ConfigError(
-            f"{file}, line {len(events) + 1} is no event of a run, as this version records it: "
-            f"{fault!r}. Record a run with `nanobot agent --trace FILE`, or name a run that is "
-            "shipped, like two-tools"
-        ) from None
-    return events
+        fault = f"{file}: No such file"
+    except Exception as problem:
+        fault = f"{file}, line {len(events) + 1} is no event of this version: {problem!r}"
+    fix = "Record a run with `nanobot agent --trace FILE`, or name a shipped run, like two-tools."
+    raise ConfigError(f"{fault}. {fix}")
 
 
 def described(event):
     """An event for `nanobot trace`: `10:00:01 turn result: 1| hello`"""
-    moment = datetime.fromtimestamp(event["time"])
-    about = f"{moment:%H:%M:%S} {event['who']} {event['kind']}"
-    return f"{about}: {shown(event)[1]} {event.get('arguments', '')}"
+    moment = f"{datetime.fromtimestamp(event['time']):%H:%M:%S}"
+    text = f"{text_of(event)} {event.get('arguments', '')}"
+    return f"{moment} {event['who']} {event['kind']}: {text}"
 
 
-def shown(event):
-    """The kind of an OutboundMessage, and its text. The terminal shows only some kinds."""
-    kind, text = event["kind"], str(event.get("text"))
-    if kind == "request":
-        text = f"{event['model']}, messages {event['sent']}, ~{sum(event['tokens']):,} tokens"
-        for message in event["messages"]:
-            if message["role"] == "user":
-                text += f"\n{memory.readable(message)}"
-    elif kind == "answer":
-        kind = "progress" if event["answer"]["tool_calls"] else "final"
-        text = str(event["answer"]["content"] or "")
-    elif kind == "call":
-        kind, text = (
-            "tool_hint",
-            tool_hint(providers.ToolCallRequest("", event["name"], event["arguments"])),
-        )
-    elif kind == "journal":
-        text = json.dumps(dict(event["line"]))
-    return kind, text
+def text_of(event):
+    match event["kind"]:
+        case "request":
+            users = [each for each in event["messages"] if each["role"] == "user"]
+            about = f"messages {event['sent']}, ~{sum(event['tokens']):,} tokens"
+            return "\n".join([f"{event['model']}, {about}", *map(memory.readable, users)])
+        case "answer":
+            return str(event["answer"]["content"] or "")
+        case "call":
+            return tool_hint(ToolCallRequest("", event["name"], event["arguments"]))
+        case "journal":
+            return json.dumps(dict(event["line"]))
+    return str(event.get("text"))
 
 
 async def play(events, terminal, pace):
@@ -2562,16 +2528,18 @@ async def play(events, terminal, pace):
     for event in events:
         await asyncio.sleep(min(event["time"] - before, 3) * pace)
         before = event["time"]
-        kind, text = shown(event)
+        kind, text = event["kind"], text_of(event)
         if kind == "journal" and event["line"].get("mark") == "ended":
             terminal.note(f"nanobot: {event['line'].get('why')}")
             status = 1
-        if kind == "tool_hint":  # shown when it has ended
-            calls[event["id"]], text = text, ""
+        elif kind == "answer":
+            kind = "progress" if event["answer"]["tool_calls"] else "final"
+        elif kind == "call":  # shown when it has ended
+            calls[event["id"]] = text
         elif kind == "result":
             kind, text = "tool_hint", f"{calls.get(event['id'])} · {event['outcome']}"
-        if text and event["who"] == "turn":
-            await terminal.send(channels.OutboundMessage("cli", "", text, kind))
+        if text and event["who"] == "turn":  # the terminal ignores the other kinds
+            await terminal.send(OutboundMessage("cli", "", text, kind))
     return status
 
 
@@ -2595,11 +2563,12 @@ def settings_of(arguments):
 def command_with_flags(arguments, *words):
     """A command for the user: `nanobot -s work -m /continue --workspace /tmp/ws`"""
     command = ["nanobot", *words]
-    flags = ("config", "workspace", "model", "base_url", "provider", "read_only", "approve")
-    for name in flags:
+    for name in ("config", "workspace", "model", "base_url", "provider", "read_only", "approve"):
         value = vars(arguments).get(name)
         if value:
-            command += ["--" + name.replace("_", "-"), *([] if value is True else [str(value)])]
+            command.append("--" + name.replace("_", "-"))
+        if value and value is not True:
+            command.append(str(value))
     return shlex.join(command)
 
 
@@ -2611,6 +2580,16 @@ def kinds_to_show(settings):
     if settings.send_tool_hints:
         kinds.append("tool_hint")
     return kinds
+
+
+def ask_user(loop, ask, approve, step):
+    """Let the agent ask the user: with --provider human, --approve and --step."""
+    if isinstance(loop.provider, HumanProvider):
+        loop.provider.ask = ask
+    if approve:
+        loop.hooks.append(ApprovalHook(loop.tools, ask))
+    if step:
+        loop.hooks.append(StepHook(ask))
 
 
 class Talk:
@@ -2630,18 +2609,13 @@ class Talk:
         ask = background.ask if self.has_keyboard else None
         loop = AgentLoop(config)
         self.loop = loop
-        if isinstance(loop.provider, providers.HumanProvider):
-            loop.provider.ask = ask
         self.folder = loop.workspace / ".nanobot"
         self.key = self.open_session(arguments, held)
         self.resume = command_with_flags(arguments, "-s", self.key, "-m", "/continue")
         self.trust = command_with_flags(arguments, "trust")
         record_events(loop, arguments.record)
         loop.program.streaming = not arguments.no_stream
-        if arguments.approve:
-            loop.hooks.append(ApprovalHook(loop.tools, ask))
-        if arguments.step and ask:
-            loop.hooks.append(StepHook(ask))
+        ask_user(loop, ask, arguments.approve, arguments.step and ask)
         if (arguments.approve or arguments.step) and ask is None:
             self.terminal.note(template("no_keyboard"))
         loop.hooks += [LoggingHook(), WaitingHook(self.terminal.waiting)]
@@ -2662,11 +2636,10 @@ class Talk:
         key = key or sessions.new_key()
         try:
             held.enter_context(sessions.lock(key))
-        except memory.SessionBusy:
+        except SessionBusy:
             if arguments.session or arguments.resume:
                 raise
-            busy = f"Another program uses this folder's latest conversation, {key}"
-            self.terminal.note(f"{busy}: a new one begins.")
+            self.terminal.note(f"Another program uses the latest one, {key}: a new one begins.")
             key = sessions.new_key()
             held.enter_context(sessions.lock(key))
         is_typed = self.is_conversation or self.is_watched or arguments.resume
@@ -2680,8 +2653,7 @@ class Talk:
             self.terminal.note(template("no_model"))
         folder = loop.program.folder
         if loop.turn(self.key).cwd != folder:
-            closed = f"The settings do not allow access to {folder}"
-            self.terminal.note(f"{closed}; nanobot works in {loop.workspace}.")
+            self.terminal.note(f"{folder} is not open to tools; nanobot works in {loop.workspace}.")
         self.begin_day()
         status = self.converse() if self.is_conversation else self.answer_once()
         self.terminal.waiting.begin("the memory (Ctrl-C leaves it for next time)")
@@ -2729,9 +2701,7 @@ class Talk:
         state = "a new conversation · /help lists the commands"
         if count:
             age = ago(session.path.stat().st_mtime)
-            state = (
-                f"continuing: {memory.counted(count, 'message')}, last {age} · /new starts afresh"
-            )
+            state = f"continuing: {counted(count, 'message')}, last {age} · /new starts afresh"
         return " · ".join([short_path(self.loop.program.folder), self.loop.provider.model, state])
 
     def answer(self, text: str):
@@ -2744,7 +2714,7 @@ class Talk:
         work = answer_with_helpers(loop, text, self.key, terminal.send, terminal.heard)
         result = self.background.complete(work, hear)
         if result.requests:
-            requests = memory.counted(result.requests, "request")
+            requests = counted(result.requests, "request")
             context = loop.config.defaults.share(result.context_tokens)
             self.terminal.note(f"{requests} · {loop.cost.line(result.usage)} · {context}")
         if result.stop_reason == "max_iterations":
@@ -2782,7 +2752,7 @@ class Talk:
         message does so only if ten entries are unread, because its end waits for the dream."""
         await self.show_reports()
         loop = self.loop
-        await tools.in_thread(memory.remember_terminals, loop.sessions)
+        await in_thread(memory.remember_terminals, loop.sessions)
         unread = loop.memory.unread()
         last = self.folder / "last-dream"
         today = time.strftime("%Y-%m-%d")
@@ -2814,9 +2784,9 @@ class Talk:
         if not self.is_watched or not inbox.path.exists():
             return True
         one_terminal = self.folder / "reports.lock"
-        with contextlib.suppress(memory.SessionBusy):  # the reports stay until the next try
+        with contextlib.suppress(SessionBusy):  # the reports stay until the next try
             async with self.loop.turns.hold(self.key) as session:
-                with memory.locked(one_terminal, "Another terminal shows the reports."):
+                with locked(one_terminal, "Another terminal shows the reports."):
                     reports = inbox.read()
                     for report in reports:
                         line = report_line(report)
@@ -2842,7 +2812,7 @@ def trust_command(arguments):
             f"{turn.cwd} has no AGENTS.md or CLAUDE.md, and neither has its git repository."
         )
     project.keep(arguments.answer == "yes")
-    print(channels.printable(f"{project}: {'followed' if project.answer else 'not followed'}"))
+    print(printable(f"{project}: {'followed' if project.answer else 'not followed'}"))
 
 
 def undo_command(arguments):
@@ -2855,7 +2825,7 @@ def undo_command(arguments):
         raise ConfigError(f"There is nothing to undo: no turn has changed files in {turn.cwd}.")
     with channels.BackgroundLoop(loop.close) as background:
         result = background.complete(loop.process_direct("/undo", keys[-1]))
-    print(channels.printable(result.final_content))
+    print(printable(result.final_content))
 
 
 def onboard_command(arguments):
@@ -2879,7 +2849,7 @@ def status_command(arguments):
         mark = "--" if problem is None else "ok"
         if problem:
             mark, state, status = "BAD", f"{state}: {problem}", 1
-        print(channels.printable(f"{mark:4}{part:22}{state}"))
+        print(printable(f"{mark:4}{part:22}{state}"))
     return status
 
 
@@ -2887,11 +2857,11 @@ def status_rows(config):
     """Yields (part, state, problem). Problem: a text, "" (ok) or None (missing, but not needed)."""
     loop = AgentLoop(config)
     file = config.path
+    quoted = shlex.quote(str(file))
     if not file.exists():
         yield "settings", "the defaults; `nanobot onboard` creates a settings file", ""
     elif os.name == "posix" and file.stat().st_mode & 0o077:
-        fix = f"chmod 600 {shlex.quote(str(file))}"
-        yield "settings", str(file), f"others can read the keys in it: {fix}"
+        yield "settings", str(file), f"others can read the keys in it: chmod 600 {quoted}"
     else:
         yield "settings", str(file), ""
     yield "workspace", str(loop.workspace), ""
@@ -2917,11 +2887,11 @@ def status_rows(config):
 
 async def model_and_problem(provider):
     """Check URL, key and model. Returns (description, problem); problem is "" if all is well."""
-    if isinstance(provider, providers.HumanProvider):
+    if isinstance(provider, HumanProvider):
         return "human: you play the model", ""
-    if isinstance(provider, providers.OfflineProvider):
-        state = "offline: fixed rules; set OPENAI_API_KEY or OPENAI_BASE_URL to use a real model"
-        return state, "; ".join(provider.rules.problems)
+    if isinstance(provider, OfflineProvider):
+        advice = "set OPENAI_API_KEY or OPENAI_BASE_URL to use a real model"
+        return f"offline: fixed rules; {advice}", "; ".join(provider.rules.problems)
     problem = await provider.check()
     await provider.close()
     endpoint, model = provider.endpoint, provider.model or "no model name"
@@ -2949,7 +2919,7 @@ def prompt_command(arguments):
     for name, text in parts.items():
         if text:
             print(f"==== {name} (~{memory.estimate(text):,} tokens) ====")
-            print(f"{channels.printable(text)}\n")
+            print(f"{printable(text)}\n")
     print("\n".join([*request.notes, f"Total: {config.defaults.share(request.tokens)}"]))
 
 
@@ -2965,7 +2935,7 @@ def sessions_command(arguments):
         if key not in sessions.list_keys():
             listing = command_with_flags(arguments, "sessions")
             raise ConfigError(f"There is no session {arguments.show!r}: see `{listing}`.")
-        return print(channels.printable("\n".join(sessions.transcript(key))))
+        return print(printable("\n".join(sessions.transcript(key))))
     for number, (key, used) in enumerate(conversations(sessions), 1):
         if number > 20 and not arguments.all:
             return print("Older conversations: nanobot sessions --all")
@@ -2973,7 +2943,7 @@ def sessions_command(arguments):
         words = " ".join(str(said[0]).split())[:50] if said else "(no message yet)"
         folder = sessions.first_line(key).get("folder")
         place = f"{short_path(Path(folder))}, {key}" if folder else key
-        print(channels.printable(f"{number:>3}  {ago(used):>14}  {words}  ({place})"))
+        print(printable(f"{number:>3}  {ago(used):>14}  {words}  ({place})"))
 
 
 def conversations(sessions):
@@ -2997,7 +2967,7 @@ def ago(moment):
     seconds = int(time.time() - moment)
     for unit, length in (("day", 86_400), ("hour", 3_600), ("minute", 60)):
         if seconds >= length:
-            return f"{memory.counted(seconds // length, unit)} ago"
+            return f"{counted(seconds // length, unit)} ago"
     return "a moment ago"
 
 
@@ -3011,8 +2981,7 @@ def gateway_command(arguments):
     """Runs the channels, the cron jobs and the heartbeat until a signal arrives."""
     GATEWAY_LOG.setLevel(logging.INFO)
     config = settings_of(arguments)
-    program = Program(config.workspace)
-    loop = AgentLoop(config, hooks=[LoggingHook()], program=program)
+    loop = AgentLoop(config, hooks=[LoggingHook()], program=Program(config.workspace))
     if lacks_model(loop):
         raise ConfigError(
             "The gateway has no model: set a key, like OPENAI_API_KEY, or set OPENAI_BASE_URL. "
@@ -3024,7 +2993,7 @@ def gateway_command(arguments):
 def cron_command(arguments):
     loop = AgentLoop(settings_of(arguments))
     clock, turn = JobRunner(loop).clock, loop.turn("cli:direct")
-    print(channels.printable(clock.cron(arguments.action, job_id=arguments.job_id, turn=turn)))
+    print(printable(clock.cron(arguments.action, job_id=arguments.job_id, turn=turn)))
     if not gateway_runs(loop.workspace):
         print(template("no_gateway"))
 
@@ -3038,12 +3007,10 @@ def web_command(arguments):
     project = Project(config, loop.turn("web:page"))
     loop.context.project = project.part()
     if project.is_unknown:
-        print(
-            channels.printable(NOT_FOLLOWED.format(project, command_with_flags(arguments, "trust")))
-        )
+        print(printable(NOT_FOLLOWED.format(project, command_with_flags(arguments, "trust"))))
     html = glass_html(model=loop.provider.model, window=config.defaults.context_window_tokens)
     traces = (DATA / "templates/traces").glob("*.jsonl")
-    runs = glass_html(runs={file.stem: recorded(file) for file in traces})
+    runs = glass_html(runs={trace.stem: recorded(trace) for trace in traces})
     # a browser in a sandbox (snap) cannot open files in hidden folders, like ~/.nanobot
     file = path_of("~/nanobot-page.html")
 
@@ -3075,12 +3042,8 @@ def connect_page(loop, page, arguments):
     page.chats |= {key[4:]: False for key in keys if key[:4] == "web:"}
     page.memory = lambda: loop.context.parts(loop.turn("web:page"))
     loop.listeners.append(page.show)
-    loop.hooks.append(StepHook(page.ask))
     loop.can_ask = lambda turn: turn.channel == "web"
-    if isinstance(loop.provider, providers.HumanProvider):
-        loop.provider.ask = page.ask
-    if arguments.approve:
-        loop.hooks.append(ApprovalHook(loop.tools, page.ask))
+    ask_user(loop, page.ask, arguments.approve, True)
 
 
 def recording_command(arguments):
@@ -3093,7 +3056,7 @@ def recording_command(arguments):
         arguments.html.write_text(glass_html(events=events), encoding="utf-8")
         complain(f"{arguments.html} contains the prompts and all tool results")
     else:
-        print(channels.printable("\n".join(map(described, events))))
+        print(printable("\n".join(map(described, events))))
     return 0
 
 
@@ -3135,7 +3098,7 @@ OPTIONS = (  # rows: commands ("" means all), spellings, help, more settings of 
     ("", "--workspace", "default: ~/.nanobot/workspace", {"metavar": "DIR"}),
     ("", "--model", "", NAME),
     ("", "--base-url", "URL of the endpoint; usually ends in /v1", {"metavar": "URL"}),
-    ("", "--provider", ", ".join([*providers.ROWS, "offline", "human"]), NAME),
+    ("", "--provider", ", ".join([*ROWS, "offline", "human"]), NAME),
     ("", "--offline", "", {"dest": "provider", "action": "store_const", "const": "offline"}),
     ("", "--logs --verbose", "write log messages to stderr", SWITCH),
     ("agent", "text", "answer this text, then exit", TEXT | {"nargs": "*"}),
@@ -3225,7 +3188,7 @@ def main(argv=None):
         status = COMMAND_LINE[arguments.command][0](arguments) or 0
         sys.stdout.flush()  # if Python's own flush at exit fails, the exit status is 120
         return status
-    except (ConfigError, channels.CronError, memory.SessionBusy) as problem:
+    except (ConfigError, channels.CronError, SessionBusy) as problem:
         complain(str(problem))
     except BrokenPipeError:  # `nanobot … | head`: the reader has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -3239,7 +3202,7 @@ def main(argv=None):
 
 
 def complain(text):
-    print(f"nanobot: {channels.printable(text)}", file=sys.stderr)
+    print(f"nanobot: {printable(text)}", file=sys.stderr)
 
 
 if __name__ == "__main__":
