@@ -248,8 +248,8 @@ class AgentRunner:
 
     async def run(self, spec: AgentRunSpec) -> AgentRunResult:
         """Ask the model until the run ends. Raises CancelledError, and errors of the callbacks."""
-        model = spec.model or self.provider.model
-        state = RunState(list(spec.messages), model=model, spec=spec, note=spec.note)
+        state = RunState(list(spec.messages), spec=spec, note=spec.note)
+        state.model = spec.model or self.provider.model
         try:
             while not state.result.stop_reason:  # the run ends when it has a stop reason
                 await spec.hook.before_iteration(state)
@@ -273,7 +273,7 @@ class AgentRunner:
             state.result,
             messages=state.messages,
             usage=state.usage,
-            model=model,
+            model=state.model,
             tools_used=list(dict.fromkeys(event["name"] for event in state.result.tool_events)),
         )
 
@@ -405,8 +405,10 @@ class AgentRunner:
         spec = state.spec
         spec.on_event("call", id=call.id, name=call.name, arguments=call.arguments)
         began = time.monotonic()
-        if problem := reason_not_to_run(call):
-            result = ToolResult(problem, is_error=True, shown=f"refused: {problem}")
+        if call.error and not call.denied:
+            call.denied = f"{call.name} was not run: {call.error}. Send the complete call again."
+        if call.denied:
+            result = ToolResult(call.denied, is_error=True, shown=f"refused: {call.denied}")
         else:
             result = await spec.tools.execute(call.name, call.arguments, spec.turn)
         if result.is_error:
@@ -533,7 +535,7 @@ def batches(calls: list[ToolCallRequest], tools: ToolRegistry) -> Iterator[list[
     read_file, grep, write_file, read_file → [read_file, grep], [write_file], [read_file]
     """
 
-    def is_safe(call: ToolCallRequest) -> bool:
+    def is_safe(call):
         known = tools.get(call.name)
         return known is not None and known.concurrency_safe
 
@@ -551,12 +553,16 @@ class ContextBuilder:
     """Builds a request. Prompt caches need a system prompt without the current time."""
 
     def __init__(
-        self, limits: AgentDefaults, memory: memory.MemoryStore, skills: memory.SkillsLoader, now
+        self,
+        limits: AgentDefaults,
+        memory: memory.MemoryStore,
+        skills: memory.SkillsLoader,
+        program: Program,
     ):
         self.memory = memory
         self.skills = skills
         self.zone = channels.zone_named(limits.timezone, channels.machine_zone())
-        self.now = lambda: now().astimezone(self.zone)
+        self.now = lambda: program.now().astimezone(self.zone)
         self.memory_tokens = limits.budget // 4  # limit for MEMORY.md in the prompt
         self.project = ""  # the project's own instructions, if the user has allowed them
 
@@ -644,9 +650,7 @@ class AgentLoop:
         self.memory = memory.MemoryStore(self.workspace, read)
         self.sessions = memory.SessionManager(self.workspace, self.memory, self.events_of)
         self.skills = memory.SkillsLoader(self.workspace / "skills", DATA / "skills", read=read)
-        self.context = ContextBuilder(
-            config.defaults, self.memory, self.skills, lambda: self.program.now()
-        )
+        self.context = ContextBuilder(config.defaults, self.memory, self.skills, self.program)
         self.runner = AgentRunner(self.provider)
         self.consolidator, self.dream = memory_work(self)
         self.cost = CostTrackingHook(config.prices, self.provider.model)
@@ -963,13 +967,6 @@ def add_up(total, usage):
         total[name] += usage.get(name, 0)
     total["total_tokens"] = total["prompt_tokens"] + total["completion_tokens"]
     total["estimated"] |= usage.get("estimated", False)
-
-
-def reason_not_to_run(call):
-    """Returns the reason (for the model) why a call must not run, or "" if the call may run."""
-    if call.error and not call.denied:
-        return f"{call.name} was not run: {call.error}. Send the complete call again."
-    return call.denied
 
 
 def names_of(schemas):
@@ -1424,7 +1421,7 @@ class Conversation:
         self.reply_to = ""  # id of the newest message in this turn
         self.said = []  # what the tool `message` has sent in this turn
 
-    async def take_in(self, message: InboundMessage, kind: str):
+    async def take_in(self, message, kind):
         """Append a message to the inbox file, then acknowledge the message to its channel. Until
         the file can be written, retry, and tell the chat once; other chats do not wait."""
         line = inbox_line(message, kind)
@@ -1444,7 +1441,7 @@ class Conversation:
         GATEWAY_LOG.info("%s: received %d characters", self.key, len(message.content))
         await self._answer_what_waits()
 
-    async def say(self, kind: str, text: str, *files: str):
+    async def say(self, kind, text, *files):
         """Send what the tool `message` says. It stays in the outbox file until it has arrived."""
         line = {"id": uuid.uuid4().hex, "kind": kind, "content": text, "media": files}
         await asyncio.to_thread(self.outbox.append, line)
@@ -1458,7 +1455,7 @@ class Conversation:
     def _send(self, *content, **more):
         self.bus.send(OutboundMessage(*self.chat, *content, **more))
 
-    async def obey(self, command: str):
+    async def obey(self, command):
         """Answer a command, also during a turn. If the command fails, the chat gets the error."""
         try:
             is_stop = slash_command(command)[0] == "stop"
@@ -1566,7 +1563,7 @@ class Conversation:
             mark = partial(session.mark, "delivered", upto=answer["n"])
             self._send(answer["content"], reply_to=self.reply_to, on_delivered=mark)
 
-    async def emit(self, event: OutboundMessage):
+    async def emit(self, event):
         if event.kind == "tool_hint":  # without the lines of a diff
             event.content = event.content.partition("\n")[0]
         if event.kind in ("final", "delta", *kinds_to_show(self.loop.config.channels)):
@@ -1618,72 +1615,60 @@ def gateway_runs(workspace, lock="gateway"):
         return True
 
 
-@dataclass
-class Gateway:
-    """Runs the configured channels, the cron jobs, the heartbeat and, if given, the `page`."""
+def run_gateway(loop, page=None):
+    """Run the configured channels, the cron jobs, the heartbeat and, if given, the `page` until a
+    signal arrives. Raises SessionBusy if this workspace has a gateway."""
+    with locked(loop.workspace / ".nanobot" / "gateway.lock", SERVED.format(loop.workspace)):
+        asyncio.Runner().run(serve(loop, page))  # unlike `asyncio.run`, do not wait for stuck tasks
 
-    loop: AgentLoop
-    page: channels.WebPage | None = None
-    bus: channels.MessageBus = field(default_factory=channels.MessageBus)
 
-    def run(self):
-        """Serve until a signal arrives. Raises SessionBusy if this workspace has a gateway."""
-        home = self.loop.workspace
-        with locked(home / ".nanobot" / "gateway.lock", SERVED.format(home)):
-            asyncio.Runner().run(self.serve())  # unlike `asyncio.run`, do not wait for stuck tasks
-
-    async def serve(self):
-        """Serve until a signal arrives or a task fails; then stop within 8 s."""
-        stop = asyncio.Event()
-        here = asyncio.get_running_loop()
-        channels.end_on_signals(lambda *_: here.call_soon_threadsafe(stop.set))
-        self.open_channels()
-        jobs = JobRunner(self.loop, self.bus.publish)
-        await in_thread(jobs.add_system_jobs)
-        parts = (self.loop.run(self.bus), jobs.run(), stop.wait())
-        work = [asyncio.create_task(part) for part in parts]
-        GATEWAY_LOG.info("serving %s", ", ".join([*self.bus.channels, "cron"]))
-        try:
-            ended, _ = await asyncio.wait(work, return_when="FIRST_COMPLETED")
-            for task in ended:
-                task.result()  # raises the error of a failed task
-        finally:
-            await self.end(work)
-        GATEWAY_LOG.info("ended")
-
-    def open_channels(self):
-        if self.page:
-            self.bus.open(self.page)
-        telegram = self.loop.config.channels.telegram
-        if telegram.token:
-            self.bus.open(
-                channels.Telegram(
-                    telegram.token,
-                    telegram.allow_from,
-                    api_base=telegram.api_base,
-                    group_policy=telegram.group_policy,
-                    media_folder=self.loop.workspace / ".nanobot" / "media",
-                    keep_strangers=partial(
-                        memory.write_atomically, self.loop.workspace / STRANGERS
-                    ),
-                )
-            )
-        if not (self.page or telegram.token and telegram.allow_from):
-            log.warning("Nobody can reach the agent: set channels.telegram.token and allowFrom.")
-
-    async def end(self, work: list[asyncio.Task]):
-        """Cancel all tasks and return within 8 s, even if a tool ignores the cancellation."""
-        ending = asyncio.create_task(self._end_in_order(work))
+async def serve(loop, page):
+    """Serve until a signal arrives or a task fails. Then cancel all tasks and return within 8 s,
+    even if a tool ignores the cancellation."""
+    stop = asyncio.Event()
+    here = asyncio.get_running_loop()
+    channels.end_on_signals(lambda *_: here.call_soon_threadsafe(stop.set))
+    bus = channels.MessageBus()
+    open_channels(loop, bus, page)
+    jobs = JobRunner(loop, bus.publish)
+    await in_thread(jobs.add_system_jobs)
+    parts = (loop.run(bus), jobs.run(), stop.wait())
+    work = [asyncio.create_task(part) for part in parts]
+    GATEWAY_LOG.info("serving %s", ", ".join([*bus.channels, "cron"]))
+    try:
+        ended, _ = await asyncio.wait(work, return_when="FIRST_COMPLETED")
+        for task in ended:
+            task.result()  # raises the error of a failed task
+    finally:
+        ending = asyncio.create_task(end_in_order(loop, bus, work))
         await asyncio.wait([ending], timeout=8.0)
-        sessions = {*self.loop.turns.tasks, *self.loop.subagents.running.values()}
+        sessions = {*loop.turns.tasks, *loop.subagents.running.values()}
         if sessions or not ending.done():
             what = ", ".join(sorted(sessions)) or "a task of the gateway"
             log.warning("still running at the end: %s; the journal has the finished steps", what)
+    GATEWAY_LOG.info("ended")
 
-    async def _end_in_order(self, work):
-        await channels.end_all(work, 6.0)
-        await self.bus.close(2.0)
-        await self.loop.close(1.0)
+
+def open_channels(loop, bus, page):
+    if page:
+        bus.open(page)
+    telegram = loop.config.channels.telegram
+    if telegram.token:
+        bus.open(
+            channels.Telegram(
+                **vars(telegram),
+                media_folder=loop.workspace / ".nanobot" / "media",
+                keep_strangers=partial(memory.write_atomically, loop.workspace / STRANGERS),
+            )
+        )
+    if not (page or telegram.token and telegram.allow_from):
+        log.warning("Nobody can reach the agent: set channels.telegram.token and allowFrom.")
+
+
+async def end_in_order(loop, bus, work):
+    await channels.end_all(work, 6.0)
+    await bus.close(2.0)
+    await loop.close(1.0)
 
 
 class JobRunner:
@@ -2395,8 +2380,8 @@ class StepHook(AgentHook):
 
     async def before_request(self, messages, tools):
         last = str(messages[-1].get("content"))[-1_000:]
-        text = f"{last}\n---- {len(messages)} messages. Enter sends them; type stop to cancel: "
-        await self._decide(text, "request", messages=messages, tools=tools)
+        asked = f"{len(messages)} messages. Enter sends them; type stop to cancel: "
+        await self._decide(f"{last}\n---- {asked}", "request", messages=messages, tools=tools)
 
     async def after_response(self, response):
         for call in response.tool_calls:
@@ -2422,15 +2407,15 @@ class RunEvents:
     """Tells all listeners what happens in a run, as the events that providers.py describes. Each
     message of a request is told once; later requests only name its number."""
 
-    def __init__(self, listeners: list[Callable], who: str, key: str = "memory"):
-        self.listeners = listeners
+    def __init__(self, listeners, who, key="memory"):
+        self.listeners = listeners  # functions that get each event as a dict
         # key: of the session
         self.about = {"run": uuid.uuid4().hex[:8], "who": who, "key": key}
         self.numbers = {}  # each message of the last request, as JSON → its number
         self.count = itertools.count(1)
         self.tools = []  # of the last request
 
-    def __call__(self, kind: str, **fields):
+    def __call__(self, kind, **fields):
         if not self.listeners:
             return
         if kind == "request":
@@ -2595,7 +2580,7 @@ def ask_user(loop, ask, approve, step):
 class Talk:
     """Runs `nanobot agent`: answers one message, or holds a conversation with the user."""
 
-    def __init__(self, arguments, background: channels.BackgroundLoop, held: contextlib.ExitStack):
+    def __init__(self, arguments, background, held):
         config = settings_of(arguments)
         self.words = arguments.text + arguments.message
         self.background = background
@@ -2622,8 +2607,8 @@ class Talk:
         background.waiting = self.terminal.waiting
         background.close = loop.close
 
-    def open_session(self, arguments, held: contextlib.ExitStack):
-        """Choose the session, and return its key. The program holds the session until it ends. The
+    def open_session(self, arguments, held):
+        """Choose the session, and return its key. `held` holds the session's lock to the end. The
         first line of a new journal has the folder and whether `-c` may continue the session."""
         sessions, folder = self.loop.sessions, self.loop.program.folder
         key = named_session(sessions, arguments.session)
@@ -2704,7 +2689,7 @@ class Talk:
             state = f"continuing: {counted(count, 'message')}, last {age} · /new starts afresh"
         return " · ".join([short_path(self.loop.program.folder), self.loop.provider.model, state])
 
-    def answer(self, text: str):
+    def answer(self, text):
         """Answer one message on the terminal. Returns the exit status."""
         self.begin_day()
         self.follow_project()
@@ -2755,20 +2740,18 @@ class Talk:
         await in_thread(memory.remember_terminals, loop.sessions)
         unread = loop.memory.unread()
         last = self.folder / "last-dream"
-        today = time.strftime("%Y-%m-%d")
-        is_read_only = loop.config.read_only or not self.is_watched
-        if is_read_only or len(unread) < (1 if self.is_conversation else 10):
+        may_dream = self.is_watched and loop.config.defaults.dream.interval_h
+        if loop.config.read_only or len(unread) < (1 if self.is_conversation else 10):
             return
-        is_due = max(unread[0]["timestamp"], loop.memory.text_of(last)) < today
-        if is_due and loop.config.defaults.dream.interval_h:
-            loop.background.start(self.dream(last, today), "the dream")
+        if may_dream and max(unread[0]["timestamp"], loop.memory.text_of(last)) < self.day:
+            loop.background.start(self.dream(last), "the dream")
 
-    async def dream(self, last, today):
+    async def dream(self, last):
         told = await self.loop.dream.run()
-        memory.write_atomically(last, today)  # if the program ends before, the next one dreams
+        memory.write_atomically(last, self.day)  # if the program ends before, the next one dreams
         await self.tell(told)
 
-    async def tell(self, text: str):
+    async def tell(self, text):
         async with self.loop.turns.hold(self.key):  # not in the middle of an answer
             self.terminal.report(text)
 
@@ -2798,12 +2781,13 @@ class Talk:
 
 
 def agent_command(arguments):
+    """Answer one message, or hold a conversation."""
     with channels.BackgroundLoop() as background, contextlib.ExitStack() as held:
         return Talk(arguments, background, held).run()
 
 
 def trust_command(arguments):
-    """Allows the instructions of the project in the current folder, or forbids them."""
+    """Follow the AGENTS.md of the project in this folder, or `no`."""
     config = settings_of(arguments)
     turn = AgentLoop(config).turn("cli:trust")
     project = Project(config, turn)
@@ -2816,7 +2800,7 @@ def trust_command(arguments):
 
 
 def undo_command(arguments):
-    """Takes back the file changes of the last turn in this folder that changed files."""
+    """Take back the file changes of the last turn in this folder that changed files."""
     loop = AgentLoop(settings_of(arguments))
     turn = loop.turn("cli:undo")
     here = [each for each in tools.kept_changes(turn.undo) if each["folder"] == str(turn.cwd)]
@@ -2829,6 +2813,7 @@ def undo_command(arguments):
 
 
 def onboard_command(arguments):
+    """Create settings and workspace."""
     file = arguments.config or path_of(USUAL_SETTINGS)
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -2842,10 +2827,9 @@ def onboard_command(arguments):
 
 
 def status_command(arguments):
-    """Prints one line per part: `ok`, `--` (missing, but not needed) or `BAD` (broken; the line
-    says how to fix the part). Returns exit status 1 if a part is broken."""
-    status = 0
-    for part, state, problem in status_rows(settings_of(arguments)):
+    """Check the settings, the model and other parts: `ok`, `--` (not needed) or `BAD`."""
+    status = 0  # 1 if a part is broken; its line says how to fix the part
+    for part, state, problem in status_rows(AgentLoop(settings_of(arguments))):
         mark = "--" if problem is None else "ok"
         if problem:
             mark, state, status = "BAD", f"{state}: {problem}", 1
@@ -2853,30 +2837,27 @@ def status_command(arguments):
     return status
 
 
-def status_rows(config):
+def status_rows(loop):
     """Yields (part, state, problem). Problem: a text, "" (ok) or None (missing, but not needed)."""
-    loop = AgentLoop(config)
-    file = config.path
-    quoted = shlex.quote(str(file))
+    file, problem = loop.config.path, ""
     if not file.exists():
-        yield "settings", "the defaults; `nanobot onboard` creates a settings file", ""
+        file = "the defaults; `nanobot onboard` creates a settings file"
     elif os.name == "posix" and file.stat().st_mode & 0o077:
-        yield "settings", str(file), f"others can read the keys in it: chmod 600 {quoted}"
-    else:
-        yield "settings", str(file), ""
-    yield "workspace", str(loop.workspace), ""
+        problem = f"others can read the keys in it: chmod 600 {shlex.quote(str(file))}"
+    yield "settings", file, problem
+    yield "workspace", loop.workspace, ""
     yield "model", *asyncio.run(model_and_problem(loop.provider))
-    sandbox = config.tools.exec.sandbox
+    sandbox = loop.config.tools.exec.sandbox
     state = sandbox or "off: commands run with all your rights"
     yield "sandbox", state, sandbox and tools.sandbox_problem()
-    telegram = config.channels.telegram  # the token is never printed
+    telegram = loop.config.channels.telegram  # the token is never printed
+    state, problem = "off: put a token into channels.telegram.token", None
     if telegram.token:
         allowed = ", ".join(map(str, telegram.allow_from))
         strangers = loop.memory.text_of(loop.workspace / STRANGERS) or "none"
         state = f"a token is set, allowed: {allowed or 'nobody'}, last strangers: {strangers}"
-        yield "telegram", state, "" if allowed else "put user ids into channels.telegram.allowFrom"
-    else:
-        yield "telegram", "off: put a token into channels.telegram.token", None
+        problem = "" if allowed else "put user ids into channels.telegram.allowFrom"
+    yield "telegram", state, problem
     for name, problem in asyncio.run(loop.mcp.check()).items():
         yield f"mcp {name}", "connected", problem
     for skill in loop.skills.load():
@@ -2900,14 +2881,12 @@ async def model_and_problem(provider):
 
 
 def prompt_command(arguments):
-    """Prints the next request part by part, but does not send it."""
-    config = settings_of(arguments)
-    loop = AgentLoop(config)
-    key = named_session(loop.sessions, arguments.session) or loop.sessions.latest(
-        loop.program.folder
-    )
-    turn = loop.turn(key or "cli:new")
-    loop.context.project = Project(config, turn).part()
+    """Print the next request part by part, but do not send it."""
+    loop = AgentLoop(settings_of(arguments))
+    key = named_session(loop.sessions, arguments.session)
+    key = key or loop.sessions.latest(loop.program.folder) or "cli:new"
+    turn = loop.turn(key)
+    loop.context.project = Project(loop.config, turn).part()
     asyncio.run(loop.mcp.check())  # connects to MCP servers, so that their tools are printed
     message, _ = loop.context.user_message(arguments.text, turn)
     request = preview(loop, turn, message)
@@ -2918,9 +2897,8 @@ def prompt_command(arguments):
     parts["User"] = last["content"]
     for name, text in parts.items():
         if text:
-            print(f"==== {name} (~{memory.estimate(text):,} tokens) ====")
-            print(f"{printable(text)}\n")
-    print("\n".join([*request.notes, f"Total: {config.defaults.share(request.tokens)}"]))
+            print(f"==== {name} (~{memory.estimate(text):,} tokens) ====\n{printable(text)}\n")
+    print(*request.notes, f"Total: {loop.config.defaults.share(request.tokens)}", sep="\n")
 
 
 def lines_of_json(records):
@@ -2928,7 +2906,7 @@ def lines_of_json(records):
 
 
 def sessions_command(arguments):
-    """Prints the last twenty conversations, or the transcript of one."""
+    """List the last twenty conversations, or `show NUMBER`."""
     sessions = memory.SessionManager(settings_of(arguments).workspace)
     if arguments.show:
         key = named_session(sessions, arguments.show)
@@ -2978,7 +2956,7 @@ def short_path(path):
 
 
 def gateway_command(arguments):
-    """Runs the channels, the cron jobs and the heartbeat until a signal arrives."""
+    """Run the channels, the cron jobs and the heartbeat."""
     GATEWAY_LOG.setLevel(logging.INFO)
     config = settings_of(arguments)
     loop = AgentLoop(config, hooks=[LoggingHook()], program=Program(config.workspace))
@@ -2987,10 +2965,11 @@ def gateway_command(arguments):
             "The gateway has no model: set a key, like OPENAI_API_KEY, or set OPENAI_BASE_URL. "
             "To answer with the rules of the offline model, add --offline."
         )
-    Gateway(loop).run()
+    run_gateway(loop)
 
 
 def cron_command(arguments):
+    """List the jobs, or `remove ID`."""
     loop = AgentLoop(settings_of(arguments))
     clock, turn = JobRunner(loop).clock, loop.turn("cli:direct")
     print(printable(clock.cron(arguments.action, job_id=arguments.job_id, turn=turn)))
@@ -2999,7 +2978,7 @@ def cron_command(arguments):
 
 
 def web_command(arguments):
-    """Runs the page, the channels, the cron jobs and the heartbeat until a signal arrives."""
+    """Open a page that shows the agent at work; run what `gateway` runs, too."""
     config = settings_of(arguments)
     if gateway_runs(config.workspace):
         raise ConfigError(SERVED.format(config.workspace))
@@ -3031,63 +3010,63 @@ def web_command(arguments):
             file.touch(0o600)
             file.write_text(f'<meta http-equiv="refresh" content="0; url={page.address}">')
             channels.on_thread(webbrowser.open, file.as_uri())
-        Gateway(loop, page).run()
+        run_gateway(loop, page)
     finally:
         file.unlink(missing_ok=True)
 
 
 def connect_page(loop, page, arguments):
     """Let the page show the sessions and each turn, and ask the questions of a turn."""
-    keys = loop.sessions.list_keys()
-    page.chats |= {key[4:]: False for key in keys if key[:4] == "web:"}
+    page.chats |= {key[4:]: False for key in loop.sessions.list_keys() if key[:4] == "web:"}
     page.memory = lambda: loop.context.parts(loop.turn("web:page"))
     loop.listeners.append(page.show)
     loop.can_ask = lambda turn: turn.channel == "web"
     ask_user(loop, page.ask, arguments.approve, True)
 
 
-def recording_command(arguments):
-    """Prints a recorded run, writes it as an HTML page, or shows it as it looked at the terminal.
-    No tool runs, and no model is asked."""
+def replay_command(arguments):
+    """Show a recorded run as it looked at the terminal: no tool runs, and no model is asked."""
+    pace = 0 if arguments.fast else 1
+    return asyncio.run(play(recorded(arguments.file), channels.CLI(), pace))
+
+
+def trace_command(arguments):
+    """Print a recorded run, or write it as an HTML page."""
     events = recorded(arguments.file)
-    if arguments.command == "replay":
-        return asyncio.run(play(events, channels.CLI(), 0 if arguments.fast else 1))
     if arguments.html:
         arguments.html.write_text(glass_html(events=events), encoding="utf-8")
         complain(f"{arguments.html} contains the prompts and all tool results")
     else:
         print(printable("\n".join(map(described, events))))
-    return 0
 
 
 def lesson_command(arguments):
-    """Runs `exercises` or `walk`, which only a checkout of the source contains."""
+    """For courses: `walk` shows one turn, `exercises` lists the exercises or grades some."""
     file = HERE / "tests" / "exercises" / f"{arguments.command}.py"
     if not file.exists():
         raise ConfigError("This command needs a checkout of the source: run nanobot.py there.")
     return runpy.run_path(str(file))["main"](arguments, lambda: AgentLoop(settings_of(arguments)))
 
 
-COMMAND_LINE = {  # command: (function, description in --help)
-    "agent": (agent_command, "answer one message, or hold a conversation"),
-    "prompt": (prompt_command, "print the next request, but do not send it"),
-    "sessions": (sessions_command, "list conversations, or `show NUMBER`"),
-    "trust": (trust_command, "follow this project's AGENTS.md, or `no`"),
-    "undo": (undo_command, "take back the last turn's changes of files here"),
-    "onboard": (onboard_command, "create settings and workspace"),
-    "status": (status_command, "check the settings, the model and other parts"),
-    "gateway": (gateway_command, "run the channels and the cron jobs"),
-    "cron": (cron_command, "list the jobs, or `remove ID`"),
-    "replay": (recording_command, "show a recorded run as it looked"),
-    "trace": (recording_command, "show a recorded run"),
-    "web": (web_command, "open a page that shows the agent at work"),
-    "walk": (lesson_command, "show one turn, function by function"),
-    "exercises": (lesson_command, "list the exercises, or grade some"),
+COMMAND_LINE = {  # `--help` shows the docstrings of these functions
+    "agent": agent_command,
+    "prompt": prompt_command,
+    "sessions": sessions_command,
+    "trust": trust_command,
+    "undo": undo_command,
+    "onboard": onboard_command,
+    "status": status_command,
+    "gateway": gateway_command,
+    "cron": cron_command,
+    "replay": replay_command,
+    "trace": trace_command,
+    "web": web_command,
+    "walk": lesson_command,
+    "exercises": lesson_command,
 }
 
 
 SWITCH = {"action": "store_true"}
-NAME = {"metavar": "NAME"}
 TEXT = {"metavar": "TEXT"}
 FILE = {"metavar": "FILE", "type": path_of}
 RECORD = {"dest": "record", "default": []}
@@ -3095,10 +3074,10 @@ ON_STDOUT = "print all events on stdout, the answer on stderr"
 SESSION = {"metavar": "NUMBER|KEY", "default": ""}
 OPTIONS = (  # rows: commands ("" means all), spellings, help, more settings of argparse
     ("", "--config", "default: ~/.nanobot/config.json", FILE),
-    ("", "--workspace", "default: ~/.nanobot/workspace", {"metavar": "DIR"}),
-    ("", "--model", "", NAME),
-    ("", "--base-url", "URL of the endpoint; usually ends in /v1", {"metavar": "URL"}),
-    ("", "--provider", ", ".join([*ROWS, "offline", "human"]), NAME),
+    ("", "--workspace", "default: ~/.nanobot/workspace", {}),
+    ("", "--model", "", {}),
+    ("", "--base-url", "URL of the endpoint; usually ends in /v1", {}),
+    ("", "--provider", ", ".join([*ROWS, "offline", "human"]), {}),
     ("", "--offline", "", {"dest": "provider", "action": "store_const", "const": "offline"}),
     ("", "--logs --verbose", "write log messages to stderr", SWITCH),
     ("agent", "text", "answer this text, then exit", TEXT | {"nargs": "*"}),
@@ -3147,8 +3126,8 @@ def parser():
     main_parser.add_argument("--version", action="version", version=f"nanobot {__version__}")
     commands = main_parser.add_subparsers(dest="command", metavar="COMMAND")
     added = {}
-    for name, (_, about) in COMMAND_LINE.items():  # allow_abbrev: reject `--app` for `--approve`
-        added[name] = commands.add_parser(name, help=about, allow_abbrev=False)
+    for name, run in COMMAND_LINE.items():  # allow_abbrev: reject `--app` for `--approve`
+        added[name] = commands.add_parser(name, help=run.__doc__, allow_abbrev=False)
     for names, spellings, about, more in OPTIONS:
         for name in names.split() or COMMAND_LINE:
             added[name].add_argument(*spellings.split(), help=about, **more)
@@ -3185,7 +3164,7 @@ def main(argv=None):
     logging.basicConfig(level=level, handlers=[handler])
     channels.end_on_signals()  # SIGTERM acts like Ctrl-C: the journal keeps all finished steps
     try:
-        status = COMMAND_LINE[arguments.command][0](arguments) or 0
+        status = COMMAND_LINE[arguments.command](arguments) or 0
         sys.stdout.flush()  # if Python's own flush at exit fails, the exit status is 120
         return status
     except (ConfigError, channels.CronError, SessionBusy) as problem:
