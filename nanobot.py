@@ -54,8 +54,8 @@ import channels
 import memory
 import providers
 import tools
-from channels import InboundMessage, OutboundMessage, printable
-from memory import Session, SessionBusy, counted, locked
+from channels import BackgroundLoop, InboundMessage, MessageBus, OutboundMessage, end_all, printable
+from memory import Session, SessionBusy, counted, estimate, locked, write_atomically
 from providers import ROWS, HumanProvider, LLMResponse, OfflineProvider, ToolCallRequest
 from tools import MCPServers, ToolError, ToolRegistry, ToolResult, Turn, in_thread, tool
 
@@ -107,7 +107,7 @@ class AgentRunResult:
     final_content: str | None = None
     messages: list[dict] = field(default_factory=list)
     tools_used: list[str] = field(default_factory=list)
-    usage: dict = field(default_factory=lambda: dict(NO_USAGE))
+    usage: dict = field(default_factory=dict)
     stop_reason: str = ""  # completed, max_iterations, error, tool_error or empty
     tool_events: list[dict] = field(default_factory=list)  # name, arguments, is_error, result
     error: str | None = None
@@ -188,7 +188,7 @@ class RunState(AgentHookContext):
     draft: Draft = field(default_factory=Draft)  # the answer so far
     tools: list[dict] = field(default_factory=list)  # schemas of the tools in the request
     has_tools: bool = True  # False: the model must now answer in words
-    why_empty: str = "the model sent nothing useful"  # the reason why there is no answer
+
     note: str = ""  # a message for the next request only
     failure: str = ""  # the error of the last failed call of this step
     times_in_run: Counter = field(default_factory=Counter)  # call and outcome → how often
@@ -299,7 +299,7 @@ class AgentRunner:
         question, old answer, question] → [system, question]. The context window must also hold the
         tools, the answer and 1,024 spare tokens. If `state.note` has a text, append the note."""
         spec = state.spec
-        size_of_tools = memory.estimate(lines_of_json(state.tools))
+        size_of_tools = estimate(lines_of_json(state.tools))
         budget = spec.context_window - spec.max_tokens - 1_024
         if budget <= 0:
             raise ValueError(
@@ -381,7 +381,6 @@ class AgentRunner:
         if goes_in_circles:
             state.has_tools = False
             state.note = template("same_result_end")
-            state.why_empty = "the same call gave the same result five times"
         state.messages += state.spec.arrivals()  # arrivals are already journalled
 
     async def _run_batch(self, state, batch):
@@ -415,13 +414,20 @@ class AgentRunner:
             state.failure = f"{call.name} failed: {result.text}"
         result = state.count(call, result)  # appends a warning to a repeated result
         text, is_error = result.text, result.is_error
-        event = {"name": call.name, "arguments": call.arguments, "is_error": is_error}
-        state.result.tool_events.append(event | {"result": text})
+        state.result.tool_events.append(
+            {"name": call.name, "arguments": call.arguments, "is_error": is_error, "result": text}
+        )
         message = {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": text}
         spec.append(message)
         seconds = time.monotonic() - began
-        about = {"id": call.id, "text": text, "is_error": is_error, "outcome": result.shown}
-        spec.on_event("result", **about, seconds=seconds)
+        spec.on_event(
+            "result",
+            id=call.id,
+            text=text,
+            is_error=is_error,
+            outcome=result.shown,
+            seconds=seconds,
+        )
         await spec.hook.after_tool(call, result, seconds)
         return message, result.images
 
@@ -465,7 +471,7 @@ class AgentRunner:
                 await self._finish(state, "max_iterations", summary or limit)
             case "empty":  # not journalled, because small models imitate earlier empty answers
                 state.result.stop_reason = "empty"
-                why = state.why_empty
+                why = "the model sent nothing useful"
                 if response.finish_reason in WITHHELD:
                     why = "the endpoint blocked the answer"
                 state.result.final_content = f"There is no answer: {why}. Ask in other words."
@@ -566,17 +572,13 @@ class ContextBuilder:
         self.memory_tokens = limits.budget // 4  # limit for MEMORY.md in the prompt
         self.project = ""  # the project's own instructions, if the user has allowed them
 
-    def request(self, turn: Turn, history: list[dict], images: list[dict]) -> list[dict]:
-        """The messages of a request. The images are in the last message, but not in the journal.
+    def request(self, turn: Turn, history: list[dict]) -> list[dict]:
+        """The messages of a request.
 
         [{"role": "system", "content": "You are nanobot …"}, …,
          {"role": "user", "content": "[Runtime Context …]\\n\\nWhat is in a.txt?"}]
         """
-        system = {"role": "system", "content": self.system_prompt(turn)}
-        if not images:
-            return [system, *history]
-        text = {"type": "text", "text": history[-1]["content"]}
-        return [system, *history[:-1], {"role": "user", "content": [*images, text]}]
+        return [{"role": "system", "content": self.system_prompt(turn)}, *history]
 
     def system_prompt(self, turn: Turn) -> str:
         return PART_END.join(self.parts(turn).values())
@@ -608,7 +610,6 @@ class ContextBuilder:
         """
         files = [attachment(Path(path)) for path in media]
         lines = [line for line, _ in files]
-        images = [image for _, image in files if image]
         runtime = template(
             "runtime",
             time=f"{self.now():%Y-%m-%d %H:%M:%S (%A), %Z}",
@@ -616,7 +617,8 @@ class ContextBuilder:
             channel=turn.channel,
             chat_id=turn.chat_id,
         )
-        return {"role": "user", "content": "\n".join([*lines, text]), "runtime": runtime}, images
+        message = {"role": "user", "content": "\n".join([*lines, text]), "runtime": runtime}
+        return message, [image for _, image in files if image]
 
 
 # ---- From a message to a reply ----
@@ -695,27 +697,24 @@ class AgentLoop:
             session.mark("delivered", upto=session.last)
         return result
 
-    def enter(self, session: Session, turn: Turn, lines: list[dict]) -> list[dict]:
+    def enter(self, session: Session, turn: Turn, lines: list[dict]) -> dict:
         """Journal what the user has typed or sent, so that it survives a kill during the request.
-        A line: {"content": "What is it?", "media": ["cat.png"], "id": "501"}. Returns the images.
-        """
-        images = []
+        A line: {"content": "What is it?", "media": ["cat.png"], "id": "501"}. Returns the images of
+        each message, which are not in the journal: {3: [{"type": "image_url", …}]}"""
+        images = {}
         for line in lines:
-            message, more = self.context.user_message(line["content"], turn, line.get("media", ()))
+            message, found = self.context.user_message(line["content"], turn, line.get("media", ()))
             if "id" in line:  # of a chat's message
                 message["id"] = line["id"]
             session.append(message)
-            images += more
+            images[session.last] = found
         return images
 
     def arrive(self, session: Session, turn: Turn, lines: list[dict]) -> list[dict]:
         """Enter lines that came during the turn. Returns their messages, as the model gets them."""
-        before = session.last
         images = self.enter(session, turn, lines)
-        sent = [memory.as_sent(message) for message in session.messages if message["n"] > before]
-        if images:
-            sent[-1]["content"] = [*images, {"type": "text", "text": sent[-1]["content"]}]
-        return sent
+        new = [memory.as_sent(message) for message in session.messages if message["n"] in images]
+        return with_images(new, images)
 
     async def answer(
         self,
@@ -730,7 +729,7 @@ class AgentLoop:
         After Ctrl-C or /stop, the journal has the results of finished calls, the shown part of the
         answer (with `cut`) and the mark `ended`. Only /continue resumes a turn marked `ended`.
         """
-        images = []
+        images = {}
         command, _ = slash_command(lines[0]["content"] if lines else "")
         if command:
             said = await begin_command(self, command, session, lines[0])
@@ -740,7 +739,7 @@ class AgentLoop:
             session.end_open_turn("interrupted")
             images = self.enter(session, events.turn, lines)
         await self.mcp.connect(self.program.patience)
-        spec = self.run_spec(session.history(), images, events)
+        spec = self.run_spec(with_images(session.history(), images), events)
         spec.note = "\n".join(self.mcp.told_problems)
         spec.append = session.append
         spec.arrivals = lambda: self.arrive(session, events.turn, waiting())
@@ -762,10 +761,10 @@ class AgentLoop:
             if is_kept:
                 self.background.start(self.after_turn(session))
 
-    def run_spec(self, history: list[dict], images: list[dict], events: EventHook) -> AgentRunSpec:
+    def run_spec(self, history: list[dict], events: EventHook) -> AgentRunSpec:
         """The input of the runner: request, tools, hooks, and the limits from the settings."""
         return self.limited(
-            self.context.request(events.turn, history, images),
+            self.context.request(events.turn, history),
             tools=self.tools,
             max_iterations=self.config.defaults.max_tool_iterations,
             hook=CompositeHook([events, *self.hooks_for(events.turn)]),
@@ -797,7 +796,7 @@ class AgentLoop:
 
     async def _make_room(self, session, events, messages):
         """Move old turns to the memory if a request is too long. Returns the remaining messages."""
-        tools = memory.estimate(lines_of_json(self.tools.get_definitions()))
+        tools = estimate(lines_of_json(self.tools.get_definitions()))
         told = await self.consolidator.make_room(session, memory.total_tokens(messages) + tools)
         if told and events.turn.channel == "cli":
             await events.on_retry(told)
@@ -808,7 +807,7 @@ class AgentLoop:
         if told and self.tell:
             await self.tell(told)
 
-    async def run(self, bus: channels.MessageBus):
+    async def run(self, bus: MessageBus):
         """Serve a bus until cancelled. If the program is killed, no message is lost:
 
         Message: channel → inbox file → acknowledgement → wait for a slot (8 turns at once) and for
@@ -847,10 +846,9 @@ class AgentLoop:
         undo = settings.parent / "undo"
         secret = (settings, path_of(USUAL_SETTINGS), undo)
         has_fence = config.tools.restrict_to_workspace or bool(config.tools.exec.sandbox)
-        if has_fence:
-            outside = (path_of("~"), *secret)
-            if any(path.is_relative_to(cwd.resolve()) for path in outside):
-                cwd = self.workspace  # this working folder would open HOME or the keys
+        outside = (path_of("~"), *secret)
+        if has_fence and any(path.is_relative_to(cwd.resolve()) for path in outside):
+            cwd = self.workspace  # this working folder would open HOME or the keys
         return Turn(
             self.workspace,
             cwd,
@@ -878,7 +876,7 @@ def run(text: str, session_key: str = "", config: Config | None = None) -> str:
     loop = AgentLoop(config or load_config())
     if lacks_model(loop):
         warnings.warn(template("no_model"), stacklevel=2)
-    with channels.BackgroundLoop(loop.close) as background:
+    with BackgroundLoop(loop.close) as background:
         key = session_key or loop.sessions.new_key()
         result = background.complete(answer_with_helpers(loop, text, key))
         background.complete(loop.background.settled())
@@ -938,7 +936,7 @@ class Background:
         if self.tasks:
             await asyncio.wait(self.tasks, timeout=seconds)
         left = len(self.tasks)
-        await channels.end_all(self.tasks)
+        await end_all(self.tasks)
         return left
 
 
@@ -949,7 +947,6 @@ async def logged(work, name):
     except Exception as problem:
         is_bug = not isinstance(problem, OSError | SessionBusy)
         log.warning("%s: %s", name, problem, exc_info=is_bug)
-        return None
 
 
 # ---- Helpers of the runner ----
@@ -1008,14 +1005,13 @@ def prepare_workspace(workspace):
 
 def identity(turn, who):
     """Fill in the template `identity`. `who`, if not empty, replaces paragraph 1."""
-    text = template(
+    usual, _, rest = template(
         "identity",
         format=template("format_cli" if turn.channel == "cli" else "format_chat"),
         platform=f"{sys.platform}, Python {sys.version_info.major}.{sys.version_info.minor}",
         cwd=turn.cwd,
         workspace=turn.workspace,
-    )
-    usual, _, rest = text.partition("\n\n")
+    ).partition("\n\n")
     return f"{who or usual}\n\n{rest}"
 
 
@@ -1129,6 +1125,14 @@ def attachment(path):
     return f"[{'image' if image else 'file'}: {path}]", image
 
 
+def with_images(messages, images):
+    """Add their images to messages of a request. `images`: message number → image blocks"""
+    for message in messages:
+        if blocks := images.get(message.get("n")):
+            message["content"] = [*blocks, {"type": "text", "text": message["content"]}]
+    return messages
+
+
 # ---- Hooks ----
 
 
@@ -1212,8 +1216,8 @@ class CostTrackingHook(AgentHook):
         mark = "~" if usage["estimated"] else ""
         cached = f" ({usage['cached_tokens']:,} cached)" if usage["cached_tokens"] else ""
         money = f" · {self.price.of(usage):.4f}" if self.price else ""
-        tokens = f"{usage['prompt_tokens']:,} in{cached} · {usage['completion_tokens']:,} out"
-        return f"{mark}{tokens}{money}"
+        sent = f"{mark}{usage['prompt_tokens']:,} in{cached}"
+        return f"{sent} · {usage['completion_tokens']:,} out{money}"
 
 
 def what_always_allows(call):
@@ -1260,8 +1264,8 @@ class ApprovalHook(AgentHook):
             self.always.add(kind)
         if answer.lower() in ("y", "yes", "a", "always"):
             return ""
-        reason = answer.partition(" ")[2]  # n because it is used elsewhere
-        return f"The user did not approve this call: {reason}".rstrip(": ")
+        # the user typed `n because it is used elsewhere`
+        return f"The user did not approve this call: {answer.partition(' ')[2]}".rstrip(": ")
 
 
 @dataclass
@@ -1291,8 +1295,7 @@ class EventHook(AgentHook):
 
     async def after_tool(self, call, result, seconds):
         folder = json.dumps(f"{self.turn.cwd}{os.sep}", ensure_ascii=False)[1:-1]  # as in the hint
-        hint = tool_hint(call).replace(folder, "")
-        await self.send("tool_hint", f"{hint} · {result.shown}")
+        await self.send("tool_hint", f"{tool_hint(call).replace(folder, '')} · {result.shown}")
 
 
 @dataclass
@@ -1331,7 +1334,7 @@ def tool_hint(call):
 class BusService:
     """Answers the chats of a bus. At most `maxConcurrent` turns run at once, one per chat."""
 
-    def __init__(self, loop: AgentLoop, bus: channels.MessageBus):
+    def __init__(self, loop: AgentLoop, bus: MessageBus):
         self.loop = loop
         self.bus = bus
         self.conversations: dict[str, Conversation] = {}
@@ -1358,8 +1361,8 @@ class BusService:
 
     def _chats(self):
         """The session keys of the chats that the open channels can reach."""
-        listed = self.loop.sessions.list_keys()
-        return [key for key in listed if key.partition(":")[0] in self.bus.channels]
+        reachable = self.bus.channels
+        return [key for key in self.loop.sessions.list_keys() if key.partition(":")[0] in reachable]
 
     async def _hear_helpers(self):
         while True:
@@ -1378,8 +1381,10 @@ class BusService:
         key = f"{channel or turn.channel}:{chat_id or turn.chat_id}"
         chats = self._chats()
         if key not in chats:
-            known = ", ".join(chats) or "none"
-            raise ToolError(f"There is no conversation in the chat {key}. Known chats: {known}")
+            raise ToolError(
+                f"There is no conversation in the chat {key}. "
+                f"Known chats: {', '.join(chats) or 'none'}"
+            )
         files = [turn.path(path) for path in media]
         for file in files:
             if not file.is_file():
@@ -1401,7 +1406,7 @@ class BusService:
     async def end(self):
         """Cancel running turns. The next start of the gateway resumes the cancelled turns."""
         self.loop.is_ending = True
-        await channels.end_all([*self.work.tasks, *self.loop.subagents.running], 5.0)
+        await end_all([*self.work.tasks, *self.loop.subagents.running], 5.0)
 
 
 class Conversation:
@@ -1521,8 +1526,8 @@ class Conversation:
     def _next_lines(self, session):
         """Returns the next user messages (up to 100), or the next command, or the next report."""
         waiting = [line for line in self.inbox.read() if line["id"] not in session.known_ids]
-        messages = itertools.takewhile(lambda line: line["kind"] == "user", waiting[:100])
-        return list(messages) or waiting[:1]
+        users = itertools.takewhile(lambda line: line["kind"] == "user", waiting[:100])
+        return list(users) or waiting[:1]
 
     async def _answer(self, session, lines):
         """Send the answer to these lines, or these lines themselves if they are a report."""
@@ -1628,7 +1633,7 @@ async def serve(loop, page):
     stop = asyncio.Event()
     here = asyncio.get_running_loop()
     channels.end_on_signals(lambda *_: here.call_soon_threadsafe(stop.set))
-    bus = channels.MessageBus()
+    bus = MessageBus()
     open_channels(loop, bus, page)
     jobs = JobRunner(loop, bus.publish)
     await in_thread(jobs.add_system_jobs)
@@ -1658,7 +1663,7 @@ def open_channels(loop, bus, page):
             channels.Telegram(
                 **vars(telegram),
                 media_folder=loop.workspace / ".nanobot" / "media",
-                keep_strangers=partial(memory.write_atomically, loop.workspace / STRANGERS),
+                keep_strangers=partial(write_atomically, loop.workspace / STRANGERS),
             )
         )
     if not (page or telegram.token and telegram.allow_from):
@@ -1666,7 +1671,7 @@ def open_channels(loop, bus, page):
 
 
 async def end_in_order(loop, bus, work):
-    await channels.end_all(work, 6.0)
+    await end_all(work, 6.0)
     await bus.close(2.0)
     await loop.close(1.0)
 
@@ -1680,9 +1685,7 @@ class JobRunner:
         self.is_gateway = tell is not None
         self.tell = tell or self._into_inbox
         self.clock = channels.CronService(
-            channels.JobStore(
-                loop.workspace / "cron" / "jobs.json", locked, memory.write_atomically
-            ),
+            channels.JobStore(loop.workspace / "cron" / "jobs.json", locked, write_atomically),
             self.run_job,
             loop.context.zone,
             now=lambda: loop.program.now().timestamp(),
@@ -1723,7 +1726,8 @@ class JobRunner:
             await {"dream": self.loop.dream.run, "heartbeat": self._beat}[job.id]()
             return
         GATEWAY_LOG.info("cron %s: %s", job.id, job.message[:80])
-        chat, task = f"{job.channel}:{job.chat_id}", template("job", message=job.message)
+        chat = f"{job.channel}:{job.chat_id}"
+        task = template("job", message=job.message)
         report = InboundMessage("system", "job", chat, "", message_id=run)
         try:
             report.content = await self._answer(f"cron:{job.id}", task, chat, job.folder)
@@ -1736,18 +1740,17 @@ class JobRunner:
 
     async def _answer(self, key, text, chat="", folder=""):
         """Answer in a new conversation, not saved to the memory. A failure raises RuntimeError."""
-        place = Path(folder) if folder else None
-        if place and not place.is_dir():
+        if folder and not os.path.isdir(folder):
             raise RuntimeError(f"The folder of the job, {folder}, does not exist any more.")
         self.loop.turns.chats[key] = chat  # /stop in this chat cancels the run
         async with self.loop.turns.hold(key) as session:
             session.mark("new")
             session.mark("saved", upto=session.last)
+        place = Path(folder) if folder else None
         result = await self.loop.process_direct(text, key, folder=place)
-        answer = text_for_chat(result)
         if result.stop_reason in NOT_ANSWERED:
-            raise RuntimeError(answer)
-        return answer
+            raise RuntimeError(text_for_chat(result))
+        return text_for_chat(result)
 
     async def _into_inbox(self, report):
         inbox = self.loop.sessions.inbox(report.chat_id)
@@ -1884,13 +1887,15 @@ async def helper_answer(loop, task, turn):
     registry = loop.tools.copy()
     for name in ("spawn", "message", "cron"):
         registry.unregister(name)
-    prompt = template("subagent", cwd=turn.cwd, workspace=turn.workspace)
-    facts = loop.context.parts(turn).get("Memory", "")
     skills = [skill for skill in loop.skills.load() if skill.name not in NOT_FOR_HELPERS]
-    system = "\n\n".join([prompt, facts, *skill_parts(skills).values()])
+    system = [
+        template("subagent", cwd=turn.cwd, workspace=turn.workspace),
+        loop.context.parts(turn).get("Memory", ""),
+        *skill_parts(skills).values(),
+    ]
     message, _ = loop.context.user_message(task, turn)  # adds date and time to the task
     spec = loop.limited(
-        [{"role": "system", "content": system}, memory.as_sent(message)],
+        [{"role": "system", "content": "\n\n".join(system)}, memory.as_sent(message)],
         tools=registry,
         turn=replace(turn, seen={}),
         hook=CompositeHook(loop.hooks_for(turn)),
@@ -2007,7 +2012,7 @@ def status_text(loop, turn):
 def preview(loop, turn, *later):
     """Build the next request, with the messages `later`. Nothing is sent, and nothing is saved."""
     history = loop.sessions.get(turn.session_key).history(*later)
-    spec = loop.run_spec(history, [], EventHook(None, turn, loop.program.streaming))
+    spec = loop.run_spec(history, EventHook(None, turn, loop.program.streaming))
     state = RunState(spec.messages, spec=spec)
     loop.runner.prepare(state)
     return loop.runner.govern(state)
@@ -2230,9 +2235,8 @@ def path_of(text):
 def load_config(path=None, environ=os.environ):
     """Read the settings file. Environment variables override it. If given, `path` must exist."""
     file = path or path_of(USUAL_SETTINGS)
-    config = Config()
-    if path or file.exists():
-        config = read_setting(Config, read_json(file, environ))
+    is_there = path or file.exists()
+    config = read_setting(Config, read_json(file, environ) if is_there else {})
     config.path = file
     for row in ROWS.values():
         if key := environ.get(row.env_key):
@@ -2332,8 +2336,8 @@ def make_provider(config, model=""):
 
 def lacks_model(loop):
     """True if the offline model answers although nobody has asked for the offline model."""
-    wanted = loop.config.defaults.provider
-    return wanted != "offline" and isinstance(loop.provider, OfflineProvider)
+    is_offline = isinstance(loop.provider, OfflineProvider)
+    return is_offline and loop.config.defaults.provider != "offline"
 
 
 class ReadOnlyTools(ToolRegistry):
@@ -2385,8 +2389,10 @@ class StepHook(AgentHook):
 
     async def after_response(self, response):
         for call in response.tool_calls:
-            shown = json.dumps(call.arguments, ensure_ascii=False)
-            text = f"{call.name} {shown}\nEnter runs it; or type skip, stop or new JSON arguments: "
+            text = (
+                f"{call.name} {json.dumps(call.arguments, ensure_ascii=False)}\n"
+                "Enter runs it; or type skip, stop or new JSON arguments: "
+            )
             answer = await self._decide(text, "call", name=call.name, arguments=call.arguments)
             if answer == "skip":
                 call.denied = "The user skipped this call."
@@ -2438,7 +2444,7 @@ class RunEvents:
         return {
             "sent": [self.numbers[text] for text in texts],
             "tokens": list(map(memory.message_tokens, messages)),
-            "parts": list(map(memory.estimate, parts)),
+            "parts": list(map(estimate, parts)),
             "messages": list(map(json.loads, new)),
         }
 
@@ -2590,10 +2596,9 @@ class Talk:
         self.has_keyboard = sys.stdin.isatty()
         self.is_conversation = self.has_keyboard and not self.words
         self.day = ""  # the day on which the memory was last put in order
-        self.is_watched = self.terminal.err.isatty()  # does a person see the reports?
+        self.is_watched = err.isatty()  # does a person see the reports?
         ask = background.ask if self.has_keyboard else None
-        loop = AgentLoop(config)
-        self.loop = loop
+        self.loop = loop = AgentLoop(config)
         self.folder = loop.workspace / ".nanobot"
         self.key = self.open_session(arguments, held)
         self.resume = command_with_flags(arguments, "-s", self.key, "-m", "/continue")
@@ -2748,7 +2753,7 @@ class Talk:
 
     async def dream(self, last):
         told = await self.loop.dream.run()
-        memory.write_atomically(last, self.day)  # if the program ends before, the next one dreams
+        write_atomically(last, self.day)  # if the program ends before, the next one dreams
         await self.tell(told)
 
     async def tell(self, text):
@@ -2782,7 +2787,7 @@ class Talk:
 
 def agent_command(arguments):
     """Answer one message, or hold a conversation."""
-    with channels.BackgroundLoop() as background, contextlib.ExitStack() as held:
+    with BackgroundLoop() as background, contextlib.ExitStack() as held:
         return Talk(arguments, background, held).run()
 
 
@@ -2796,7 +2801,7 @@ def trust_command(arguments):
             f"{turn.cwd} has no AGENTS.md or CLAUDE.md, and neither has its git repository."
         )
     project.keep(arguments.answer == "yes")
-    print(printable(f"{project}: {'followed' if project.answer else 'not followed'}"))
+    show(f"{project}: {'followed' if project.answer else 'not followed'}")
 
 
 def undo_command(arguments):
@@ -2807,9 +2812,7 @@ def undo_command(arguments):
     keys = [each["session"] for each in here if each["session"].startswith("cli:")]
     if not keys:
         raise ConfigError(f"There is nothing to undo: no turn has changed files in {turn.cwd}.")
-    with channels.BackgroundLoop(loop.close) as background:
-        result = background.complete(loop.process_direct("/undo", keys[-1]))
-    print(printable(result.final_content))
+    show(asyncio.run(loop.process_direct("/undo", keys[-1])).final_content)
 
 
 def onboard_command(arguments):
@@ -2833,7 +2836,7 @@ def status_command(arguments):
         mark = "--" if problem is None else "ok"
         if problem:
             mark, state, status = "BAD", f"{state}: {problem}", 1
-        print(printable(f"{mark:4}{part:22}{state}"))
+        show(f"{mark:4}{part:22}{state}")
     return status
 
 
@@ -2871,8 +2874,8 @@ async def model_and_problem(provider):
     if isinstance(provider, HumanProvider):
         return "human: you play the model", ""
     if isinstance(provider, OfflineProvider):
-        advice = "set OPENAI_API_KEY or OPENAI_BASE_URL to use a real model"
-        return f"offline: fixed rules; {advice}", "; ".join(provider.rules.problems)
+        state = "offline: fixed rules; set OPENAI_API_KEY or OPENAI_BASE_URL to use a real model"
+        return state, "; ".join(provider.rules.problems)
     problem = await provider.check()
     await provider.close()
     endpoint, model = provider.endpoint, provider.model or "no model name"
@@ -2897,7 +2900,7 @@ def prompt_command(arguments):
     parts["User"] = last["content"]
     for name, text in parts.items():
         if text:
-            print(f"==== {name} (~{memory.estimate(text):,} tokens) ====\n{printable(text)}\n")
+            print(f"==== {name} (~{estimate(text):,} tokens) ====\n{printable(text)}\n")
     print(*request.notes, f"Total: {loop.config.defaults.share(request.tokens)}", sep="\n")
 
 
@@ -2911,9 +2914,11 @@ def sessions_command(arguments):
     if arguments.show:
         key = named_session(sessions, arguments.show)
         if key not in sessions.list_keys():
-            listing = command_with_flags(arguments, "sessions")
-            raise ConfigError(f"There is no session {arguments.show!r}: see `{listing}`.")
-        return print(printable("\n".join(sessions.transcript(key))))
+            raise ConfigError(
+                f"There is no session {arguments.show!r}: "
+                f"see `{command_with_flags(arguments, 'sessions')}`."
+            )
+        return show("\n".join(sessions.transcript(key)))
     for number, (key, used) in enumerate(conversations(sessions), 1):
         if number > 20 and not arguments.all:
             return print("Older conversations: nanobot sessions --all")
@@ -2921,7 +2926,7 @@ def sessions_command(arguments):
         words = " ".join(str(said[0]).split())[:50] if said else "(no message yet)"
         folder = sessions.first_line(key).get("folder")
         place = f"{short_path(Path(folder))}, {key}" if folder else key
-        print(printable(f"{number:>3}  {ago(used):>14}  {words}  ({place})"))
+        show(f"{number:>3}  {ago(used):>14}  {words}  ({place})")
 
 
 def conversations(sessions):
@@ -2972,7 +2977,7 @@ def cron_command(arguments):
     """List the jobs, or `remove ID`."""
     loop = AgentLoop(settings_of(arguments))
     clock, turn = JobRunner(loop).clock, loop.turn("cli:direct")
-    print(printable(clock.cron(arguments.action, job_id=arguments.job_id, turn=turn)))
+    show(clock.cron(arguments.action, job_id=arguments.job_id, turn=turn))
     if not gateway_runs(loop.workspace):
         print(template("no_gateway"))
 
@@ -2986,7 +2991,7 @@ def web_command(arguments):
     project = Project(config, loop.turn("web:page"))
     loop.context.project = project.part()
     if project.is_unknown:
-        print(printable(NOT_FOLLOWED.format(project, command_with_flags(arguments, "trust"))))
+        show(NOT_FOLLOWED.format(project, command_with_flags(arguments, "trust")))
     html = glass_html(model=loop.provider.model, window=config.defaults.context_window_tokens)
     traces = (DATA / "templates/traces").glob("*.jsonl")
     runs = glass_html(runs={trace.stem: recorded(trace) for trace in traces})
@@ -3037,7 +3042,7 @@ def trace_command(arguments):
         arguments.html.write_text(glass_html(events=events), encoding="utf-8")
         complain(f"{arguments.html} contains the prompts and all tool results")
     else:
-        print(printable("\n".join(map(described, events))))
+        show("\n".join(map(described, events)))
 
 
 def lesson_command(arguments):
@@ -3178,6 +3183,10 @@ def main(argv=None):
     except Exception:
         log.exception("this is a bug")
     return 1
+
+
+def show(text):
+    print(printable(text))
 
 
 def complain(text):
