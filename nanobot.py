@@ -42,8 +42,8 @@ import uuid
 import warnings
 import weakref
 import webbrowser
-from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from datetime import datetime
 from functools import cache, partial, partialmethod, wraps
@@ -65,7 +65,7 @@ log = logging.getLogger("nanobot")
 HERE = Path(__file__).resolve().parent
 DATA = HERE if (HERE / "templates").is_dir() else HERE / "nanobot_data"  # nanobot_data: in wheels
 
-Emit = Callable[[OutboundMessage], Awaitable[None]]
+
 Media = Iterable[Path]  # files attached to a message
 NO_USAGE = {
     "prompt_tokens": 0,
@@ -129,10 +129,6 @@ class AgentHookContext:
     usage: providers.Usage = field(default_factory=lambda: providers.Usage(NO_USAGE))
     model: str = ""
 
-    @property
-    def tool_calls(self):
-        return self.response.tool_calls
-
 
 class AgentHook:
     """Observes or changes a run. Override any of the methods. A step calls the methods in this
@@ -175,7 +171,7 @@ class Draft:
     unclear: str = ""  # what looks like a call after a text: not shown and not run yet
     has_asked: bool = False  # True: the model was asked whether it wants to run that call
     cuts: int = 0
-    blanks: int = 0  # number of empty answers
+    is_blank: bool = False  # True: the model was asked again, because its answer was empty
 
     def joined(self, rest: str | None):
         return "".join([*self.parts, rest or ""])
@@ -191,9 +187,7 @@ class RunState(AgentHookContext):
 
     note: str = ""  # a message for the next request only
     failure: str = ""  # the error of the last failed call of this step
-    times_in_run: Counter = field(default_factory=Counter)  # call and outcome → how often
-    steps_in_a_row: Counter = field(default_factory=Counter)  # the same for steps, of this step …
-    steps_before: Counter = field(default_factory=Counter)  # … and of the previous step
+    steps: list[set] = field(default_factory=list)  # of each step: its calls and their outcomes
     room: int = sys.maxsize  # token limit of requests; lowered after a request was too long
     is_told: bool = False  # True: the user was informed that messages are left out
 
@@ -218,23 +212,23 @@ class RunState(AgentHookContext):
             await self.spec.hook.on_stream(held + piece)
 
     def count(self, call: ToolCallRequest, result: ToolResult):
-        """Count how often this call had this outcome. From the third time on, append a warning to
-        the result. All failures of a call count as the same outcome."""
+        """Count the steps in which this call had this outcome. From the third step on, append a
+        warning to the result. All failures of a call count as the same outcome."""
         outcome = None if result.is_error else [result.text, result.images]
         this_call = lines_of_json([call.name, call.arguments, outcome])
-        self.steps_in_a_row[this_call] = self.steps_before[this_call] + 1
-        self.times_in_run[this_call] += 1
-        times = self.times_in_run[this_call]
+        self.steps[-1].add(this_call)
+        times = sum(this_call in step for step in self.steps)
         if times < 3:
             return result
         warning = template("same_failure" if result.is_error else "same_result", count=times)
         return replace(result, text=f"{result.text}\n{warning}")
 
-    def end_step(self):
-        """End a step. Returns how many steps in a row had all of these calls and outcomes."""
-        self.steps_before = self.steps_in_a_row
-        self.steps_in_a_row = Counter()
-        return min(self.steps_before.values(), default=0)
+    @property
+    def goes_in_circles(self):
+        """True if the last five steps had all calls and outcomes of this step."""
+        *_, this_step = self.steps
+        recent = self.steps[-5:]
+        return len(recent) == 5 and all(this_step <= step for step in recent)
 
 
 # ---- The runner: prepare a request, ask the model, run its calls, repeat ----
@@ -307,8 +301,8 @@ class AgentRunner:
                 f"must be less than context_window ({spec.context_window})."
             )
         budget = min(budget, state.room)
-        users = [message for message in spec.messages if message["role"] == "user"]
-        task = users[-1] if users else None  # the user's last message is never left out
+        users = (message for message in reversed(spec.messages) if message["role"] == "user")
+        task = next(users, None)  # the user's last message is never left out
         request = memory.Governed(state.messages, budget, task, size_of_tools)
         if state.draft.parts:  # to continue a cut answer, the model needs the parts so far
             request.messages.append({"role": "assistant", "content": state.draft.joined("")})
@@ -371,14 +365,14 @@ class AgentRunner:
         await state.spec.hook.on_stream_end(True)
         await state.spec.hook.before_execute_tools(response.tool_calls)
         state.failure = ""
+        state.steps.append(set())
         for batch in batches(response.tool_calls, state.spec.tools):
             await self._run_batch(state, batch)
-        goes_in_circles = state.end_step() >= 5  # the last 5 steps had the same calls and results
-        if goes_in_circles and state.failure:
+        if state.goes_in_circles and state.failure:
             state.result.error = state.failure
             await self._finish(state, "tool_error", f"I had to stop: {state.failure}")
             return
-        if goes_in_circles:
+        if state.goes_in_circles:
             state.has_tools = False
             state.note = template("same_result_end")
         state.messages += state.spec.arrivals()  # arrivals are already journalled
@@ -457,13 +451,13 @@ class AgentRunner:
                 draft.cuts += 1
                 draft.streamed = ""
             case "blank":
-                draft.blanks += 1
-                if draft.blanks == 2:
+                if draft.is_blank:
                     state.has_tools = False
                     state.note = template("blank_answer")
+                draft.is_blank = True
             case "answered":
-                cut = CUT_AGAIN if response.finish_reason == "length" else ""
-                await self._finish(state, "completed", response.content, cut)
+                is_cut = response.finish_reason == "length"
+                await self._finish(state, "completed", response.content, is_cut)
             case "limit":
                 summary = "" if response.finish_reason == "error" else response.content
                 steps = counted(state.spec.max_iterations, "step")
@@ -481,19 +475,20 @@ class AgentRunner:
                 state.result.final_content = self._keep_half_answer(state, state.result.error)
         await hook.on_stream_end(not state.result.stop_reason)
 
-    async def _finish(self, state, reason, text, cut=""):
-        """End the run with `text`. If `text` is incomplete, `cut` is the reason."""
+    async def _finish(self, state, reason, text, is_cut=False):
+        """End the run with `text`."""
         response = state.response
         answer = await state.spec.hook.finalize_content(state.draft.joined(text))
         message = {"role": "assistant", "content": answer}
         if not response.has_tool_calls:  # if an answer has calls, its reasoning belongs to them
             message |= response.extra  # reasoning that some endpoints require in later requests
-        if cut:
-            message["cut"] = cut
+        if is_cut:
+            message["cut"] = "cut: the answer reached its length limit again and again"
+            answer += f"\n\n({message['cut']})"
         state.add(message)
         state.draft = Draft()
         state.result.stop_reason = reason
-        state.result.final_content = f"{answer}\n\n({cut})" if cut else answer
+        state.result.final_content = answer
 
     def _keep_half_answer(self, state, why):
         """Write the shown part of an answer to the journal, for the next request."""
@@ -541,9 +536,8 @@ def batches(calls: list[ToolCallRequest], tools: ToolRegistry) -> Iterator[list[
     read_file, grep, write_file, read_file → [read_file, grep], [write_file], [read_file]
     """
 
-    def is_safe(call):
-        known = tools.get(call.name)
-        return known is not None and known.concurrency_safe
+    def is_safe(call):  # False for an unknown tool
+        return getattr(tools.get(call.name), "concurrency_safe", False)
 
     for together, neighbours in itertools.groupby(calls, is_safe):
         if together:
@@ -672,14 +666,14 @@ class AgentLoop:
         self,
         text: str,
         session_key: str = "",
-        on_event: Emit | None = None,
+        on_event: Callable | None = None,
         media: Media = (),
         folder: Path | None = None,
         waiting: Callable = list,
     ) -> AgentRunResult:
         """Answer one message, without a `session_key` in a new session; commands run in `folder`.
-        `waiting` as in `answer`. Raises SessionBusy, and OSError if the journal cannot be written.
-        """
+        `on_event` is awaited with each OutboundMessage; `waiting` as in `answer`. Raises
+        SessionBusy, and OSError if the journal cannot be written."""
         session_key = session_key or self.sessions.new_key()
         events = EventHook(on_event, self.turn(session_key, folder), self.program.streaming)
         command, argument = slash_command(text)
@@ -910,7 +904,7 @@ class RunningTurns:
     locks: dict = field(default_factory=weakref.WeakValueDictionary)  # session key → lock in use
 
     @contextlib.asynccontextmanager
-    async def hold(self, session_key: str):
+    async def hold(self, session_key):
         """Lock a session for one turn that AgentLoop.stop can cancel. Raises SessionBusy."""
         async with self.locks.setdefault(session_key, asyncio.Lock()):
             with self.sessions.lock(session_key):
@@ -925,12 +919,12 @@ class RunningTurns:
 class Background:
     tasks: set[asyncio.Task] = field(default_factory=set)
 
-    def start(self, work: Awaitable, name: str = "in the background"):
+    def start(self, work, name="in the background"):
         task = asyncio.create_task(logged(work, name))
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
 
-    async def settled(self, seconds: float = 60.0):
+    async def settled(self, seconds=60.0):
         """Wait up to `seconds`, then cancel the tasks. Returns the number of the cancelled ones;
         later turns redo their memory work."""
         if self.tasks:
@@ -951,11 +945,9 @@ async def logged(work, name):
 
 # ---- Helpers of the runner ----
 
-GIVEN_UP = (
-    "Your last message was not answered: nanobot was interrupted. /continue resumes the turn."
-)
+
 LIMIT_REACHED = "the limit of steps (maxToolIterations) is reached; ask the agent to go on"
-CUT_AGAIN = "cut: the answer reached its length limit again and again"
+
 NOT_ANSWERED = ("error", "tool_error", "empty")  # values of `stop_reason` if there is no answer
 
 
@@ -971,8 +963,7 @@ def names_of(schemas):
 
 
 def is_read_only(name, tools):
-    known = tools.get(name)
-    return known is not None and known.read_only
+    return getattr(tools.get(name), "read_only", False)  # False for an unknown tool
 
 
 # ---- Prompts are files, in templates/ and in the workspace ----
@@ -1046,10 +1037,10 @@ class Project:
     its git repository; else in CLAUDE.md. They may be a stranger's text (`git clone`): they are a
     part of the prompt only if the user has allowed this version."""
 
-    def __init__(self, config: Config, turn: Turn):
+    def __init__(self, loop, session_key):
         # tools may not open files whose name begins like that of the settings: `tools.is_secret`
-        self.file = config.path.with_name(f"{config.path.name}.trust")
-        self.path, self.text = self._find(turn)
+        self.file = Path(f"{loop.config.path}.trust")
+        self.path, self.text = self._find(loop.turn(session_key))
         self.version = f"{self.path} {hashlib.sha256(self.text.encode()).hexdigest()}"
         self.answer = None  # None: the user was not asked about this version
         for line in memory.read_records(self.file, partial(memory.has, version=str, follow=bool)):
@@ -1063,10 +1054,11 @@ class Project:
         root = next((folder for folder in folders if os.path.exists(folder / ".git")), here)
         fenced = replace(turn, workspace=root, cwd=root, restrict=True, readable=())
         for name in ("AGENTS.md", "CLAUDE.md"):
-            for folder in folders[: folders.index(root) + 1]:
+            for folder in folders:
                 path = folder / name
                 is_markdown = os.path.realpath(path).endswith(".md")  # not a link to .env
-                if is_markdown and folder != turn.workspace:
+                is_own = folder.is_relative_to(root) and folder != turn.workspace
+                if is_markdown and is_own:
                     text = own_text(fenced, path)
                     if len(text) > 16_000:
                         text = text[:16_000] + "\n[the rest is left out]"
@@ -1077,9 +1069,9 @@ class Project:
     @property
     def is_unknown(self):
         """True if there is a file, and the user was not asked about this version of it."""
-        return bool(self.text) and self.answer is None
+        return self.text and self.answer is None
 
-    def keep(self, answer: bool):
+    def keep(self, answer):
         """Remember the user's answer for this version of the file."""
         self.answer = answer
         memory.append_lines(self.file, [{"version": self.version, "follow": answer}])
@@ -1232,12 +1224,6 @@ def what_always_allows(call):
     return f"$ {words[0] if words else command}"
 
 
-NOBODY = (
-    "Not approved: nobody can be asked here, so this call did not run. Tell the user to ask for it "
-    "at a terminal or in an open window of the page, or to start nanobot without --approve."
-)
-
-
 @dataclass
 class ApprovalHook(AgentHook):
     """Asks the user before each call, except calls of known read-only tools."""
@@ -1258,7 +1244,11 @@ class ApprovalHook(AgentHook):
         question = channels.approval_question(call.name, call.arguments, kind)
         answer = await self.ask(question) if self.ask else None
         if answer is None:
-            return NOBODY
+            return (
+                "Not approved: nobody can be asked here, so this call did not run. Tell the user "
+                "to ask for it at a terminal or in an open window of the page, or to start nanobot "
+                "without --approve."
+            )
         answer = answer.strip()
         if kind and answer.lower() in ("a", "always"):
             self.always.add(kind)
@@ -1273,13 +1263,13 @@ class EventHook(AgentHook):
     """Sends what happens in a turn to its channel: deltas, the text before calls, each call with
     its outcome, retries, the answer."""
 
-    emit: Emit | None
+    emit: Callable | None  # awaited with each OutboundMessage
     turn: Turn
     wants_streaming: bool
     shows_deltas: bool = True  # True: the channel shows deltas
     only_watches = True
 
-    async def send(self, kind: str, content: str):
+    async def send(self, kind, content):
         if self.emit:
             await self.emit(OutboundMessage(self.turn.channel, self.turn.chat_id, content, kind))
 
@@ -1353,7 +1343,7 @@ class BusService:
         if command in ("", *WAITING):
             self.work.start(conversation.take_in(message, "command" if command else "user"))
         else:
-            self.work.start(conversation.obey(message.content), message.session_key)
+            self.work.start(conversation.obey(command, message.content), message.session_key)
             message.confirm()
 
     def _conversation(self, key):
@@ -1412,7 +1402,7 @@ class BusService:
 class Conversation:
     """One chat. Each message starts a task that saves the message, then answers the whole inbox."""
 
-    def __init__(self, service: BusService, key: str):
+    def __init__(self, service, key):
         self.service = service
         self.loop = service.loop
         self.bus = service.bus
@@ -1460,19 +1450,18 @@ class Conversation:
     def _send(self, *content, **more):
         self.bus.send(OutboundMessage(*self.chat, *content, **more))
 
-    async def obey(self, command):
+    async def obey(self, command, text):
         """Answer a command, also during a turn. If the command fails, the chat gets the error."""
         try:
-            is_stop = slash_command(command)[0] == "stop"
-            is_between = is_stop and not self.loop.sessions.get(self.key).is_open
+            is_between = command == "stop" and not self.loop.sessions.get(self.key).is_open
             if is_between and self.bus.stop_sending(*self.chat):
                 self._send(
                     "Stopped: the rest of the answer is not sent. The journal has all of it."
                 )
             else:
-                await self.loop.process_direct(command, self.key, self.emit)
+                await self.loop.process_direct(text, self.key, self.emit)
         except Exception as problem:
-            self._send(f"Sorry, {command.split()[0]} failed: {problem}")
+            self._send(f"Sorry, /{command} failed: {problem}")
             raise
 
     async def go_on_after_restart(self):
@@ -1487,7 +1476,9 @@ class Conversation:
             age = time.time() - session.path.stat().st_mtime
             self.is_due = session.resumed < 2 and age < 86_400 and id_ not in session.known_ids
             if not self.is_due:
-                report = InboundMessage("system", "", self.key, GIVEN_UP, message_id=id_)
+                text = "Your last message was not answered: nanobot was interrupted. "
+                text += "/continue resumes the turn."
+                report = InboundMessage("system", "", self.key, text, message_id=id_)
                 await self.take_in(report, "report")
         await self._answer_what_waits()
 
@@ -1565,8 +1556,8 @@ class Conversation:
     def _send_answers(self, answers, session):
         """Send messages of the journal. After a restart, undelivered ones are sent again."""
         for answer in answers:
-            mark = partial(session.mark, "delivered", upto=answer["n"])
-            self._send(answer["content"], reply_to=self.reply_to, on_delivered=mark)
+            delivered = partial(session.mark, "delivered", upto=answer["n"])
+            self._send(answer["content"], reply_to=self.reply_to, on_delivered=delivered)
 
     async def emit(self, event):
         if event.kind == "tool_hint":  # without the lines of a diff
@@ -1852,7 +1843,7 @@ class SubagentManager:
     running: dict = field(default_factory=dict)  # task → its session key
     results: asyncio.Queue[InboundMessage] = field(default_factory=asyncio.Queue)
 
-    def of(self, session_key: str):
+    def of(self, session_key):
         return [task for task, key in self.running.items() if key == session_key]
 
     async def spawn(self, task: str, label: str = "", wait: bool = False, *, turn: Turn):
@@ -1879,15 +1870,13 @@ class SubagentManager:
         self.results.put_nowait(InboundMessage("system", "subagent", turn.session_key, text))
 
 
-NOT_FOR_HELPERS = ("cron", "memory", "skill-creator")  # skills
-
-
 async def helper_answer(loop, task, turn):
     """Run a helper. Returns its answer, or raises ToolError if there is none."""
     registry = loop.tools.copy()
     for name in ("spawn", "message", "cron"):
         registry.unregister(name)
-    skills = [skill for skill in loop.skills.load() if skill.name not in NOT_FOR_HELPERS]
+    hidden = ("cron", "memory", "skill-creator")
+    skills = [skill for skill in loop.skills.load() if skill.name not in hidden]
     system = [
         template("subagent", cwd=turn.cwd, workspace=turn.workspace),
         loop.context.parts(turn).get("Memory", ""),
@@ -2131,10 +2120,10 @@ class Price:
     cached: float | None = None  # if None, the same price as `input`
 
     def of(self, usage: dict):
-        cached_price = self.input if self.cached is None else self.cached
-        cached, output = usage["cached_tokens"], usage["completion_tokens"]
-        fresh = usage["prompt_tokens"] - cached
-        return (fresh * self.input + cached * cached_price + output * self.output) / 1e6
+        price = usage["prompt_tokens"] * self.input + usage["completion_tokens"] * self.output
+        if self.cached is not None:
+            price -= usage["cached_tokens"] * (self.input - self.cached)
+        return price / 1e6
 
 
 @dataclass
@@ -2210,22 +2199,22 @@ class Config:
             log.warning("tools.web.search.apiKey has no effect: %s takes no key", search.provider)
 
 
-@dataclass
-class Program:
-    """What a program, or a test, gives to the agent besides the settings."""
-
-    folder: Path = field(default_factory=lambda: working_folder())  # exec runs here
-    now: Callable = datetime.now
-    sleep: Callable = asyncio.sleep
-    streaming: bool = True
-    patience: float = 15.0  # seconds to wait for MCP servers that are starting
-
-
 def working_folder():
     try:
         return Path.cwd()
     except FileNotFoundError:
         raise ConfigError("The current folder does not exist: cd to another folder.") from None
+
+
+@dataclass
+class Program:
+    """What a program, or a test, gives to the agent besides the settings."""
+
+    folder: Path = field(default_factory=working_folder)  # exec runs here
+    now: Callable = datetime.now
+    sleep: Callable = asyncio.sleep
+    streaming: bool = True
+    patience: float = 15.0  # seconds to wait for MCP servers that are starting
 
 
 def path_of(text):
@@ -2235,8 +2224,7 @@ def path_of(text):
 def load_config(path=None, environ=os.environ):
     """Read the settings file. Environment variables override it. If given, `path` must exist."""
     file = path or path_of(USUAL_SETTINGS)
-    is_there = path or file.exists()
-    config = read_setting(Config, read_json(file, environ) if is_there else {})
+    config = read_setting(Config, read_json(file, environ) if path or file.exists() else {})
     config.path = file
     for row in ROWS.values():
         if key := environ.get(row.env_key):
@@ -2248,9 +2236,6 @@ def load_config(path=None, environ=os.environ):
     defaults.model = environ.get("NANOBOT_MODEL") or defaults.model
     defaults.workspace = environ.get("NANOBOT_WORKSPACE") or defaults.workspace
     return config
-
-
-JSON_ADVICE = "Write straight quotes, no comma before a closing bracket, and at least {}."
 
 
 def read_json(file, environ):
@@ -2267,7 +2252,10 @@ def read_json(file, environ):
     except OSError as problem:
         fault = f"{file}: {problem.strerror}. `nanobot onboard --config {file}` creates it."
     except ValueError as problem:
-        fault = f"{file} is not JSON: {problem}. {JSON_ADVICE}"
+        fault = (
+            f"{file} is not JSON: {problem}. Write straight quotes, no comma before a closing "
+            "bracket, and at least {}."
+        )
     raise ConfigError(fault)
 
 
@@ -2617,8 +2605,6 @@ class Talk:
         first line of a new journal has the folder and whether `-c` may continue the session."""
         sessions, folder = self.loop.sessions, self.loop.program.folder
         key = named_session(sessions, arguments.session)
-        if arguments.session.isdecimal():  # use moves a conversation to number 1
-            self.terminal.note(f"Session {key}")
         if not key and (self.is_conversation or arguments.resume):
             key = sessions.latest(folder)
             if not key and arguments.resume:
@@ -2638,12 +2624,8 @@ class Talk:
 
     def run(self):
         """Answer one message, or hold a conversation. Returns the exit status."""
-        loop = self.loop
-        if lacks_model(loop):
+        if lacks_model(self.loop):
             self.terminal.note(template("no_model"))
-        folder = loop.program.folder
-        if loop.turn(self.key).cwd != folder:
-            self.terminal.note(f"{folder} is not open to tools; nanobot works in {loop.workspace}.")
         self.begin_day()
         status = self.converse() if self.is_conversation else self.answer_once()
         self.terminal.waiting.begin("the memory (Ctrl-C leaves it for next time)")
@@ -2692,7 +2674,9 @@ class Talk:
         if count:
             age = ago(session.path.stat().st_mtime)
             state = f"continuing: {counted(count, 'message')}, last {age} · /new starts afresh"
-        return " · ".join([short_path(self.loop.program.folder), self.loop.provider.model, state])
+        # the working folder: with a fence, nanobot does not work in HOME
+        folder = short_path(self.loop.turn(self.key).cwd)
+        return f"{folder} · {self.loop.provider.model} · {state}"
 
     def answer(self, text):
         """Answer one message on the terminal. Returns the exit status."""
@@ -2718,7 +2702,7 @@ class Talk:
     def follow_project(self):
         """Use the project's instructions if the user has allowed this version of the file. A
         prompt asks once; a single message says how to allow them."""
-        project = Project(self.loop.config, self.loop.turn(self.key))
+        project = Project(self.loop, self.key)
         if project.is_unknown and self.is_conversation:
             question = f"The project has instructions: {project}. Follow them? [y/N] "
             try:
@@ -2793,12 +2777,10 @@ def agent_command(arguments):
 
 def trust_command(arguments):
     """Follow the AGENTS.md of the project in this folder, or `no`."""
-    config = settings_of(arguments)
-    turn = AgentLoop(config).turn("cli:trust")
-    project = Project(config, turn)
+    project = Project(AgentLoop(settings_of(arguments)), "cli:trust")
     if not project.text:
         raise ConfigError(
-            f"{turn.cwd} has no AGENTS.md or CLAUDE.md, and neither has its git repository."
+            f"{project.path} has no AGENTS.md or CLAUDE.md, and neither has its git repository."
         )
     project.keep(arguments.answer == "yes")
     show(f"{project}: {'followed' if project.answer else 'not followed'}")
@@ -2878,9 +2860,10 @@ async def model_and_problem(provider):
         return state, "; ".join(provider.rules.problems)
     problem = await provider.check()
     await provider.close()
-    endpoint, model = provider.endpoint, provider.model or "no model name"
+    endpoint = provider.endpoint
     address = endpoint.without_secrets(endpoint.api_base)
-    return f"{model} at {address} ({endpoint.spec.name})", problem or ""
+    state = f"{provider.model or 'no model name'} at {address} ({endpoint.spec.name})"
+    return state, problem or ""
 
 
 def prompt_command(arguments):
@@ -2889,7 +2872,7 @@ def prompt_command(arguments):
     key = named_session(loop.sessions, arguments.session)
     key = key or loop.sessions.latest(loop.program.folder) or "cli:new"
     turn = loop.turn(key)
-    loop.context.project = Project(loop.config, turn).part()
+    loop.context.project = Project(loop, key).part()
     asyncio.run(loop.mcp.check())  # connects to MCP servers, so that their tools are printed
     message, _ = loop.context.user_message(arguments.text, turn)
     request = preview(loop, turn, message)
@@ -2988,7 +2971,7 @@ def web_command(arguments):
     if gateway_runs(config.workspace):
         raise ConfigError(SERVED.format(config.workspace))
     loop = AgentLoop(config)
-    project = Project(config, loop.turn("web:page"))
+    project = Project(loop, "web:page")
     loop.context.project = project.part()
     if project.is_unknown:
         show(NOT_FOLLOWED.format(project, command_with_flags(arguments, "trust")))
@@ -3075,7 +3058,7 @@ SWITCH = {"action": "store_true"}
 TEXT = {"metavar": "TEXT"}
 FILE = {"metavar": "FILE", "type": path_of}
 RECORD = {"dest": "record", "default": []}
-ON_STDOUT = "print all events on stdout, the answer on stderr"
+
 SESSION = {"metavar": "NUMBER|KEY", "default": ""}
 OPTIONS = (  # rows: commands ("" means all), spellings, help, more settings of argparse
     ("", "--config", "default: ~/.nanobot/config.json", FILE),
@@ -3100,7 +3083,7 @@ OPTIONS = (  # rows: commands ("" means all), spellings, help, more settings of 
     ("agent web", "--approve", "ask before a tool writes or executes", SWITCH),
     ("agent prompt web", "--read-only", "only tools that change nothing", SWITCH),
     ("agent web", "--trace", "append all events", FILE | RECORD | {"action": "append"}),
-    ("agent", "--json", ON_STDOUT, RECORD | {"action": "append_const", "const": 1}),
+    ("agent", "--json", "print all events", RECORD | {"action": "append_const", "const": 1}),
     ("prompt", "text", "", {"nargs": "?", "default": "Hello!"}),
     ("sessions", "action", "", {"nargs": "?", "choices": ["show"]}),
     ("sessions", "show", "", SESSION | {"nargs": "?"}),
@@ -3130,12 +3113,11 @@ def parser():
     main_parser = argparse.ArgumentParser("nanobot", description="A personal AI agent.")
     main_parser.add_argument("--version", action="version", version=f"nanobot {__version__}")
     commands = main_parser.add_subparsers(dest="command", metavar="COMMAND")
-    added = {}
     for name, run in COMMAND_LINE.items():  # allow_abbrev: reject `--app` for `--approve`
-        added[name] = commands.add_parser(name, help=run.__doc__, allow_abbrev=False)
-    for names, spellings, about, more in OPTIONS:
-        for name in names.split() or COMMAND_LINE:
-            added[name].add_argument(*spellings.split(), help=about, **more)
+        command = commands.add_parser(name, help=run.__doc__, allow_abbrev=False)
+        for names, spellings, about, more in OPTIONS:
+            if name in (names.split() or COMMAND_LINE):
+                command.add_argument(*spellings.split(), help=about, **more)
     return main_parser
 
 
@@ -3155,14 +3137,13 @@ def main(argv=None):
     channels.prepare_streams()
     arguments, unknown = parser().parse_known_args(argv)
     if unknown:
-        spellings = " ".join(row[1] for row in OPTIONS).split()
-        meant = difflib.get_close_matches(unknown[0], spellings, n=1)
-        fix = f"did you mean {meant[0]}?" if meant else f"see `nanobot {arguments.command} --help`"
-        complain(f"unknown argument {unknown[0]!r}: {fix}")
+        complain(f"unknown argument {unknown[0]!r}: see `nanobot {arguments.command} --help`")
         return 2
+    line = "%(levelname)s %(name)s: %(message)s"
+    if arguments.command == "gateway":
+        line = f"%(asctime)s {line}"
     handler = logging.StreamHandler()
-    stamp = "%(asctime)s " if arguments.command == "gateway" else ""
-    handler.setFormatter(channels.PrintableFormatter(f"{stamp}%(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(channels.PrintableFormatter(line))
     level = logging.INFO if arguments.logs else logging.WARNING
     if vars(arguments).get("quiet"):
         level = logging.ERROR
