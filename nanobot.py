@@ -204,7 +204,8 @@ class RunState(AgentHookContext):
     async def show(self, piece: str):
         """Stream a piece of the answer. Before it, text that was held back becomes a part of the
         answer: the model did not repeat it as a call."""
-        held, self.draft.unclear = self.draft.unclear, ""
+        held = self.draft.unclear
+        self.draft.unclear = ""
         if held:
             self.draft.parts.append(held)
         self.draft.streamed += piece
@@ -407,7 +408,8 @@ class AgentRunner:
         if result.is_error:
             state.failure = f"{call.name} failed: {result.text}"
         result = state.count(call, result)  # appends a warning to a repeated result
-        text, is_error = result.text, result.is_error
+        text = result.text
+        is_error = result.is_error
         state.result.tool_events.append(
             {"name": call.name, "arguments": call.arguments, "is_error": is_error, "result": text}
         )
@@ -427,7 +429,8 @@ class AgentRunner:
 
     async def _conclude(self, state, response, outcome):
         """Handle an answer that has no calls to run. End the run, or prepare the next request."""
-        draft, hook = state.draft, state.spec.hook
+        draft = state.draft
+        hook = state.spec.hook
         if draft.unclear:
             await state.show("")
         if outcome != "unclear" and response.unclear_at is not None:  # a part of the answer
@@ -459,10 +462,11 @@ class AgentRunner:
                 is_cut = response.finish_reason == "length"
                 await self._finish(state, "completed", response.content, is_cut)
             case "limit":
-                summary = "" if response.finish_reason == "error" else response.content
                 steps = counted(state.spec.max_iterations, "step")
-                limit = f"I stopped at the limit of {steps}. {response.error or ''}".strip()
-                await self._finish(state, "max_iterations", summary or limit)
+                text = f"I stopped at the limit of {steps}. {response.error or ''}".strip()
+                if response.finish_reason != "error":
+                    text = response.content or text
+                await self._finish(state, "max_iterations", text)
             case "empty":  # not journalled, because small models imitate earlier empty answers
                 state.result.stop_reason = "empty"
                 why = "the model sent nothing useful"
@@ -639,7 +643,7 @@ class AgentLoop:
         self.files_seen = defaultdict(dict)  # session key → files read
         # what is told: `listeners` get the events of all runs. All turns of a session are one run,
         # so that each message is told once
-        self.listeners: list[Callable] = []
+        self.listeners = []
         self.events_of = cache(partial(RunEvents, self.listeners, "turn"))
         # the parts of a turn
         read = partial(read_own, self.turn("cli:direct"))
@@ -818,9 +822,9 @@ class AgentLoop:
 
     def stop(self, session_key: str) -> bool:
         """Cancel the turn, helpers and jobs of a session. Returns False if nothing was running."""
-        tasks, chats = self.turns.tasks, self.turns.chats
+        tasks = self.turns.tasks
         running = self.subagents.of(session_key)
-        running += [tasks[key] for key in tasks if session_key in (key, chats.get(key))]
+        running += [tasks[key] for key in tasks if session_key in (key, self.turns.chats.get(key))]
         for task in running:
             task.cancel()
         return bool(running)
@@ -1057,8 +1061,7 @@ class Project:
             for folder in folders:
                 path = folder / name
                 is_markdown = os.path.realpath(path).endswith(".md")  # not a link to .env
-                is_own = folder.is_relative_to(root) and folder != turn.workspace
-                if is_markdown and is_own:
+                if is_markdown and folder.is_relative_to(root) and folder != turn.workspace:
                     text = own_text(fenced, path)
                     if len(text) > 16_000:
                         text = text[:16_000] + "\n[the rest is left out]"
@@ -1208,8 +1211,10 @@ class CostTrackingHook(AgentHook):
         mark = "~" if usage["estimated"] else ""
         cached = f" ({usage['cached_tokens']:,} cached)" if usage["cached_tokens"] else ""
         money = f" · {self.price.of(usage):.4f}" if self.price else ""
-        sent = f"{mark}{usage['prompt_tokens']:,} in{cached}"
-        return f"{sent} · {usage['completion_tokens']:,} out{money}"
+        return (
+            f"{mark}{usage['prompt_tokens']:,} in{cached} · "
+            f"{usage['completion_tokens']:,} out{money}"
+        )
 
 
 def what_always_allows(call):
@@ -1327,7 +1332,7 @@ class BusService:
     def __init__(self, loop: AgentLoop, bus: MessageBus):
         self.loop = loop
         self.bus = bus
-        self.conversations: dict[str, Conversation] = {}
+        self.conversations = {}  # session key → Conversation
         self.slots = asyncio.Semaphore(loop.config.defaults.max_concurrent or sys.maxsize)
         self.work = Background()
         self.work.start(self._hear_helpers())
@@ -1476,8 +1481,10 @@ class Conversation:
             age = time.time() - session.path.stat().st_mtime
             self.is_due = session.resumed < 2 and age < 86_400 and id_ not in session.known_ids
             if not self.is_due:
-                text = "Your last message was not answered: nanobot was interrupted. "
-                text += "/continue resumes the turn."
+                text = (
+                    "Your last message was not answered: nanobot was interrupted. "
+                    "/continue resumes the turn."
+                )
                 report = InboundMessage("system", "", self.key, text, message_id=id_)
                 await self.take_in(report, "report")
         await self._answer_what_waits()
@@ -1522,7 +1529,8 @@ class Conversation:
 
     async def _answer(self, session, lines):
         """Send the answer to these lines, or these lines themselves if they are a report."""
-        self.reply_to, self.said = "", []
+        self.reply_to = ""
+        self.said = []
         if self.is_due:
             self.is_due = False
             session.mark("resumed")
@@ -1534,7 +1542,8 @@ class Conversation:
             await session.synced()
             self._send_answers(session.undelivered[-1:], session)
             return
-        loop, shows_deltas = self.loop, self.bus.shows_deltas(self.chat[0])
+        loop = self.loop
+        shows_deltas = self.bus.shows_deltas(self.chat[0])
         events = EventHook(self.emit, loop.turn(self.key), loop.program.streaming, shows_deltas)
         result = await loop.answer(session, events, lines, partial(self._arrived, session))
         self._deliver(session, result)
@@ -1581,8 +1590,8 @@ def inbox_line(message, kind):
 def report_line(line):
     """Convert a report from the inbox to a journal line, which the user's next message quotes."""
     kind = "reminder" if line.get("sender") == "job" else "message"
-    kept = {name: line[name] for name in ("id", "content", "timestamp")}
-    return {"role": "assistant", "report": kind, **kept}
+    report = {"role": "assistant", "report": kind}
+    return report | {name: line[name] for name in ("id", "content", "timestamp")}
 
 
 def text_for_chat(result):
@@ -1687,11 +1696,10 @@ class JobRunner:
     async def run(self):
         """Run due jobs until cancelled, but only while no other program holds the lock `jobs`."""
         home = self.loop.workspace
-        lock = home / ".nanobot" / "jobs.lock"
         while True:
             with (
                 contextlib.suppress(SessionBusy),
-                locked(lock, "another program runs the jobs"),
+                locked(home / ".nanobot" / "jobs.lock", "another program runs the jobs"),
             ):
                 await self.clock.run(lambda: self.is_gateway or not gateway_runs(home))
             await self.loop.program.sleep(1.0)
@@ -1841,7 +1849,7 @@ class SubagentManager:
     work: Callable  # `await work(task, turn)` returns the answer, or raises ToolError
     most: int = 4  # the maximum number of running helpers
     running: dict = field(default_factory=dict)  # task → its session key
-    results: asyncio.Queue[InboundMessage] = field(default_factory=asyncio.Queue)
+    results: asyncio.Queue = field(default_factory=asyncio.Queue)  # the reports
 
     def of(self, session_key):
         return [task for task, key in self.running.items() if key == session_key]
@@ -2180,7 +2188,8 @@ class Config:
 
     def check(self):
         """Raises ConfigError if a value cannot work; warns of settings that have no effect."""
-        answer, window = self.defaults.max_tokens, self.defaults.context_window_tokens
+        answer = self.defaults.max_tokens
+        window = self.defaults.context_window_tokens
         if answer * 2 >= window or self.defaults.budget <= 0:
             raise ConfigError(
                 f"agents.defaults.maxTokens ({answer}) must be under half of contextWindowTokens "
@@ -2192,7 +2201,8 @@ class Config:
                     f"channels.telegram.allowFrom: {user!r} matches nobody. Put in the user's id, "
                     "such as 7654321. If this user writes to the bot, the gateway prints the id."
                 )
-        shell, search = self.tools.exec, self.tools.web.search
+        shell = self.tools.exec
+        search = self.tools.web.search
         if shell.sandbox_network and not shell.sandbox:
             log.warning("tools.exec.sandboxNetwork has no effect without a sandbox")
         if search.api_key and not tools.SEARCH_SERVICES[search.provider].headers:
@@ -2241,7 +2251,7 @@ def load_config(path=None, environ=os.environ):
 def read_json(file, environ):
     """Read a settings file. Each `${VAR}` is replaced by the environment variable VAR."""
 
-    def value_of(variable: re.Match):
+    def value_of(variable):
         return json.dumps(environ[variable[1]])[1:-1]  # a quote in the value becomes \"
 
     try:
@@ -2338,7 +2348,8 @@ class ReadOnlyTools(ToolRegistry):
 
 def make_tools(config):
     """The tools that the settings allow. MCP tools are added when their server connects."""
-    settings, shell = config.tools, config.tools.exec
+    settings = config.tools
+    shell = config.tools.exec
     registry = (ReadOnlyTools if config.read_only else ToolRegistry)(tools.FILE_TOOLS)
     if shell.enable:
         registry.register(
@@ -2372,8 +2383,8 @@ class StepHook(AgentHook):
 
     async def before_request(self, messages, tools):
         last = str(messages[-1].get("content"))[-1_000:]
-        asked = f"{len(messages)} messages. Enter sends them; type stop to cancel: "
-        await self._decide(f"{last}\n---- {asked}", "request", messages=messages, tools=tools)
+        text = f"{last}\n---- {len(messages)} messages. Enter sends them; type stop to cancel: "
+        await self._decide(text, "request", messages=messages, tools=tools)
 
     async def after_response(self, response):
         for call in response.tool_calls:
@@ -2442,7 +2453,7 @@ def record_events(loop, files):
     JSON without keys. Raises OSError."""
     as_json = providers.keyless_json([asdict(loop.config), dict(os.environ)])
 
-    def write(event: dict, file):
+    def write(event, file):
         file.write(f"{as_json(event)}\n".encode(errors="replace"))
 
     for name in files:
@@ -2473,24 +2484,27 @@ def recorded(file):
     except FileNotFoundError:
         fault = f"{file}: No such file"
     except Exception as problem:
-        fault = f"{file}, line {len(events) + 1} is no event of this version: {problem!r}"
-    fix = "Record a run with `nanobot agent --trace FILE`, or name a shipped run, like two-tools."
-    raise ConfigError(f"{fault}. {fix}")
+        fault = f"{file}, line {len(events) + 1} is no event of a run of this version: {problem!r}"
+    raise ConfigError(
+        f"{fault}. Record a run with `nanobot agent --trace FILE`, or name a shipped run, like "
+        "two-tools."
+    )
 
 
 def described(event):
     """An event for `nanobot trace`: `10:00:01 turn result: 1| hello`"""
-    moment = f"{datetime.fromtimestamp(event['time']):%H:%M:%S}"
-    text = f"{text_of(event)} {event.get('arguments', '')}"
-    return f"{moment} {event['who']} {event['kind']}: {text}"
+    return (
+        f"{datetime.fromtimestamp(event['time']):%H:%M:%S} {event['who']} {event['kind']}: "
+        f"{text_of(event)} {event.get('arguments', '')}"
+    )
 
 
 def text_of(event):
     match event["kind"]:
         case "request":
             users = [each for each in event["messages"] if each["role"] == "user"]
-            about = f"messages {event['sent']}, ~{sum(event['tokens']):,} tokens"
-            return "\n".join([f"{event['model']}, {about}", *map(memory.readable, users)])
+            size = f"{event['model']}, messages {event['sent']}, ~{sum(event['tokens']):,} tokens"
+            return "\n".join([size, *map(memory.readable, users)])
         case "answer":
             return str(event["answer"]["content"] or "")
         case "call":
@@ -2507,7 +2521,8 @@ async def play(events, terminal, pace):
     for event in events:
         await asyncio.sleep(min(event["time"] - before, 3) * pace)
         before = event["time"]
-        kind, text = event["kind"], text_of(event)
+        kind = event["kind"]
+        text = text_of(event)
         if kind == "journal" and event["line"].get("mark") == "ended":
             terminal.note(f"nanobot: {event['line'].get('why')}")
             status = 1
@@ -2516,7 +2531,8 @@ async def play(events, terminal, pace):
         elif kind == "call":  # shown when it has ended
             calls[event["id"]] = text
         elif kind == "result":
-            kind, text = "tool_hint", f"{calls.get(event['id'])} · {event['outcome']}"
+            kind = "tool_hint"
+            text = f"{calls.get(event['id'])} · {event['outcome']}"
         if text and event["who"] == "turn":  # the terminal ignores the other kinds
             await terminal.send(OutboundMessage("cli", "", text, kind))
     return status
@@ -2603,7 +2619,8 @@ class Talk:
     def open_session(self, arguments, held):
         """Choose the session, and return its key. `held` holds the session's lock to the end. The
         first line of a new journal has the folder and whether `-c` may continue the session."""
-        sessions, folder = self.loop.sessions, self.loop.program.folder
+        sessions = self.loop.sessions
+        folder = self.loop.program.folder
         key = named_session(sessions, arguments.session)
         if not key and (self.is_conversation or arguments.resume):
             key = sessions.latest(folder)
@@ -2683,7 +2700,8 @@ class Talk:
         self.begin_day()
         self.follow_project()
         self.terminal.waiting.begin("the model")
-        loop, terminal = self.loop, self.terminal
+        loop = self.loop
+        terminal = self.terminal
         hear = terminal.hear if self.is_conversation else None  # else the shell gets the lines
         work = answer_with_helpers(loop, text, self.key, terminal.send, terminal.heard)
         result = self.background.complete(work, hear)
@@ -2790,8 +2808,11 @@ def undo_command(arguments):
     """Take back the file changes of the last turn in this folder that changed files."""
     loop = AgentLoop(settings_of(arguments))
     turn = loop.turn("cli:undo")
-    here = [each for each in tools.kept_changes(turn.undo) if each["folder"] == str(turn.cwd)]
-    keys = [each["session"] for each in here if each["session"].startswith("cli:")]
+    keys = [
+        change["session"]
+        for change in tools.kept_changes(turn.undo)
+        if change["folder"] == str(turn.cwd) and change["session"].startswith("cli:")
+    ]
     if not keys:
         raise ConfigError(f"There is nothing to undo: no turn has changed files in {turn.cwd}.")
     show(asyncio.run(loop.process_direct("/undo", keys[-1])).final_content)
@@ -2824,7 +2845,8 @@ def status_command(arguments):
 
 def status_rows(loop):
     """Yields (part, state, problem). Problem: a text, "" (ok) or None (missing, but not needed)."""
-    file, problem = loop.config.path, ""
+    file = loop.config.path
+    problem = ""
     if not file.exists():
         file = "the defaults; `nanobot onboard` creates a settings file"
     elif os.name == "posix" and file.stat().st_mode & 0o077:
@@ -2836,7 +2858,8 @@ def status_rows(loop):
     state = sandbox or "off: commands run with all your rights"
     yield "sandbox", state, sandbox and tools.sandbox_problem()
     telegram = loop.config.channels.telegram  # the token is never printed
-    state, problem = "off: put a token into channels.telegram.token", None
+    state = "off: put a token into channels.telegram.token"
+    problem = None
     if telegram.token:
         allowed = ", ".join(map(str, telegram.allow_from))
         strangers = loop.memory.text_of(loop.workspace / STRANGERS) or "none"
@@ -2939,7 +2962,8 @@ def ago(moment):
 
 def short_path(path):
     """/home/ada/kit → ~/kit. A newline in a name must not look like a line of the program."""
-    text, home = str(path).replace("\n", "\\n"), Path.home()
+    text = str(path).replace("\n", "\\n")
+    home = Path.home()
     return "~" + text[len(str(home)) :] if path.is_relative_to(home) else text
 
 
@@ -2959,7 +2983,8 @@ def gateway_command(arguments):
 def cron_command(arguments):
     """List the jobs, or `remove ID`."""
     loop = AgentLoop(settings_of(arguments))
-    clock, turn = JobRunner(loop).clock, loop.turn("cli:direct")
+    clock = JobRunner(loop).clock
+    turn = loop.turn("cli:direct")
     show(clock.cron(arguments.action, job_id=arguments.job_id, turn=turn))
     if not gateway_runs(loop.workspace):
         print(template("no_gateway"))
@@ -3083,7 +3108,12 @@ OPTIONS = (  # rows: commands ("" means all), spellings, help, more settings of 
     ("agent web", "--approve", "ask before a tool writes or executes", SWITCH),
     ("agent prompt web", "--read-only", "only tools that change nothing", SWITCH),
     ("agent web", "--trace", "append all events", FILE | RECORD | {"action": "append"}),
-    ("agent", "--json", "print all events", RECORD | {"action": "append_const", "const": 1}),
+    (
+        "agent",
+        "--json",
+        "print all events on stdout, the answer on stderr",
+        RECORD | {"action": "append_const", "const": 1},
+    ),
     ("prompt", "text", "", {"nargs": "?", "default": "Hello!"}),
     ("sessions", "action", "", {"nargs": "?", "choices": ["show"]}),
     ("sessions", "show", "", SESSION | {"nargs": "?"}),
@@ -3130,8 +3160,10 @@ def main(argv=None):
         is_alone = first.isalpha() and (len(argv) == 1 or argv[1].startswith("-"))
         meant = difflib.get_close_matches(first, known, n=1)
         if is_alone and meant:  # `sesions` for `sessions`, `help` for `--help`; not `read a.txt`
-            fix = f"did you mean `nanobot {meant[0]}`? Pass a message of one word with -m"
-            complain(f"unknown command {first!r}: {fix}")
+            complain(
+                f"unknown command {first!r}: did you mean `nanobot {meant[0]}`? Pass a message of "
+                "one word with -m"
+            )
             return 2
         argv.insert(0, "agent")
     channels.prepare_streams()
