@@ -1637,8 +1637,7 @@ async def serve(loop, page):
     open_channels(loop, bus, page)
     jobs = JobRunner(loop, bus.publish)
     await in_thread(jobs.add_system_jobs)
-    parts = (loop.run(bus), jobs.run(), stop.wait())
-    work = [asyncio.create_task(part) for part in parts]
+    work = [asyncio.create_task(part) for part in (loop.run(bus), jobs.run(), stop.wait())]
     GATEWAY_LOG.info("serving %s", ", ".join([*bus.channels, "cron"]))
     try:
         ended, _ = await asyncio.wait(work, return_when="FIRST_COMPLETED")
@@ -1745,8 +1744,7 @@ class JobRunner:
         async with self.loop.turns.hold(key) as session:
             session.mark("new")
             session.mark("saved", upto=session.last)
-        place = Path(folder) if folder else None
-        result = await self.loop.process_direct(text, key, folder=place)
+        result = await self.loop.process_direct(text, key, folder=folder and Path(folder))
         if result.stop_reason in NOT_ANSWERED:
             raise RuntimeError(text_for_chat(result))
         return text_for_chat(result)
@@ -1861,8 +1859,9 @@ class SubagentManager:
             raise ToolError(f"{self.most} helpers are at work. Wait, or do the task yourself.")
         name = label or task[:40]
         is_awaited = wait or turn.channel == "cron"  # a finished job gets no report
-        run = self.work(task, turn) if is_awaited else self._report(name, task, turn)
-        work = asyncio.create_task(run)
+        work = asyncio.create_task(
+            self.work(task, turn) if is_awaited else self._report(name, task, turn)
+        )
         self.running[work] = turn.session_key
         work.add_done_callback(self.running.pop)
         if is_awaited:
@@ -1883,8 +1882,11 @@ async def helper_answer(loop, task, turn):
     registry = loop.tools.copy()
     for name in ("spawn", "message", "cron"):
         registry.unregister(name)
-    hidden = ("cron", "memory", "skill-creator")
-    skills = [skill for skill in loop.skills.load() if skill.name not in hidden]
+    skills = [
+        skill
+        for skill in loop.skills.load()
+        if skill.name not in ("cron", "memory", "skill-creator")
+    ]
     system = [
         template("subagent", cwd=turn.cwd, workspace=turn.workspace),
         loop.context.parts(turn).get("Memory", ""),
@@ -2635,8 +2637,10 @@ class Talk:
             self.terminal.note(f"Another program uses the latest one, {key}: a new one begins.")
             key = sessions.new_key()
             held.enter_context(sessions.lock(key))
-        is_typed = self.is_conversation or self.is_watched or arguments.resume
-        sessions.get(key).origin = {"folder": str(folder), "typed": is_typed}
+        sessions.get(key).origin = {
+            "folder": str(folder),
+            "typed": self.is_conversation or self.is_watched or arguments.resume,
+        }
         return key
 
     def run(self):
@@ -2647,8 +2651,9 @@ class Talk:
         status = self.converse() if self.is_conversation else self.answer_once()
         self.terminal.waiting.begin("the memory (Ctrl-C leaves it for next time)")
         with contextlib.suppress(KeyboardInterrupt):  # a later turn does the cancelled memory work
-            seconds = 5.0 if self.is_conversation else 60.0  # a single message seldom has such work
-            if self.background.complete(self.loop.background.settled(seconds)):
+            # a single message seldom has such work
+            settled = self.loop.background.settled(5.0 if self.is_conversation else 60.0)
+            if self.background.complete(settled):
                 self.terminal.note("The work for the memory goes on next time.")
         return status
 
@@ -2689,31 +2694,34 @@ class Talk:
         count = len(session.conversation())
         state = "a new conversation · /help lists the commands"
         if count:
-            age = ago(session.path.stat().st_mtime)
-            state = f"continuing: {counted(count, 'message')}, last {age} · /new starts afresh"
+            state = (
+                f"continuing: {counted(count, 'message')}, "
+                f"last {ago(session.path.stat().st_mtime)} · /new starts afresh"
+            )
         # the working folder: with a fence, nanobot does not work in HOME
-        folder = short_path(self.loop.turn(self.key).cwd)
-        return f"{folder} · {self.loop.provider.model} · {state}"
+        cwd = self.loop.turn(self.key).cwd
+        return f"{short_path(cwd)} · {self.loop.provider.model} · {state}"
 
     def answer(self, text):
         """Answer one message on the terminal. Returns the exit status."""
         self.begin_day()
         self.follow_project()
-        self.terminal.waiting.begin("the model")
         loop = self.loop
         terminal = self.terminal
+        terminal.waiting.begin("the model")
         hear = terminal.hear if self.is_conversation else None  # else the shell gets the lines
         work = answer_with_helpers(loop, text, self.key, terminal.send, terminal.heard)
         result = self.background.complete(work, hear)
         if result.requests:
-            requests = counted(result.requests, "request")
-            context = loop.config.defaults.share(result.context_tokens)
-            self.terminal.note(f"{requests} · {loop.cost.line(result.usage)} · {context}")
+            terminal.note(
+                f"{counted(result.requests, 'request')} · {loop.cost.line(result.usage)} · "
+                f"{loop.config.defaults.share(result.context_tokens)}"
+            )
         if result.stop_reason == "max_iterations":
             complain(LIMIT_REACHED)
         if result.stop_reason not in NOT_ANSWERED:
             return 0
-        if result.error or not self.terminal.live:  # a terminal already shows `final_content`
+        if result.error or not terminal.live:  # a terminal already shows `final_content`
             complain(result.error or result.final_content)
         return 1
 
@@ -2722,9 +2730,11 @@ class Talk:
         prompt asks once; a single message says how to allow them."""
         project = Project(self.loop, self.key)
         if project.is_unknown and self.is_conversation:
-            question = f"The project has instructions: {project}. Follow them? [y/N] "
             try:
-                project.keep(self.terminal.ask(question).strip().lower() in ("y", "yes"))
+                answer = self.terminal.ask(
+                    f"The project has instructions: {project}. Follow them? [y/N] "
+                )
+                project.keep(answer.strip().lower() in ("y", "yes"))
             except EOFError:  # Ctrl-D: not now
                 self.terminal.note("")
         elif project.is_unknown:
@@ -2773,10 +2783,9 @@ class Talk:
         inbox = self.loop.sessions.inbox(self.key)
         if not self.is_watched or not inbox.path.exists():
             return True
-        one_terminal = self.folder / "reports.lock"
         with contextlib.suppress(SessionBusy):  # the reports stay until the next try
             async with self.loop.turns.hold(self.key) as session:
-                with locked(one_terminal, "Another terminal shows the reports."):
+                with locked(self.folder / "reports.lock", "Another terminal shows the reports."):
                     reports = inbox.read()
                     for report in reports:
                         line = report_line(report)
@@ -3169,7 +3178,12 @@ def main(argv=None):
     channels.prepare_streams()
     arguments, unknown = parser().parse_known_args(argv)
     if unknown:
-        complain(f"unknown argument {unknown[0]!r}: see `nanobot {arguments.command} --help`")
+        spellings = " ".join(row[1] for row in OPTIONS).split()
+        near = ", ".join(difflib.get_close_matches(unknown[0], spellings, n=1)) or "none"
+        complain(
+            f"unknown argument {unknown[0]!r}. The closest one: {near}. "
+            f"See `nanobot {arguments.command} --help`"
+        )
         return 2
     line = "%(levelname)s %(name)s: %(message)s"
     if arguments.command == "gateway":

@@ -379,7 +379,8 @@ def test_status_tells_of_settings_that_others_can_read_and_how_to_mend_it(own_ho
         (["sesions"], 2, ["'sesions'", "`nanobot sessions`", "-m"]),
         ([], 2, ["-m TEXT", "standard input"]),
         (["--offline", "-m", " "], 2, ["-m TEXT"]),
-        (["agent", "--app"], 2, ["unknown argument '--app'", "`nanobot agent --help`"]),
+        (["agent", "--app"], 2, ["unknown argument '--app'", "--approve"]),
+        (["web", "--ofline"], 2, ["The closest one: --offline"]),
         (
             ["web", "--offline", "--no-open", "--port", "80000"],
             1,
