@@ -65,7 +65,6 @@ log = logging.getLogger("nanobot")
 HERE = Path(__file__).resolve().parent
 DATA = HERE if (HERE / "templates").is_dir() else HERE / "nanobot_data"  # nanobot_data: in wheels
 
-
 Media = Iterable[Path]  # files attached to a message
 NO_USAGE = {
     "prompt_tokens": 0,
@@ -184,7 +183,6 @@ class RunState(AgentHookContext):
     draft: Draft = field(default_factory=Draft)  # the answer so far
     tools: list[dict] = field(default_factory=list)  # schemas of the tools in the request
     has_tools: bool = True  # False: the model must now answer in words
-
     note: str = ""  # a message for the next request only
     failure: str = ""  # the error of the last failed call of this step
     steps: list[set] = field(default_factory=list)  # of each step: its calls and their outcomes
@@ -227,7 +225,7 @@ class RunState(AgentHookContext):
     @property
     def goes_in_circles(self):
         """True if the last five steps had all calls and outcomes of this step."""
-        *_, this_step = self.steps
+        this_step = self.steps[-1]
         recent = self.steps[-5:]
         return len(recent) == 5 and all(this_step <= step for step in recent)
 
@@ -949,9 +947,7 @@ async def logged(work, name):
 
 # ---- Helpers of the runner ----
 
-
 LIMIT_REACHED = "the limit of steps (maxToolIterations) is reached; ask the agent to go on"
-
 NOT_ANSWERED = ("error", "tool_error", "empty")  # values of `stop_reason` if there is no answer
 
 
