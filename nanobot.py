@@ -428,7 +428,6 @@ class AgentRunner:
     async def _conclude(self, state, response, outcome):
         """Handle an answer that has no calls to run. End the run, or prepare the next request."""
         draft = state.draft
-        hook = state.spec.hook
         if draft.unclear:
             await state.show("")
         if outcome != "unclear" and response.unclear_at is not None:  # a part of the answer
@@ -475,7 +474,7 @@ class AgentRunner:
                 state.result.stop_reason = "error"
                 state.result.error = response.error or "the endpoint ended its answer with an error"
                 state.result.final_content = self._keep_half_answer(state, state.result.error)
-        await hook.on_stream_end(not state.result.stop_reason)
+        await state.spec.hook.on_stream_end(not state.result.stop_reason)
 
     async def _finish(self, state, reason, text, is_cut=False):
         """End the run with `text`."""
