@@ -46,7 +46,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from datetime import datetime
-from functools import cache, partial, partialmethod, wraps
+from functools import cache, partial, wraps
 from pathlib import Path
 from typing import Annotated, Literal, get_args, get_origin, get_type_hints
 
@@ -1134,25 +1134,26 @@ class CompositeHook(AgentHook):
         self.hooks = list(hooks)
         self.wants_streaming = any(hook.wants_streaming for hook in self.hooks)
 
-    async def _tell(self, event, *details):
-        """Call a method of all hooks. Returns the failure of a hook that may deny calls, or ""."""
-        failed = ""
-        for hook in self.hooks:
-            try:
-                await getattr(hook, event)(*details)
-            except Exception as problem:
-                failure = log_failure(hook, event, problem)
-                if not hook.only_watches:
-                    failed = failure
-        return failed
+    async def before_iteration(self, context):
+        await self._tell("before_iteration", context)
 
-    before_iteration = partialmethod(_tell, "before_iteration")
-    before_request = partialmethod(_tell, "before_request")
-    on_stream = partialmethod(_tell, "on_stream")
-    on_stream_end = partialmethod(_tell, "on_stream_end")
-    on_retry = partialmethod(_tell, "on_retry")
-    after_tool = partialmethod(_tell, "after_tool")
-    after_iteration = partialmethod(_tell, "after_iteration")
+    async def before_request(self, messages, tools):
+        await self._tell("before_request", messages, tools)
+
+    async def on_stream(self, delta):
+        await self._tell("on_stream", delta)
+
+    async def on_stream_end(self, resuming):
+        await self._tell("on_stream_end", resuming)
+
+    async def on_retry(self, why):
+        await self._tell("on_retry", why)
+
+    async def after_tool(self, call, result, seconds):
+        await self._tell("after_tool", call, result, seconds)
+
+    async def after_iteration(self, context):
+        await self._tell("after_iteration", context)
 
     async def after_response(self, response):
         failed = await self._tell("after_response", response)
@@ -1169,6 +1170,18 @@ class CompositeHook(AgentHook):
             except Exception as problem:
                 log_failure(hook, "finalize_content", problem)
         return content
+
+    async def _tell(self, event, *details):
+        """Call a method of all hooks. Returns the failure of a hook that may deny calls, or ""."""
+        failed = ""
+        for hook in self.hooks:
+            try:
+                await getattr(hook, event)(*details)
+            except Exception as problem:
+                failure = log_failure(hook, event, problem)
+                if not hook.only_watches:
+                    failed = failure
+        return failed
 
 
 def log_failure(hook, event, problem):
@@ -1276,8 +1289,11 @@ class EventHook(AgentHook):
     async def before_iteration(self, context):
         self.context = context
 
-    on_stream = partialmethod(send, "delta")
-    on_retry = partialmethod(send, "retry")
+    async def on_stream(self, delta):
+        await self.send("delta", delta)
+
+    async def on_retry(self, why):
+        await self.send("retry", why)
 
     async def before_execute_tools(self, tool_calls):
         if text := self.context.response.content:
