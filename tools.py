@@ -150,16 +150,8 @@ class Tool:
         return self.read_only and not self.exclusive
 
     def cast_params(self, params: dict) -> dict:
-        """Convert arguments to the types of the schema: {"size": "2", "note": None} → {"size": 2},
-        because small models send null for an optional parameter that they leave out."""
-        required = self.parameters.get("required", ())
-        properties = self.parameters.get("properties", {})
-        cast_ones = cast(params, self.parameters)
-        return {
-            name: value
-            for name, value in cast_ones.items()
-            if value is not None or name in required or not validate(None, properties.get(name, {}))
-        }
+        """Convert arguments to the types of the schema: {"size": "2", "note": None} → {"size": 2}"""
+        return cast(params, self.parameters)
 
     def validate_params(self, params: dict) -> list[str]:
         """Find what is wrong: ["size must be integer, not \"big\"", "name is required"]"""
@@ -531,7 +523,8 @@ def fits(value, wanted):
 
 
 def cast(value, schema: dict):
-    """Convert a value to its schema's type if possible: "120" → 120, "True" → True, "[1]" → [1]."""
+    """Convert a value to its schema's type if possible: "120" → 120, "True" → True, "[1]" → [1].
+    Small models send null for an optional parameter that they leave out: it is dropped."""
     if not isinstance(schema, dict):  # a server may write `true`, or one schema for each item
         return value
     wanted = kinds(schema)
@@ -547,8 +540,12 @@ def cast(value, schema: dict):
     if isinstance(value, float) and value.is_integer() and "integer" in wanted:
         return int(value)
     if isinstance(value, dict):
-        properties = schema.get("properties", {})
-        return {key: cast(item, properties.get(key, {})) for key, item in value.items()}
+        required, properties = schema.get("required", ()), schema.get("properties", {})
+        return {
+            key: cast(item, properties.get(key, {}))
+            for key, item in value.items()
+            if item is not None or key in required or not validate(None, properties.get(key, {}))
+        }
     if isinstance(value, list):
         return [cast(item, schema.get("items", {})) for item in value]
     return value
@@ -894,11 +891,11 @@ UNDO_CHANGES, UNDO_BYTES, UNDO_FILE_BYTES = 200, 50_000_000, 10_000_000
 
 
 def change_file(turn, path, old, new):
-    """Write a file, after its version before this turn was kept (`old` is None if the file is new).
-    Returns "" or, if the change cannot be undone, the reason."""
+    """Write a file, after its old version was kept (`old` is None if the file is new). Returns ""
+    or, if the change cannot be undone, the reason."""
     if path.exists() and not (path.stat().st_mode & 0o222 and os.access(path, os.W_OK)):
         raise ToolError(f"{path} is read-only. Ask the user whether it may be changed.")
-    version = old or b""
+    version, note = old or b"", ""
     was_known = turn.lines_read(path, version) == count_lines(version)
     change = {
         "session": turn.session_key,
@@ -907,33 +904,23 @@ def change_file(turn, path, old, new):
         "path": str(path),
         "new_folders": [str(folder) for folder in path.parents if not folder.exists()],
         "is_new": old is None,
-        "written": digest(version),
+        "written": digest(new),
     }
-    # one file for each path and turn; is_secret knows the start of the name, also in a search
-    kept = turn.store("undo") / f"undo-{turn.started}-{digest(str(path).encode())[:16]}"
-    note, before = "", b""
+    if len(version) > UNDO_FILE_BYTES:
+        note, version, change["written"] = " (too large to undo)", b"", ""
+    # sorted by time; is_secret knows the start of the name, also in a search
+    kept = turn.store("undo") / f"undo-{turn.started}-{time.perf_counter_ns():020}"
     try:
-        if kept.exists():
-            before = kept.read_bytes()
-            description, _, version = before.partition(b"\n")
-            change = json.loads(description)
-        if len(version) > UNDO_FILE_BYTES:
-            note, version = " (too large to undo)", b""
-        is_ours = change["written"] == digest(old or b"")  # else something else has changed it
-        change["written"] = digest(new) if is_ours and not note else ""
         kept.parent.mkdir(0o700, parents=True, exist_ok=True)
         kept.touch(0o600)
         write_atomic(kept, json.dumps(change).encode() + b"\n" + version)
         forget_old_changes(kept)
-    except (OSError, ValueError, ToolError) as problem:
+    except (OSError, ToolError) as problem:
         note = f" (cannot be undone: {problem})"
     try:
         write_atomic(path, new)
-    except ToolError:  # nothing was changed
-        if before:
-            write_atomic(kept, before)
-        else:
-            kept.unlink(missing_ok=True)
+    except ToolError:
+        kept.unlink(missing_ok=True)
         raise
     if was_known:
         turn.note_read(path, new, 1, count_lines(new))
@@ -972,26 +959,37 @@ def take_back(store: Path, session: str):
     before, or was left alone because something else has changed it since."""
     changes = [change for change in kept_changes(store) if change["session"] == session]
     last = [change for change in changes if change["turn"] == changes[-1]["turn"]]
-    outcomes = {os.path.relpath(each["path"], each["folder"]): restore(each) for each in last}
+    outcomes = {}
+    for change in last:  # a file that was changed twice is restored once
+        name = os.path.relpath(change["path"], change["folder"])
+        if name not in outcomes:
+            outcomes[name] = restore([each for each in last if each["path"] == change["path"]])
     if any(outcomes.values()):
         for change in last:
             change["file"].unlink(missing_ok=True)
     return outcomes
 
 
-def restore(change):
-    """Give a file its old bytes, or delete it; returns False if something has changed it since."""
-    path = Path(change["path"])
+def restore(changes):
+    """Take back all changes of one file, given oldest first. Returns False, and leaves the file
+    alone, if something else has changed it after one of them."""
+    first = changes[0]
+    path = Path(first["path"])
     try:
-        if digest(read_bytes(path)) != change["written"] or path.resolve() != path:
-            return False  # if the path is another now, a folder became a link
-        if change["is_new"]:
+        data = read_bytes(path)
+        for change in reversed(changes):
+            if digest(data) != change["written"]:
+                return False
+            data = change["file"].read_bytes().partition(b"\n")[2]
+        if path.resolve() != path:  # a folder became a link
+            return False
+        if first["is_new"]:
             path.unlink()
         else:
-            write_atomic(path, change["file"].read_bytes().partition(b"\n")[2])
+            write_atomic(path, data)
     except (OSError, ToolError):
         return False
-    for folder in change["new_folders"]:
+    for folder in first["new_folders"]:
         with contextlib.suppress(OSError):  # something else is in it
             os.rmdir(folder)
     return True
