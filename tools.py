@@ -203,9 +203,7 @@ def as_schema(hint) -> dict:
     if origin is list:  # some endpoints refuse an array without `items`
         return {"type": "array", "items": as_schema(inner[0]) if inner else {}}
     names = {kind: name for name, kind in JSON_TYPES.items()} | {float: "number"}
-    if origin not in names and hint is not Any:
-        log.warning("%s has no JSON Schema: the model may send any value.", hint)
-    return {"type": names[origin]} if origin in names else {}
+    return {"type": names[origin]} if origin in names else {}  # {}: the model may send anything
 
 
 def signature_schema(function: Callable) -> dict:
@@ -293,7 +291,9 @@ class ToolRegistry:
             line = result.text.split("\n")[0]
             log.warning("tool %s", line, exc_info=log.isEnabledFor(logging.INFO))  # with --logs
         result.text = result.text if result.text.strip() else f"({name} completed with no output)"
-        result.shown = (result.shown or outcome(result)).replace(f"{turn.cwd}{os.sep}", "")
+        lines = result.text.split("\n")
+        ended = lines[0] if result.is_error else counted(len(lines), "line", "lines")
+        result.shown = (result.shown or ended).replace(f"{turn.cwd}{os.sep}", "")
         result.text = fitted(result.text, turn.max_result_chars, name, turn)
         return result
 
@@ -339,16 +339,16 @@ class Turn:
             raise ToolError(f"{text!r} is not a usable path: {problem}") from None
         if holds_keys:
             raise Refused(f"{real} holds keys: the agent may not open it. Ask the user to look.")
-        home, here = self.workspace, self.cwd
-        real_home = home.resolve()
-        if write and any(real.is_relative_to(real_home / name) for name in AGENT_FILES):
+        home = self.workspace.resolve()
+        if write and any(real.is_relative_to(home / name) for name in AGENT_FILES):
             raise Refused(f"{real} is the agent's own record: tools may not write to it.")
         if self.restrict:
-            roots = [home, here]
+            roots = [home, self.cwd]
             if not write:
                 roots += [*self.readable, self.store("results")]
             if not any(real.is_relative_to(root.resolve()) for root in roots):
-                raise Refused(f"{real} is outside of {home} and {here}. Use a path inside them.")
+                where = f"{self.workspace} and {self.cwd}"
+                raise Refused(f"{real} is outside of {where}. Use a path inside them.")
         return real
 
     def store(self, name: str) -> Path:
@@ -376,7 +376,6 @@ def read_file(
     real = turn.path(path)
     data = read_bytes(real)
     if block := image_block(data):
-        turn.note_read(real, data, 1, count_lines(data))
         return ToolResult(f"[image: {real}]", images=[block])
     if is_binary(data):
         raise ToolError(f"{real} is a binary file. Inspect it with exec (file, xxd).")
@@ -399,8 +398,8 @@ def write_file(path: str, content: str, *, turn: Turn) -> ToolResult:
     """Write a whole file; missing folders are created. To change a part, use edit_file."""
     real = turn.path(path, write=True)
     data = content.encode("utf-8", errors="replace")
-    old = read_bytes(real) if real.exists() else None
-    lines, lines_read = count_lines(old or b""), turn.lines_read(real, old or b"")
+    old = read_bytes(real) if real.exists() else b""
+    lines, lines_read = len(lines_of(old)), turn.lines_read(real, old)
     if lines_read < lines:
         raise ToolError(
             f"{real} has {counted(lines, 'line', 'lines')} and you have read {lines_read:,}: "
@@ -408,7 +407,7 @@ def write_file(path: str, content: str, *, turn: Turn) -> ToolResult:
         )
     note = change_file(turn, real, old, data)
     text = f"Wrote {len(content):,} characters to {real}.{note}"
-    return ToolResult(text, shown=diff(plain_text(old or b""), plain_text(data), path)[0] + note)
+    return ToolResult(text, shown=diff(plain_text(old), plain_text(data), path)[0] + note)
 
 
 # ======== Second reading: how tools cope with real models, file systems and servers ========
@@ -425,9 +424,10 @@ async def in_thread(function: Callable, /, *args, **kwargs):
     def work():
         try:
             future.set_result(function(*args, **kwargs))
+        except StopIteration as failure:  # asyncio cannot pass it on
+            future.set_exception(RuntimeError(repr(failure)))
         except BaseException as failure:
-            is_lost = isinstance(failure, StopIteration)  # asyncio cannot pass on a StopIteration
-            future.set_exception(RuntimeError(repr(failure)) if is_lost else failure)
+            future.set_exception(failure)
 
     # the thread gets a copy of the caller's context variables, as an asyncio task does
     threading.Thread(target=contextvars.copy_context().run, args=[work], daemon=True).start()
@@ -441,14 +441,12 @@ def temporary_folder():
 
 
 def fitted(text, most, name, turn):
-    """Return a text; if it is too long, its first and last lines, and how to read the others."""
+    """Return a text; if it is too long, its start, its end, and how to read the lines between."""
     if len(text) <= most:
         return text
     room = (most - 400) // 2
     head, tail = text[:room], text[-room:]
-    head, tail = head.rpartition("\n")[0] or head, tail.partition("\n")[2] or tail
-    first = text.count("\n", 0, len(head) + 1) + 1
-    last = text.count("\n", 0, -len(tail) - 1) + 1
+    first, last = head.count("\n") + 1, text.count("\n", 0, -room) + 1
     folder = turn.store("results")
     path = folder / f"{time.time_ns()}-{name[:64]}.txt"
     try:
@@ -459,15 +457,7 @@ def fitted(text, most, name, turn):
         how = f"the text is in {path}: read_file offset={first} limit={last - first + 1}"
     except OSError as problem:
         how = f"the text could not be saved: {problem}"
-    return f"{head}\n… lines {first}–{last} are missing; {how} …\n{tail}"
-
-
-def outcome(result):
-    """How a call ended, for people, if its tool does not say it: the error, or "12 lines"."""
-    lines = result.text.split("\n")
-    if result.is_error:
-        return lines[0]
-    return counted(len(lines), "line", "lines")
+    return f"{head}…\n(lines {first}–{last} are cut or missing; {how})\n…{tail}"
 
 
 def counted(count, one, many):
@@ -605,9 +595,8 @@ class Schema(dict):
         super().__init__(type=[kind, "null"] if nullable else kind)
         about = {"description": first} if isinstance(first, str) else {"default": first}
         for name, value in (about | keywords).items():
-            head, *others = name.split("_")  # min_length → minLength
-            if value not in (None, ""):
-                self[head + "".join(word.capitalize() for word in others)] = value
+            if value not in (None, ""):  # min_length → minLength
+                self[re.sub("_(.)", lambda letter: letter[1].upper(), name)] = value
 
     def to_json_schema(self):
         return dict(self)
@@ -654,7 +643,7 @@ def tool_parameters(schema: dict):
     """Class decorator for a hand-written schema, such as `tool_parameters_schema(…)`."""
 
     def decorate(tool_class: type):
-        tool_class.parameters = property(lambda tool: copy.deepcopy(schema))
+        tool_class.parameters = schema
         return tool_class
 
     return decorate
@@ -747,8 +736,8 @@ def similar_names(path):
     return f" In {folder}: {', '.join(near)}"
 
 
-def count_lines(data):
-    return len(plain_text(data).split("\n")) if data else 0
+def lines_of(data):
+    return plain_text(data).split("\n") if data else []
 
 
 def numbered_page(lines, first, most, room):
@@ -857,8 +846,7 @@ def diff(before, after, name):
 
 
 def replace_passage(text, old, new, replace_all=False):
-    """Replace `old` with `new`; raises ToolError if `old` is missing or occurs more than once. If
-    `new` is empty and a whole line is deleted, its line break is deleted, too."""
+    """Replace `old` with `new`; raises ToolError if `old` is missing or occurs more than once."""
     places = [match.start() for match in re.finditer(re.escape(old), text)]
     if not places:
         raise ToolError(f"old_text is not in the file.{nearest(text, old)}")
@@ -868,9 +856,6 @@ def replace_passage(text, old, new, replace_all=False):
             f"old_text occurs at lines {lines}. Add the lines before and after the right place, or "
             "set replace_all."
         )
-    is_line = not old.endswith("\n") and f"\n{old}\n" in f"\n{text}"
-    if is_line and not new and not replace_all:
-        old += "\n"
     return text.replace(old, new)
 
 
@@ -891,29 +876,29 @@ UNDO_CHANGES, UNDO_BYTES, UNDO_FILE_BYTES = 200, 50_000_000, 10_000_000
 
 
 def change_file(turn, path, old, new):
-    """Write a file, after its old version was kept (`old` is None if the file is new). Returns ""
-    or, if the change cannot be undone, the reason."""
-    if path.exists() and not (path.stat().st_mode & 0o222 and os.access(path, os.W_OK)):
+    """Write a file, after its bytes `old` were kept. Returns "" or, if the change cannot be undone,
+    the reason."""
+    is_new = not path.exists()
+    if not is_new and not (path.stat().st_mode & 0o222 and os.access(path, os.W_OK)):
         raise ToolError(f"{path} is read-only. Ask the user whether it may be changed.")
-    version, note = old or b"", ""
-    was_known = turn.lines_read(path, version) == count_lines(version)
+    note, was_known = "", turn.lines_read(path, old) == len(lines_of(old))
     change = {
         "session": turn.session_key,
         "turn": turn.started,
         "folder": str(turn.cwd),
         "path": str(path),
         "new_folders": [str(folder) for folder in path.parents if not folder.exists()],
-        "is_new": old is None,
+        "is_new": is_new,
         "written": digest(new),
     }
-    if len(version) > UNDO_FILE_BYTES:
-        note, version, change["written"] = " (too large to undo)", b"", ""
+    if len(old) > UNDO_FILE_BYTES:
+        note, old, change["written"] = " (too large to undo)", b"", ""
     # sorted by time; is_secret knows the start of the name, also in a search
     kept = turn.store("undo") / f"undo-{turn.started}-{time.perf_counter_ns():020}"
     try:
         kept.parent.mkdir(0o700, parents=True, exist_ok=True)
         kept.touch(0o600)
-        write_atomic(kept, json.dumps(change).encode() + b"\n" + version)
+        write_atomic(kept, json.dumps(change).encode() + b"\n" + old)
         forget_old_changes(kept)
     except (OSError, ToolError) as problem:
         note = f" (cannot be undone: {problem})"
@@ -923,7 +908,7 @@ def change_file(turn, path, old, new):
         kept.unlink(missing_ok=True)
         raise
     if was_known:
-        turn.note_read(path, new, 1, count_lines(new))
+        turn.note_read(path, new, 1, len(lines_of(new)))
     return note
 
 
@@ -1040,11 +1025,11 @@ def change_cell(text, index, source, kind, mode):
         cells = book["cells"]
         if index >= len(cells) + (mode == "insert"):
             raise ToolError(f"There is no cell {index}: the notebook has {len(cells)}, from 0.")
-        if mode == "insert":
-            cells.insert(index, {"cell_type": "code", "metadata": {}})
-            if book.get("nbformat_minor", 0) >= 5:
-                cells[index]["id"] = os.urandom(4).hex()
-        cell = cells.pop(index)
+        cell = {"cell_type": "code", "metadata": {}}
+        if book.get("nbformat_minor", 0) >= 5:
+            cell["id"] = os.urandom(4).hex()
+        if mode != "insert":
+            cell = cells.pop(index)
         if mode != "delete":
             cells.insert(index, new_cell(cell, source, kind or cell["cell_type"]))
         layout = re.match(r"\s*\{\n([ \t]*)", text)  # the file's indentation (Jupyter: one space)
@@ -1240,7 +1225,8 @@ async def grep(
     *,
     turn: Turn,
 ):
-    """Search lines with a regular expression. output_mode "content" returns `path:line: text`."""
+    r"""Search lines with a Python regular expression (\s and \b, not [[:space:]] and \<).
+    output_mode "content" returns `path:line: text`."""
     type_glob = TYPES.get(type, f"*.{type}")  # an unlisted type like rb means *.rb
     root, files = turn.path(path), await in_thread(find_files, turn, path, glob, type_glob)
     request = {
@@ -1253,8 +1239,6 @@ async def grep(
     }
     items, hits, skipped = await search_files(files, request)
     nothing = f"No match for {pattern!r} in {len(files):,} files of {root}."
-    if not fixed_strings and re.search(r"\[:|\\[<>]", pattern):  # [[:space:]], \<word\>
-        nothing += r" In Python's `re`, [:space:] is \s, [:alpha:] is [A-Za-z], and \< is \b."
     text = first_lines(items, head_limit) or nothing
     if skipped:
         more = f" and {len(skipped) - 10} more" if len(skipped) > 10 else ""
@@ -1314,7 +1298,7 @@ def search_child(files, request):
         if problem:
             skipped.append(f"{name} ({problem})")
             continue
-        lines = plain_text(data).split("\n") if data else []
+        lines = lines_of(data)
         found = [number for number, line in enumerate(lines) if find(line)]
         if found:
             hits.append(len(found))
@@ -1340,7 +1324,15 @@ def shown_lines(name, lines, found, request):
 
 # The child gets compiled functions, because importing all of tools.py takes 200 ms, and because
 # the file may have been edited since this program has started.
-CHILD_FUNCTIONS = (open_file, plain_text, is_binary, search_child, try_to_read, shown_lines)
+CHILD_FUNCTIONS = (
+    open_file,
+    plain_text,
+    lines_of,
+    is_binary,
+    search_child,
+    try_to_read,
+    shown_lines,
+)
 CHILD_VALUES = {name: globals()[name] for name in ("READING", "UTF8_MARK", "UTF16_MARKS")}
 CHILD_VALUES["SEARCH_SECONDS"] = SEARCH_SECONDS
 CHILD = """import faulthandler, json, marshal, os, re, stat, sys, types
@@ -1552,22 +1544,22 @@ POWERSHELL = [  # it joins all words after -Command to one command
     "-Command",
     "[Console]::OutputEncoding = [Text.Encoding]::UTF8;",
 ]
-SHELLS = {"bash": ["-c"], "sh": ["-c"], "powershell": POWERSHELL}
+SHELL_OPTIONS = {"bash": ["-c"], "sh": ["-c"], "powershell": POWERSHELL}
 # Git's installer puts C:\Program Files\Git\cmd on PATH, and bash is in Git\bin. The bash.exe of
 # C:\Windows\System32 starts WSL, where paths have other names; C:\Windows\bin does not exist.
 NOT_OF_BASH = r"(?i)[\\/](cmd|system32|windowsapps)[\\/]?(?=[;:]|\Z)"
 
 
 def find_shell():
-    """The first of SHELLS that is installed, with its options; [] if there is none."""
+    """The first of SHELL_OPTIONS that is installed, with its options; [] if there is none."""
     path = re.sub(NOT_OF_BASH, "/bin", os.environ.get("PATH", os.defpath))
-    for name, options in SHELLS.items():
+    for name, options in SHELL_OPTIONS.items():
         if found := shutil.which(name, path=path):
             return [found, *options]
     return []
 
 
-def job_object(process: subprocess.Popen):
+def job_object(process):
     """Put a new process and all that it will start into a group. Returns a function that kills the
     group. Windows kills it when this program ends, even by a kill. (`taskkill /T` would not find
     the children of a process that has ended, which bash has many of.)"""
@@ -1703,7 +1695,7 @@ class Job:
 
     watchdog = None  # stays None on Windows, where `job_object` makes the group
 
-    def __init__(self, argv: list[str], folder: Path, environment: dict[str, str]):
+    def __init__(self, argv, folder, environment):
         options = {"cwd": folder, "env": environment, "start_new_session": True}
         self.process = subprocess.Popen(
             argv,
@@ -1788,24 +1780,12 @@ class Capture(threading.Thread):
 
 # ---- The shell: the sandbox ----
 
-# Without `--cap-drop`, root keeps its capabilities in the sandbox and could undo the mounts.
-BWRAP = [
-    "bwrap",
-    "--unshare-all",
-    "--cap-drop",
-    "ALL",
-    "--die-with-parent",
-    "--new-session",
-    "--proc",
-    "/proc",
-    "--ro-bind",
-    "/proc/sys",
-    "/proc/sys",  # read-only, also for root
-    "--dev",
-    "/dev",
-    "--tmpfs",
-    "/tmp",
-]
+# Without `--cap-drop`, root keeps its capabilities in the sandbox and could undo the mounts; the
+# bind makes /proc/sys read-only, also for root.
+BWRAP = (
+    "bwrap --unshare-all --cap-drop ALL --die-with-parent --new-session "
+    "--proc /proc --ro-bind /proc/sys /proc/sys --dev /dev --tmpfs /tmp"
+).split()
 SYSTEM = [
     "/usr",
     "/bin",
@@ -1988,7 +1968,7 @@ TAG = rf"(?i)<(/?[a-z][\w:-]*){ATTRIBUTES}|<(/?[a-z][\w:-]*)([^<>]*)>?|<[!?/][^<
 LINK = rf"(?is)<a\b{ATTRIBUTES}(.*?)(?:</a\b[^<>]*>?|(?=<a\b)|\Z)"
 NOT_TEXT = (
     r"(?is)<(script|style|template|(?:svg|iframe)(?![^<>]*/>))\b.*?(?:</\1\b[^<>]*>?|\Z)"
-    r"|<!--.*?(?:-->|\Z)|&#\d{8,};?|[\0\1]|<h\d\b[^<>]*>\s*</h\d>"
+    r"|<!--.*?(?:-->|\Z)|&#\d{8,};?|\0|<h\d\b[^<>]*>\s*</h\d>"
 )
 # removes <nav>menu</nav>, but not <aside class=footnote> or an element that is never closed
 BESIDE = r"(?is)<(nav|select|(?:footer|aside)(?![^<>]*note))\b.*?(?:(</\1\b[^<>]*>?)|\Z)"
@@ -2000,13 +1980,14 @@ BLOCK = (
 ROW = r"(?i)<tr\b.*?(?=<tr\b|</tr\b|</?table\b|\Z)"
 MARKS = {
     "br": "\n",
+    "li": "\n- ",
     "tr": "\n",
     "td": " | ",
     "th": " | ",
     "code": "`",
     "/code": "`",
-    "sup": "^",
-}  # 10<sup>6</sup> → 10^6
+    "sup": "^",  # 10<sup>6</sup> → 10^6
+}
 
 
 def page_text(source: str, url: str = ""):
@@ -2017,50 +1998,49 @@ def page_text(source: str, url: str = ""):
     source = re.sub(NOT_TEXT, "", source)
     source = re.sub(BESIDE, lambda match: "\n" if match[2] else match[0], source)
     source = re.sub(LINK, functools.partial(link_text, url=url), source)
-    codes = iter(re.findall(CODE, source))
-    source = re.sub(r"\s+", " ", re.sub(CODE, "<p>\1<p>", source))  # chr(1) marks a code block
+    blocks = []
+    for number, block in enumerate(re.split(CODE, source)):
+        is_code = number % 2  # `split` returns what the group of CODE has matched, too
+        blocks.append(code_text(block) if is_code else prose_text(block))
+    return "\n\n".join(filter(None, blocks))
+
+
+def code_text(source):
+    code = re.sub(TAG, "", re.sub(r"(?i)<br\b[^<>]*>", "\n", source))
+    return "```\n" + html.unescape(code).strip("\n") + "\n```"
+
+
+def prose_text(source):
+    source = re.sub(r"\s+", " ", source)
     source = re.sub(ROW, lambda row: re.sub(rf"(?i)<({BLOCK}|br|li)\b", r" \g<0>_", row[0]), source)
-    depth = 0  # how many lists are open
-
-    def mark_of(tag):
-        nonlocal depth
-        name = (tag[1] or tag[3] or "").lower()
-        if name in ("/ul", "/ol") and depth > 0:
-            depth -= 1
-        gap = "\f" if depth else "\n\n"  # adjacent \f become one line break
-        if name in ("ul", "ol"):
-            depth += 1
-        if name == "li":
-            return "\f- "
-        if re.fullmatch(r"h\d", name):
-            return f"{gap}{'#' * int(name[1])} "
-        return gap if re.fullmatch(BLOCK, name) else MARKS.get(name, "")
-
-    def block_of_code(_: re.Match):
-        code = re.sub(TAG, "", re.sub(r"(?i)<br\b[^<>]*>", "\n", next(codes)))
-        return "```\n" + html.unescape(code).strip("\n") + "\n```"
-
-    text = re.sub(r" ?(?:\f ?)+", "\n", re.sub(TAG, mark_of, source))
-    text = "\n".join(" ".join(line.split()) for line in html.unescape(text).split("\n"))
+    text = html.unescape(re.sub(TAG, mark_of, source))
+    text = "\n".join(" ".join(line.split()) for line in text.split("\n"))
     text = re.sub(r"(?m)^(#+|-)\n+(?=.)", r"\1 ", text)  # <li><p>a
     text = re.sub(r"\n{3,}", "\n\n", re.sub(r"(?m)^[| ]+\n", "", text))
-    return re.sub("\1", block_of_code, text).strip()
+    return text.replace("\n\n- ", "\n- ").strip()
+
+
+def mark_of(tag):
+    """The text that stands for a tag: <h2> → ⏎ ⏎ ##, <td> → |, <p> → ⏎ ⏎, <b> → nothing."""
+    name = (tag[1] or tag[3] or "").lower()
+    if re.fullmatch(r"h\d", name):
+        return f"\n\n{'#' * int(name[1])} "
+    return "\n\n" if re.fullmatch(BLOCK, name) else MARKS.get(name, "")
 
 
 def link_text(match, url):
     """<a href="b?x=1"> <b>go</b> </a> → [go](https://example.com/b?x=1)"""
     words = re.sub(TAG, "", re.sub(rf"(?i)<({BLOCK}|br|t[dh])\b", r" \g<0>", match[2])).split()
-    text, href, target = " ".join(words), attribute(match[1], "href"), ""
+    text, href, target = " ".join(words), href_of(match[1]), ""
     with contextlib.suppress(ValueError):  # if the URL is invalid, no link is made
         target = urllib.parse.urljoin(url, href) if href else ""
     is_link = text and target.startswith("http")
     return f"[{text}]({html.escape(target)})" if is_link else match[2]
 
 
-def attribute(attributes, name):
+def href_of(attributes):
     """Read the href in ` class=x href="/b?x=1&amp;y=2"` → /b?x=1&y=2, or "" if it is missing."""
-    value = rf"""(?i)(?<![\w-]){name}\s*=\s*("[^"]*"|'[^']*'|[^\s"'>]+)"""
-    match = re.search(value, attributes)
+    match = re.search(r"""(?i)(?<![\w-])href\s*=\s*("[^"]*"|'[^']*'|[^\s"'>]+)""", attributes)
     return html.unescape(match[1].strip("\"' ")) if match else ""
 
 
@@ -2230,7 +2210,7 @@ def duckduckgo_results(page):
     # <a rel="nofollow" class="result__a" href="…">Title</a>
     pattern = r"(?s)<a ([^<>]*\bresult__(a|snippet)\b[^<>]*)>(.{0,2000}?)</a>"
     for attributes, part, text in re.findall(pattern, page):
-        address = attribute(attributes, "href")
+        address = href_of(attributes)
         if part == "a" and "duckduckgo.com/y.js" not in address:  # y.js links are ads
             parameters = urllib.parse.parse_qs(urllib.parse.urlsplit(address).query)
             results.append({"title": text, "url": parameters.get("uddg", [address])[0]})
@@ -2254,12 +2234,11 @@ class MCPTool(Tool):
         self.read_only = kind != "tools"
         about = item.get("description") or f"{kind[:-1]} {item['name']} of {server.name}"
         self.description = about[:2_000]
-        schema = {"properties": {}, **item.get("inputSchema", {}), "type": "object"}
-        if arguments := item.get("arguments"):  # only prompts have arguments
-            texts = {each["name"]: StringSchema(each.get("description")) for each in arguments}
-            required = [each["name"] for each in arguments if each.get("required")]
-            schema = ObjectSchema(texts, required=required)
-        self.parameters = schema
+        arguments = item.get("arguments", [])  # of a prompt; only tools have an inputSchema
+        texts = {each["name"]: StringSchema(each.get("description")) for each in arguments}
+        required = [each["name"] for each in arguments if each.get("required")]
+        schema = ObjectSchema(texts, required)
+        self.parameters = {**schema, **item.get("inputSchema", {}), "type": "object"}
 
     async def execute(self, /, **arguments):
         if "uri" not in self.request:
