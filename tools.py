@@ -150,7 +150,7 @@ class Tool:
         return self.read_only and not self.exclusive
 
     def cast_params(self, params: dict) -> dict:
-        """Convert arguments to the types of the schema: {"size": "2", "note": None} → {"size": 2}"""
+        """Convert arguments to the types of the schema: {"size": "2", "x": None} → {"size": 2}"""
         return cast(params, self.parameters)
 
     def validate_params(self, params: dict) -> list[str]:
@@ -158,8 +158,12 @@ class Tool:
         return validate(params, self.parameters) + unexpected_keys(params, self.parameters)
 
     def to_schema(self) -> dict:
-        about = {"name": self.name, "description": self.description}
-        return {"type": "function", "function": {**about, "parameters": self.parameters}}
+        function = {
+            "name": self.name,
+            "description": self.description,
+            "parameters": self.parameters,
+        }
+        return {"type": "function", "function": function}
 
 
 def tool(function: Callable | None = None, **flags):
@@ -212,7 +216,7 @@ def signature_schema(function: Callable) -> dict:
     parameters = {
         name: each
         for name, each in inspect.signature(function).parameters.items()
-        if name != "self" and hints.get(name) is not Turn and str(each)[0] != "*"  # *args, **others
+        if hints.get(name) is not Turn and str(each)[0] != "*"  # *args, **others
     }
     required = [name for name, each in parameters.items() if each.default is each.empty]
     return ObjectSchema({name: hints.get(name, Any) for name in parameters}, required)
@@ -597,12 +601,6 @@ class Schema(dict):
         for name, value in (about | keywords).items():
             if value not in (None, ""):  # min_length → minLength
                 self[re.sub("_(.)", lambda letter: letter[1].upper(), name)] = value
-
-    def to_json_schema(self):
-        return dict(self)
-
-    def validate_value(self, value, path: str = ""):
-        return validate(value, self, path)
 
 
 StringSchema = functools.partial(Schema, "string")
@@ -1241,9 +1239,9 @@ async def grep(
     nothing = f"No match for {pattern!r} in {len(files):,} files of {root}."
     text = first_lines(items, head_limit) or nothing
     if skipped:
-        more = f" and {len(skipped) - 10} more" if len(skipped) > 10 else ""
+        names = shorten(", ".join(skipped), 1_000)
         hint = "a large file is searched if it is named in path"
-        text = f"NOT searched: {', '.join(skipped[:10])}{more} ({hint})\n{text}"
+        text = f"NOT searched: {names} ({hint})\n{text}"
     where = counted(len(hits), "file", "files")
     return ToolResult(text, shown=f"{counted(sum(hits), 'match', 'matches')} in {where}")
 
@@ -1271,17 +1269,17 @@ async def search_part(files, request):
     )
     program = {function.__name__: function.__code__ for function in CHILD_FUNCTIONS}
     work = marshal.dumps([CHILD_VALUES, program, files, request])
-    searching = asyncio.ensure_future(in_thread(process.communicate, work))
+    searching = in_thread(process.communicate, work)
     try:
-        await asyncio.wait([searching], timeout=SEARCH_SECONDS)
+        output, errors = await asyncio.wait_for(searching, SEARCH_SECONDS)
+    except TimeoutError:
+        why = f"The search was stopped after {SEARCH_SECONDS} s: simplify the pattern."
+        raise ToolError(why) from None
     finally:  # kill the child even if the turn is cancelled, so that `communicate` returns
         process.kill()
-    output, errors = await searching
-    if not output.endswith(b"\n") and errors:  # for example "re.error: missing ) at position 3"
+    if not output:  # for example "re.error: missing ) at position 3"
         why = errors.decode(errors="replace").splitlines()[-1]
         raise ToolError(f"The search failed: {why}. Correct the pattern, or set fixed_strings.")
-    if not output.endswith(b"\n"):  # the child was killed
-        raise ToolError(f"The search was stopped after {SEARCH_SECONDS} s: simplify the pattern.")
     return json.loads(output)
 
 
@@ -1780,12 +1778,24 @@ class Capture(threading.Thread):
 
 # ---- The shell: the sandbox ----
 
-# Without `--cap-drop`, root keeps its capabilities in the sandbox and could undo the mounts; the
-# bind makes /proc/sys read-only, also for root.
-BWRAP = (
-    "bwrap --unshare-all --cap-drop ALL --die-with-parent --new-session "
-    "--proc /proc --ro-bind /proc/sys /proc/sys --dev /dev --tmpfs /tmp"
-).split()
+# Without `--cap-drop`, root keeps its capabilities in the sandbox and could undo the mounts.
+BWRAP = [
+    "bwrap",
+    "--unshare-all",
+    "--cap-drop",
+    "ALL",
+    "--die-with-parent",
+    "--new-session",
+    "--proc",
+    "/proc",
+    "--ro-bind",
+    "/proc/sys",
+    "/proc/sys",  # read-only, also for root
+    "--dev",
+    "/dev",
+    "--tmpfs",
+    "/tmp",
+]
 SYSTEM = [
     "/usr",
     "/bin",

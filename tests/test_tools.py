@@ -1216,12 +1216,8 @@ def test_a_search_that_would_take_for_ever_is_ended(blanks, monkeypatch):
     before, start = own_children(), time.monotonic()
     for path in ("sub/x.py", "."):
         ended = call(blanks, "grep", pattern=ENDLESS, path=path)
-        assert (
-            ended.is_error
-            and "stopped after 1 s" in ended.text
-            and "simplify the pattern" in ended.text
-        )
-    assert time.monotonic() - start < 10 and own_children() == before
+        assert ended.is_error and "stopped after 1 s: simplify the pattern" in ended.text
+    assert time.monotonic() - start < 10 and until(lambda: own_children() == before)
 
 
 @needs_proc
