@@ -149,14 +149,6 @@ class Tool:
     def concurrency_safe(self) -> bool:
         return self.read_only and not self.exclusive
 
-    def cast_params(self, params: dict) -> dict:
-        """Convert arguments to the types of the schema: {"size": "2", "x": None} → {"size": 2}"""
-        return cast(params, self.parameters)
-
-    def validate_params(self, params: dict) -> list[str]:
-        """Find what is wrong: ["size must be integer, not \"big\"", "name is required"]"""
-        return validate(params, self.parameters) + unexpected_keys(params, self.parameters)
-
     def to_schema(self) -> dict:
         function = {
             "name": self.name,
@@ -172,17 +164,16 @@ def tool(function: Callable | None = None, **flags):
     if function is None:
         return functools.partial(tool, **flags)
 
-    class FunctionTool(Tool):
-        name = function.__name__
-        description = inspect.getdoc(function) or ""
-
-    method = "execute" if inspect.iscoroutinefunction(function) else "run"
-    setattr(FunctionTool, method, staticmethod(function))
-    for flag, value in flags.items():
-        setattr(FunctionTool, flag, value)
-    if not FunctionTool.description:
-        log.warning("The tool %s has no docstring: models get no description.", FunctionTool.name)
-    return FunctionTool()
+    members = {
+        "name": function.__name__,
+        "description": inspect.getdoc(function) or "",
+        "execute" if inspect.iscoroutinefunction(function) else "run": staticmethod(function),
+        **flags,
+    }
+    made = type("FunctionTool", (Tool,), members)()
+    if not made.description:
+        log.warning("The tool %s has no docstring: models get no description.", made.name)
+    return made
 
 
 def as_schema(hint) -> dict:
@@ -237,9 +228,8 @@ class ToolRegistry:
     def register(self, tool: Tool):
         """Add a tool; a tool with the same name is replaced."""
         if not (isinstance(tool, Tool) and tool.name and hasattr(tool, "body")):
-            name = getattr(tool, "__name__", type(tool).__name__)
             raise TypeError(
-                f"{name} is not a tool: put @tool above a function, and give a subclass of Tool "
+                f"{tool!r} is not a tool: put @tool above a function, and give a subclass of Tool "
                 "a name and a method `execute` or `run`."
             )
         self._tools[tool.name] = tool
@@ -271,8 +261,8 @@ class ToolRegistry:
         if not isinstance(params, dict):
             problem = f'The arguments of {name} must be one JSON object, like {{"name": "value"}}.'
             return tool, {}, problem
-        params = tool.cast_params(params)
-        errors = tool.validate_params(params)
+        params = cast(params, tool.parameters)
+        errors = validate(params, tool.parameters) + unexpected_keys(params, tool.parameters)
         problem = f"{name} was not run: {'; '.join(errors)}. Correct the call." if errors else None
         return tool, params, problem
 
@@ -288,13 +278,14 @@ class ToolRegistry:
         except ToolError as mistake:
             shown = f"{mistake.outcome}: {mistake}".partition("\n")[0]
             result = ToolResult(str(mistake), is_error=True, shown=shown)
-        except (Exception, SystemExit, KeyboardInterrupt, asyncio.CancelledError) as error:
+        except BaseException as error:
             if isinstance(error, asyncio.CancelledError) and asyncio.current_task().cancelling():
                 raise  # the turn itself is cancelled, not a task that the tool started
             result = ToolResult(f"{name} failed: {type(error).__name__}: {error}", is_error=True)
-            line = result.text.split("\n")[0]
-            log.warning("tool %s", line, exc_info=log.isEnabledFor(logging.INFO))  # with --logs
-        result.text = result.text if result.text.strip() else f"({name} completed with no output)"
+            is_debugged = log.isEnabledFor(logging.INFO)  # by --logs
+            log.warning("tool %s", result.text, exc_info=is_debugged)
+        if not result.text.strip():
+            result.text = f"({name} completed with no output)"
         lines = result.text.split("\n")
         ended = lines[0] if result.is_error else counted(len(lines), "line", "lines")
         result.shown = (result.shown or ended).replace(f"{turn.cwd}{os.sep}", "")
@@ -406,7 +397,7 @@ def write_file(path: str, content: str, *, turn: Turn) -> ToolResult:
     lines, lines_read = len(lines_of(old)), turn.lines_read(real, old)
     if lines_read < lines:
         raise ToolError(
-            f"{real} has {counted(lines, 'line', 'lines')} and you have read {lines_read:,}: "
+            f"{real} has {lines:,} lines and you have read {lines_read:,}: "
             "read the rest first, or use edit_file."
         )
     note = change_file(turn, real, old, data)
@@ -489,14 +480,13 @@ OPENING = ("additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf
 
 
 def union_schema(options):
-    """One of several schemas. Not all endpoints know anyOf, so it is used only if it is needed.
+    """One of several schemas. Not all endpoints know anyOf, so it is not used for `X | None`.
 
     integer, null → {"type": ["integer", "null"]};  "a", integer → {"anyOf": [{"enum": …}, …]}
     """
     first, *others = options
-    is_optional = others == [{"type": "null"}] and "type" in first
-    if is_optional or all(option.keys() == {"type"} for option in options):
-        return {**first, "type": [kind for option in options for kind in kinds(option)]}
+    if others == [{"type": "null"}] and "type" in first:
+        return {**first, "type": [*kinds(first), "null"]}
     return {"anyOf": options}
 
 
@@ -757,7 +747,7 @@ def numbered_page(lines, first, most, room):
 
 def write_atomic(path, data):
     """Write the whole file or change nothing, even if the power fails; keeps the file mode."""
-    temporary = path.with_name(f".{path.name[:40]}.{os.getpid()}-{time.time_ns()}.tmp")
+    temporary = path.with_name(f".{os.urandom(8).hex()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(temporary, "xb") as file:
@@ -943,21 +933,18 @@ def take_back(store: Path, session: str):
     changes = [change for change in kept_changes(store) if change["session"] == session]
     last = [change for change in changes if change["turn"] == changes[-1]["turn"]]
     outcomes = {}
-    for change in last:  # a file that was changed twice is restored once
-        name = os.path.relpath(change["path"], change["folder"])
-        if name not in outcomes:
-            outcomes[name] = restore([each for each in last if each["path"] == change["path"]])
+    for path in {change["path"] for change in last}:
+        its = [change for change in last if change["path"] == path]
+        outcomes[os.path.relpath(path, its[0]["folder"])] = restore(Path(path), its)
     if any(outcomes.values()):
         for change in last:
             change["file"].unlink(missing_ok=True)
     return outcomes
 
 
-def restore(changes):
+def restore(path, changes):
     """Take back all changes of one file, given oldest first. Returns False, and leaves the file
     alone, if something else has changed it after one of them."""
-    first = changes[0]
-    path = Path(first["path"])
     try:
         data = read_bytes(path)
         for change in reversed(changes):
@@ -966,13 +953,13 @@ def restore(changes):
             data = change["file"].read_bytes().partition(b"\n")[2]
         if path.resolve() != path:  # a folder became a link
             return False
-        if first["is_new"]:
+        if changes[0]["is_new"]:
             path.unlink()
         else:
             write_atomic(path, data)
     except (OSError, ToolError):
         return False
-    for folder in first["new_folders"]:
+    for folder in changes[0]["new_folders"]:
         with contextlib.suppress(OSError):  # something else is in it
             os.rmdir(folder)
     return True
@@ -1010,10 +997,8 @@ def notebook_edit(
     turn: Turn,
 ):
     """Change or delete a cell of a Jupyter notebook (.ipynb), or insert one before it. To
-    append, insert after the last one."""
-    result = rewrite(path, turn, lambda text: change_cell(text, cell, source, cell_type, mode))
-    result.text = f"{mode} of cell {cell}: done. read_file shows the cells with their numbers."
-    return result
+    append, insert after the last one. Returns the diff."""
+    return rewrite(path, turn, lambda text: change_cell(text, cell, source, cell_type, mode))
 
 
 def change_cell(text, index, source, kind, mode):
@@ -1033,8 +1018,7 @@ def change_cell(text, index, source, kind, mode):
         layout = re.match(r"\s*\{\n([ \t]*)", text)  # the file's indentation (Jupyter: one space)
         after = json.dumps(book, ensure_ascii=False, indent=layout and layout[1])
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
-        why = f"{type(problem).__name__}: {problem}"
-        raise ToolError(f"Not a notebook of nbformat 4: {why}. Use edit_file.") from None
+        raise ToolError(f"Not a notebook of nbformat 4: {problem!r}. Use edit_file.") from None
     return after + text[len(text.rstrip()) :]
 
 
@@ -1137,8 +1121,8 @@ BEFORE_PATTERN = r"[^*?\[{]*(/|$)|"  # src/ in src/*.py, the whole of src/a.py, 
 def plain_globs(glob):
     """Replace braces, which Python's globs do not know: src/*.{py,js} → src/*.py, src/*.js"""
     choices = math.prod(part.count(",") + 1 for part in glob.split("}"))
-    if glob.startswith("!") or choices > 200:
-        raise ToolError(f"{glob[:99]}: name the files to find, with few commas, like *.{{js,ts}}.")
+    if choices > 200:
+        raise ToolError(f"{glob[:99]} has too many commas.")
     inner = re.search(r"\{([^{}]*)\}", glob)  # *.{p,{py,js}} → {py,js}
     if not inner:
         return [glob]
@@ -1169,10 +1153,8 @@ def is_match(name, glob):
 @tool(read_only=True)
 def glob(pattern: str, path: str = ".", head_limit: Limit = 250, *, turn: Turn):
     """Find files by name, newest first. `*.py` finds files in all folders below path."""
-    if pattern.startswith(("/", "~", "..")):  # /etc/*.conf → path /etc/, pattern ./*.conf
-        folder = re.match(BEFORE_PATTERN, pattern)[0]
-        path = os.path.normpath(os.path.join(path, os.path.expanduser(folder)))
-        pattern = f"./{pattern.removeprefix(folder)}"
+    if pattern.startswith(("/", "~", "..")):
+        raise ToolError("Name the folder in path, and in pattern only what follows it.")
     found = find_files(turn, path, pattern)
     ages = []
     for name, file in found:
@@ -1227,14 +1209,11 @@ async def grep(
     output_mode "content" returns `path:line: text`."""
     type_glob = TYPES.get(type, f"*.{type}")  # an unlisted type like rb means *.rb
     root, files = turn.path(path), await in_thread(find_files, turn, path, glob, type_glob)
-    request = {
-        "source": re.escape(pattern) if fixed_strings else pattern,
-        "mode": output_mode,
-        "flags": int(re.IGNORECASE) if case_insensitive else 0,
-        "most": head_limit + 1,
-        "context": context,
-        "most_bytes": 1_000_000_000 if root.is_file() else 2_000_000,
-    }
+    source = re.escape(pattern) if fixed_strings else pattern
+    if case_insensitive:
+        source = f"(?i){source}"
+    most_bytes = 1_000_000_000 if root.is_file() else 2_000_000
+    request = (source, most_bytes, head_limit, output_mode, context)
     items, hits, skipped = await search_files(files, request)
     nothing = f"No match for {pattern!r} in {len(files):,} files of {root}."
     text = first_lines(items, head_limit) or nothing
@@ -1242,8 +1221,8 @@ async def grep(
         names = shorten(", ".join(skipped), 1_000)
         hint = "a large file is searched if it is named in path"
         text = f"NOT searched: {names} ({hint})\n{text}"
-    where = counted(len(hits), "file", "files")
-    return ToolResult(text, shown=f"{counted(sum(hits), 'match', 'matches')} in {where}")
+    ended = f"{counted(sum(hits), 'match', 'matches')} in {counted(len(hits), 'file', 'files')}"
+    return ToolResult(text, shown=ended)
 
 
 async def search_files(files, request):
@@ -1254,9 +1233,9 @@ async def search_files(files, request):
     parts = [files[start : start + size] for start in range(0, len(files), size)]
     lines, hits, skipped = [], [], []
     for answer in await asyncio.gather(*(search_part(part, request) for part in parts)):
-        lines += answer["lines"]
-        hits += answer["hits"]
-        skipped += answer["skipped"]
+        lines += answer[0]
+        hits += answer[1]
+        skipped += answer[2]
     return lines, hits, skipped
 
 
@@ -1283,14 +1262,14 @@ async def search_part(files, request):
     return json.loads(output)
 
 
-def search_child(files, request):
-    """The main function of the child: print the answer to a request."""
+def search_child(files, source, most_bytes, most, mode, context):
+    """The main function of the child: print the answer as JSON (see `search_files`)."""
     # end this child even if its parent has died
     faulthandler.dump_traceback_later(SEARCH_SECONDS + 10, exit=True)
     shown, hits, skipped = [], [], []  # `hits`: the number of matches, for each file with matches
-    find = re.compile(request["source"], request["flags"]).search
+    find = re.compile(source).search
     for name, path in files:
-        data, problem = try_to_read(path, request["most_bytes"])
+        data, problem = try_to_read(path, most_bytes)
         if is_binary(data):
             problem = "binary"
         if problem:
@@ -1300,19 +1279,19 @@ def search_child(files, request):
         found = [number for number, line in enumerate(lines) if find(line)]
         if found:
             hits.append(len(found))
-            shown += shown_lines(name, lines, found, request)
-        if len(shown) >= request["most"]:
+            shown += shown_lines(name, lines, found, mode, context)
+        if len(shown) > most:
             break
-    print(json.dumps({"lines": shown, "hits": hits, "skipped": skipped}))
+    print(json.dumps([shown, hits, skipped]))
 
 
-def shown_lines(name, lines, found, request):
+def shown_lines(name, lines, found, mode, context):
     """Format each match as `name:12: text` and each context line as `name-13- text`."""
-    if request["mode"] == "files_with_matches":
+    if mode == "files_with_matches":
         return [name]
-    if request["mode"] == "count":
+    if mode == "count":
         return [f"{name}: {len(found)}"]
-    marks, context = {}, request["context"]
+    marks = {}
     for hit in found:
         for near in range(max(hit - context, 0), min(hit + context + 1, len(lines))):
             marks[near] = ":" if near == hit else marks.get(near, "-")
@@ -1338,7 +1317,7 @@ values, program, files, request = marshal.load(sys.stdin.buffer)
 globals().update(values)
 for name, code in program.items():
     globals()[name] = types.FunctionType(code, globals())
-search_child(files, request)"""
+search_child(files, *request)"""
 
 
 FILE_TOOLS = [read_file, write_file, edit_file, notebook_edit, list_dir, glob, grep]
@@ -1418,8 +1397,11 @@ def check_command(command: str, turn: Turn, *, confined: bool = False):
             programs[number:number] = programs_of(script)  # these programs run next
         if name in ("cd", "pushd", "popd"):
             here = real_path(names[0], here, turn) if names else None
-        if name == "find":
-            found = found_by(arguments)
+        if name == "find":  # a b -type f → a, b; . -name c → ./found*
+            before_tests = itertools.takewhile(lambda word: word[:1] not in "-(!", arguments)
+            found = list(before_tests) or ["."]
+            if re.search(CHOOSES, line.partition(" -delete")[0]):
+                found = [f"{start}/found*" for start in found]
             targets = found if "-delete" in arguments else []
         else:
             targets = names or ["."] if re.match(REMOVES, line) else []  # as in `xargs rm -r`
@@ -1438,14 +1420,6 @@ def check_command(command: str, turn: Turn, *, confined: bool = False):
             named.add("/.")
     check_paths(written, turn, writes=True)
     check_paths(named - written, turn, writes=False)
-
-
-def found_by(arguments):
-    """The start folders of `find`, or patterns in them: a b -type f → a, b; . -name c → ./found*"""
-    starts = list(itertools.takewhile(lambda word: word[:1] not in "-(!", arguments)) or ["."]
-    if re.search(CHOOSES, " ".join(arguments).partition(" -delete")[0]):
-        return [f"{start}/found*" for start in starts]
-    return starts
 
 
 def real_path(name, here, turn):
@@ -1631,8 +1605,7 @@ class Exec(Tool):
         turn: Turn,
     ):
         confined = bool(self.sandbox)  # the sandbox itself hides everything outside its folders
-        fenced = replace(turn, restrict=turn.restrict or confined)
-        folder = fenced.path(working_dir, write=True)
+        folder = turn.path(working_dir, write=True)
         if not folder.is_dir():
             raise ToolError(f"There is no folder {folder}.")
         inside = replace(turn, cwd=folder, restrict=turn.restrict and not confined)
@@ -1643,8 +1616,9 @@ class Exec(Tool):
             checked = command.translate(str.maketrans("\\,", "/ "))
         await in_thread(check_command, checked, inside, confined=confined)
         environment = clean_environment(*self.allowed_env)
-        folders = filter(None, (environment.get("PATH"), self.path_append))
-        environment["PATH"] = os.pathsep.join(folders)
+        if self.path_append:
+            path = environment.get("PATH", os.defpath)
+            environment["PATH"] = f"{path}{os.pathsep}{self.path_append}"
         argv = [*shell, command]
         if self.sandbox:
             argv = [*await in_thread(self._bwrap, turn), "--chdir", str(folder), *argv]
@@ -1672,7 +1646,7 @@ class Exec(Tool):
                     f"The sandbox may not open {folder}: it is a link, or HOME, the workspace or "
                     "keys are in it. Start in another folder."
                 )
-        records = [home / name for name in sorted({name.split("/")[0] for name in AGENT_FILES})]
+        records = [home / name for name in ("cron", "memory", "sessions", ".nanobot")]
         for folder in records:
             folder.mkdir(0o700, exist_ok=True)  # so that no command can create this folder
         shown = [*SYSTEM, *filter(None, self.path_append.split(os.pathsep))]
@@ -1904,10 +1878,9 @@ class Web:
         self.proxy = urllib.parse.urlsplit(proxy)
         if proxy and not (self.proxy.scheme == "http" and self.proxy.port):
             raise ValueError("Write the proxy like http://proxy.example:3128 (no SOCKS, no https)")
-        self.login = {}
-        if login := urllib.parse.unquote(self.proxy.netloc.rpartition("@")[0]):  # ada:secret
-            code = base64.b64encode(login.encode()).decode()
-            self.login = {"Proxy-Authorization": f"Basic {code}"}
+        login = urllib.parse.unquote(self.proxy.netloc.rpartition("@")[0])  # ada:secret
+        code = base64.b64encode(login.encode()).decode()
+        self.login = {"Proxy-Authorization": f"Basic {code}"} if login else {}
 
     async def ask(self, url: str, redirects: int = 0, **request):
         """Return http.client's response and the body. Options: `trusted`, `body`, `headers`."""
@@ -2167,13 +2140,12 @@ class WebSearch(Tool):
             raise ToolError(f"{self.provider} needs the setting tools.web.search.{missing}.")
         response, body = await self._ask(service, query, count)
         page = body.decode(errors="replace")
-        results = search_results(page, service.results)[:count] if response.status == 200 else []
-        is_captcha = not results and re.search(r"\banomaly[.-](js|modal)", page)
+        is_captcha = re.search(r"duckduckgo\.com/anomaly|\banomaly-modal", page)
         if response.status != 200 or is_captcha:
             advice = ADVICE.get(response.status, "The service may take this program for a robot.")
             advice += " The user may change tools.web.search."
             raise ToolError(f"{self.provider} answered {response.status}. {advice}")
-        lines = [UNTRUSTED]
+        lines, results = [UNTRUSTED], search_results(page, service.results)[:count]
         if not results:
             lines.append("(no results: use other words)")
         for number, result in enumerate(results, 1):

@@ -186,7 +186,7 @@ def test_what_a_function_lacks_is_named_and_one_without_tool_is_refused(caplog):
 
     tool(double)
     assert "The tool double has no docstring" in caplog.text
-    with pytest.raises(TypeError, match="double is not a tool: put @tool above"):
+    with pytest.raises(TypeError, match="double .*is not a tool: put @tool above"):
         ToolRegistry([double])
 
 
@@ -223,7 +223,7 @@ def test_a_tool_that_raises_is_told_in_one_line_and_its_traceback_only_with_logs
         (list[str], {"type": "array", "items": {"type": "string"}}),
         (Annotated[int | None, "Size"], {"type": ["integer", "null"], "description": "Size"}),
         (Path, {}),
-        (Literal[5, "all"], {"type": ["integer", "string"], "enum": [5, "all"]}),
+        (Literal["a", "b"] | None, {"type": ["string", "null"], "enum": ["a", "b"]}),
         (Annotated[str, {"minLength": 2}], {"type": "string", "minLength": 2}),
     ],
 )
@@ -1058,7 +1058,7 @@ TEXT = {"cell_type": "markdown", "metadata": {}, "source": ["x\n", "y"]}
 def test_a_cell_is_what_nbformat_wants(turn, minor, arguments, made):
     result, data = edit_cell(turn, notebook(minor), source="x\ny", **arguments)
     assert json.loads(data)["cells"][1] == made
-    assert "cell 1: done" in result.text and "\n@@ " in result.shown
+    assert "\n@@ " in result.shown
 
 
 @pytest.mark.parametrize(
@@ -1272,8 +1272,9 @@ def test_search_never_shows_a_file_with_keys_or_what_was_put_aside(turn):
             {"pattern": "src/**", "head_limit": 1},
             "src/deep/util.js\n(there are more: raise head_limit or narrow the search)",
         ),
-        ("glob", {"pattern": "!*.py"}, "*.{js,ts}"),
+        ("glob", {"pattern": "{a,b}" * 9}, "too many commas"),
         ("glob", {"pattern": "*", "path": "sr"}, ": src"),
+        ("glob", {"pattern": "/etc/*"}, "Name the folder in path"),
         (
             "grep",
             {"pattern": "TODO", "type": "py", "head_limit": 2},
@@ -2870,30 +2871,22 @@ def test_schema_classes_and_tools_check_values_by_themselves():
             return repr(arguments)
 
     take = Take()
-    assert take.validate_params({"size": "x"}) == [
-        "name is required",
-        'size must be number, not "x"',
-    ]
+    assert 'name is required; size must be number, not "x"' in answer(take, size="x").text
     assert answer(take, name="a", size="2.5").text == "{'name': 'a', 'size': 2.5}"
 
 
 @pytest.mark.parametrize(
     "pattern, path, names",
     [
-        ("{tmp}/out/*.txt", ".", ["{tmp}/out/gold.txt"]),
-        ("~/**/*.txt", ".", ["{tmp}/out/gold.txt", "{tmp}/out/sub/b.txt"]),
-        ("../out/*.txt", ".", ["../out/gold.txt"]),
-        ("b.*", "sub", ["sub/b.txt"]),
+        ("*.txt", "{tmp}/out", ["{tmp}/out/gold.txt", "{tmp}/out/sub/b.txt"]),
+        ("./*.txt", "../out", ["../out/gold.txt"]),
+        ("b.*", "sub/", ["sub/b.txt"]),
     ],
 )
-def test_the_names_that_glob_shows_can_be_used_as_they_stand(
-    turn, monkeypatch, pattern, path, names
-):
+def test_the_names_that_glob_shows_can_be_used_as_they_stand(turn, pattern, path, names):
     tmp = str(turn.workspace.parent)
     shutil.copytree(turn.cwd / "sub", f"{tmp}/out/sub")
-    monkeypatch.setenv("HOME", f"{tmp}/out")
-    monkeypatch.setenv("USERPROFILE", f"{tmp}/out")
-    shown = call(turn, "glob", pattern=pattern.replace("{tmp}", tmp), path=path).text
+    shown = call(turn, "glob", pattern=pattern, path=path.replace("{tmp}", tmp)).text
     assert sorted(shown.replace(tmp, "{tmp}").split("\n")) == names
     assert not any(call(turn, "read_file", path=name).is_error for name in shown.split("\n"))
 
