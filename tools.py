@@ -220,7 +220,7 @@ class ToolRegistry:
     """The tools of one agent. A result longer than the turn's limit is saved to a file."""
 
     def __init__(self, tools: Iterable[Tool] = ()):
-        self._tools: dict[str, Tool] = {}
+        self._tools = {}  # name → tool
         self.turn = Turn()  # remembers which files were read by calls without a turn
         for tool in tools:
             self.register(tool)
@@ -350,13 +350,13 @@ class Turn:
         """The folder `results` or `undo`."""
         return getattr(self, name) or temporary_folder() / name
 
-    def lines_read(self, path: Path, data: bytes) -> int:
+    def lines_read(self, path, data):
         """How many lines, from the first on, the session has read; 0 if the file has changed since.
         `data`: its bytes now."""
         version, lines = self.seen.get(path, (0, 0))
         return lines if version == hash(data) else 0
 
-    def note_read(self, path: Path, data: bytes, first: int, last: int):
+    def note_read(self, path, data, first, last):
         """Record that lines `first` to `last` were read. A page after a gap does not count."""
         lines = self.lines_read(path, data)
         if first <= lines + 1:
@@ -413,7 +413,7 @@ def write_file(path: str, content: str, *, turn: Turn) -> ToolResult:
 async def in_thread(function: Callable, /, *args, **kwargs):
     """Run a blocking function in a new daemon thread and await it; if cancelled, drop the result.
     `asyncio.to_thread` has few threads (CPU cores + 4), and the program's exit waits for them."""
-    future: Future = Future()
+    future = Future()
     future.set_running_or_notify_cancel()  # a cancelled caller must not make `set_result` fail
 
     def work():
@@ -500,10 +500,13 @@ def kinds(schema):
 
 def fits(value, wanted):
     """Does a value have one of these types? 5.0 is an integer, True is not; [] means any type."""
+    if not wanted:
+        return True
     if isinstance(value, bool):  # in Python True is an int, in JSON it is not
-        return not wanted or "boolean" in wanted
-    is_whole = isinstance(value, float) and value.is_integer() and "integer" in wanted
-    return not wanted or is_whole or isinstance(value, tuple(JSON_TYPES[kind] for kind in wanted))
+        return "boolean" in wanted
+    if isinstance(value, float) and value.is_integer() and "integer" in wanted:
+        return True
+    return isinstance(value, tuple(JSON_TYPES[kind] for kind in wanted))
 
 
 def cast(value, schema: dict):
@@ -717,7 +720,7 @@ def is_secret(real, secrets):
 def similar_names(path):
     """For an error: what there is instead, such as " In /home/ada: a.txt, b.txt" """
     if path.exists():
-        return " Use list_dir." if path.is_dir() else ""
+        return ""
     folder = next(parent for parent in path.parents if parent.is_dir())
     names = sorted(os.listdir(folder))
     near = difflib.get_close_matches(path.name, names) or names[:20]
@@ -854,8 +857,8 @@ def nearest(text, old):
     if not close:
         return " No line is like the first one of old_text: read the file again."
     at = starts.index(close[0])
-    _, difference = diff(old, "\n".join(lines[at : at + len(wanted)]), "old_text")
-    return f" The closest passage, at line {at + 1}, differs like this:\n{difference}"
+    passage = "\n".join(lines[at : at + len(wanted)])
+    return f" The closest passage, at line {at + 1}, is:\n{shorten(passage, 4_000)}"
 
 
 # ---- Undo: a file's old version is kept before a tool changes the file ----
@@ -1156,10 +1159,8 @@ def glob(pattern: str, path: str = ".", head_limit: Limit = 250, *, turn: Turn):
     if pattern.startswith(("/", "~", "..")):
         raise ToolError("Name the folder in path, and in pattern only what follows it.")
     found = find_files(turn, path, pattern)
-    ages = []
-    for name, file in found:
-        if os.path.lexists(file):  # false if its path is too long for Windows
-            ages.append((-os.lstat(file).st_mtime, name))
+    # `lexists` is false if a path is too long for Windows
+    ages = [(-os.lstat(file).st_mtime, name) for name, file in found if os.path.lexists(file)]
     names = [name for _, name in sorted(ages)]
     text = first_lines(names, head_limit) or f"No file below {turn.path(path)} matches {pattern}."
     return ToolResult(text, shown=counted(len(names), "file", "files"))
@@ -1230,13 +1231,10 @@ async def search_files(files, request):
     SEARCH_SECONDS. Returns the lines to show, the number of matches in each file that has some, and
     what was not searched: ["a.py:3: x = 1"], [1], ["a.log (binary)"]"""
     size = max(1_000, len(files) // (os.cpu_count() or 1) + 1)
-    parts = [files[start : start + size] for start in range(0, len(files), size)]
-    lines, hits, skipped = [], [], []
-    for answer in await asyncio.gather(*(search_part(part, request) for part in parts)):
-        lines += answer[0]
-        hits += answer[1]
-        skipped += answer[2]
-    return lines, hits, skipped
+    starts = range(0, len(files) or 1, size)
+    parts = [search_part(files[start : start + size], request) for start in starts]
+    answers = await asyncio.gather(*parts)
+    return [list(itertools.chain(*lists)) for lists in zip(*answers, strict=True)]
 
 
 async def search_part(files, request):
@@ -1686,7 +1684,7 @@ class Job:
         atexit.register(self.kill)  # kill the command when this program exits
         self.output, self.is_late = Capture(self.process.stdout), False
 
-    async def run(self, seconds: float):
+    async def run(self, seconds):
         """Wait for the end of the command, or kill it after `seconds`. Returns its output."""
         try:
             await asyncio.wait_for(in_thread(self.process.wait), seconds)
@@ -1713,7 +1711,7 @@ class Job:
             time.sleep(0.005)
         self.process.wait(5)
 
-    def signal_group(self, number: int):
+    def signal_group(self, number):
         """Signal the process group (signal 0: only a test); returns False if the group is empty."""
         if not self.watchdog:
             if number:
@@ -2260,7 +2258,7 @@ class MCPServer:
     time_limit = 25.0  # seconds to connect, because `npx -y …` may first download the server
     retry_after = 30.0  # seconds between attempts: a hanging server must not slow every turn
 
-    def __init__(self, name: str, settings, registry: ToolRegistry):
+    def __init__(self, name, settings, registry):
         self.name, self.settings, self.registry = name, settings, registry
         self.tools = []  # the names of this server's tools in the registry
         self.client = self.task = self.scope = self.stderr = None
@@ -2414,7 +2412,7 @@ class MCPServers:
         self.servers = [
             MCPServer(name, its, registry) for name, its in settings.items() if not its.disabled
         ]
-        self.told_problems: set[str] = set()
+        self.told_problems = set()
 
     async def connect(self, patience: float = 5.0):
         """Before a turn: connect to all unconnected servers; wait `patience` seconds at most."""

@@ -845,7 +845,7 @@ def test_read_file_at_the_edges(turn, data, arguments, told):
 def test_read_file_refuses_by_name_what_is_no_regular_file(turn):
     os.mkfifo(turn.cwd / "fifo")
     (turn.cwd / "zero").symlink_to("/dev/zero")
-    assert "Is a directory. Use list_dir" in call(turn, "read_file", path="sub").text
+    assert "Is a directory." in call(turn, "read_file", path="sub").text
     for path in ("fifo", "zero", "/dev/zero"):
         assert "not a regular file" in call(turn, "read_file", path=path).text
         for name, arguments in USES:
@@ -975,7 +975,7 @@ def test_edit_file_changes_the_passage_and_nothing_else(turn, before, old, new, 
         (
             "if a:\n    go()\n",
             "if a:\n  go()",
-            "(?s)The closest passage, at line 1.*-  go.*\\+    go",
+            "(?s)The closest passage, at line 1, is:\nif a:\n    go",
         ),
     ],
 )
