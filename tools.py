@@ -319,20 +319,19 @@ class Turn:
     undo: Path | None = None  # old versions of changed files (see `take_back`); None: as above
     started: str = field(default_factory=lambda: str(time.time_ns()), compare=False)
     # file → (hash of its bytes, number of lines that were read, counted from the first line)
-    seen: dict[Path, tuple[int, int]] = field(default_factory=dict, compare=False)
+    seen: dict = field(default_factory=dict, compare=False)
 
     def path(self, text: str, write: bool = False) -> Path:
         """Resolve "~/a.txt", "../b" or a link; raises ToolError if the real path is not allowed."""
         try:
             real = (self.cwd / os.path.expanduser(text)).resolve()
-            holds_keys = is_secret(real, self.secret)
             if real.is_symlink():  # since 3.13, `resolve` accepts a link that leads to itself
                 raise OSError("it is a link that leads to itself")
             if os.name == "nt" and ":" in real.name:
                 raise OSError("Windows would write to a hidden part of the file")
         except (OSError, RuntimeError, ValueError) as problem:  # a link to itself, or a NUL byte
             raise ToolError(f"{text!r} is not a usable path: {problem}") from None
-        if holds_keys:
+        if is_secret(real, self.secret):
             raise Refused(f"{real} holds keys: the agent may not open it. Ask the user to look.")
         home = self.workspace.resolve()
         if write and any(real.is_relative_to(home / name) for name in AGENT_FILES):
@@ -342,8 +341,9 @@ class Turn:
             if not write:
                 roots += [*self.readable, self.store("results")]
             if not any(real.is_relative_to(root.resolve()) for root in roots):
-                where = f"{self.workspace} and {self.cwd}"
-                raise Refused(f"{real} is outside of {where}. Use a path inside them.")
+                raise Refused(
+                    f"{real} is outside of {self.workspace} and {self.cwd}. Use a path inside them."
+                )
         return real
 
     def store(self, name: str) -> Path:
@@ -840,7 +840,7 @@ def replace_passage(text, old, new, replace_all=False):
     """Replace `old` with `new`; raises ToolError if `old` is missing or occurs more than once."""
     places = [match.start() for match in re.finditer(re.escape(old), text)]
     if not places:
-        raise ToolError(f"old_text is not in the file.{nearest(text, old)}")
+        raise ToolError("old_text is not in the file: read it again and copy the exact text.")
     if len(places) > 1 and not replace_all:
         lines = ", ".join(str(text.count("\n", 0, place) + 1) for place in places[:20])
         raise ToolError(
@@ -848,17 +848,6 @@ def replace_passage(text, old, new, replace_all=False):
             "set replace_all."
         )
     return text.replace(old, new)
-
-
-def nearest(text, old):
-    lines, wanted = text.split("\n"), old.strip("\n").split("\n")
-    starts = [line[:100] for line in lines[:5_000]]  # the limits keep the comparison fast
-    close = difflib.get_close_matches(wanted[0][:100], starts, n=1, cutoff=0.5)
-    if not close:
-        return " No line is like the first one of old_text: read the file again."
-    at = starts.index(close[0])
-    passage = "\n".join(lines[at : at + len(wanted)])
-    return f" The closest passage, at line {at + 1}, is:\n{shorten(passage, 4_000)}"
 
 
 # ---- Undo: a file's old version is kept before a tool changes the file ----
@@ -984,7 +973,7 @@ def notebook_text(text):
                 data = output.get("data", {})  # {"text/plain": "2"}, or an image
                 said = output.get("text") or output.get("evalue") or data.get("text/plain", data)
                 shown += ["[output]", shorten("".join(said), 1_000)]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except Exception:
         return ""
     return "\n".join(shown)
 
@@ -1216,8 +1205,8 @@ async def grep(
     most_bytes = 1_000_000_000 if root.is_file() else 2_000_000
     request = (source, most_bytes, head_limit, output_mode, context)
     items, hits, skipped = await search_files(files, request)
-    nothing = f"No match for {pattern!r} in {len(files):,} files of {root}."
-    text = first_lines(items, head_limit) or nothing
+    text = first_lines(items, head_limit)
+    text = text or f"No match for {pattern!r} in {len(files):,} files of {root}."
     if skipped:
         names = shorten(", ".join(skipped), 1_000)
         hint = "a large file is searched if it is named in path"
@@ -1434,9 +1423,8 @@ def check_deleted(name, here, turn):
     folder = re.match(BEFORE_PATTERN, name)[0]
     rest = name[len(folder) :]
     real = real_path(folder, here, turn)
-    is_named = re.search(r"\w", re.sub(r"\[[^]]*", "", rest)) or (
-        re.search(r"\w", folder) and real != turn.cwd.resolve()
-    )
+    chosen = rest if real == turn.cwd.resolve() else name
+    is_named = re.search(r"\w", re.sub(r"\[[^]]*", "", chosen))
     records = [turn.workspace.resolve() / name for name in AGENT_FILES]
     held = os.path.join(real or "", rest, "*")
     is_kept = any(fnmatch.fnmatch(f"{path}/", held) for path in (*turn.secret, *records))
@@ -1981,8 +1969,8 @@ def page_text(source: str, url: str = ""):
     source = re.sub(LINK, functools.partial(link_text, url=url), source)
     blocks = []
     for number, block in enumerate(re.split(CODE, source)):
-        is_code = number % 2  # `split` returns what the group of CODE has matched, too
-        blocks.append(code_text(block) if is_code else prose_text(block))
+        # `split` returns prose, what the group of CODE has matched, prose …
+        blocks.append(code_text(block) if number % 2 else prose_text(block))
     return "\n\n".join(filter(None, blocks))
 
 
@@ -2080,7 +2068,7 @@ class SearchService(NamedTuple):
     url: str  # for a path without a host, like /search, the user must set baseUrl
     query: str = "q"  # the name of the parameter for the search words
     count: str = "count"
-    headers: dict[str, str] = {}  # {key} is replaced by the user's key
+    headers: dict = {}  # {key} is replaced by the user's key
     results: str = ""  # the path to the results in the JSON, or "" for DuckDuckGo's HTML
     snippet: str = "snippet"  # the name of the JSON field with a short text from the page
 
@@ -2212,8 +2200,7 @@ class MCPTool(Tool):
         self.server, self.name, self.method = server, name, MCP_METHODS[kind]
         self.request = {"uri": item["uri"]} if kind == "resources" else {"name": item["name"]}
         self.read_only = kind != "tools"
-        about = item.get("description") or f"{kind[:-1]} {item['name']} of {server.name}"
-        self.description = about[:2_000]
+        self.description = item.get("description", "")[:2_000]
         arguments = item.get("arguments", [])  # of a prompt; only tools have an inputSchema
         texts = {each["name"]: StringSchema(each.get("description")) for each in arguments}
         required = [each["name"] for each in arguments if each.get("required")]
@@ -2224,6 +2211,10 @@ class MCPTool(Tool):
         if "uri" not in self.request:
             arguments = {**self.request, "arguments": arguments}
         return mcp_result(await self.server.call(self.method, arguments or self.request, self.name))
+
+
+def as_json(answer):
+    return answer.model_dump(mode="json", by_alias=True, exclude_none=True)
 
 
 def mcp_result(answer):
@@ -2284,7 +2275,7 @@ class MCPServer:
         try:
             await asyncio.wait([work], timeout=limit)
             if work.done():
-                return work.result().model_dump(mode="json", by_alias=True, exclude_none=True)
+                return as_json(work.result())
         except Exception as failure:
             if getattr(failure, "code", 0) not in MCP_LOST:
                 raise ToolError(f"{name} failed: {str(failure) or failure!r}") from None
@@ -2373,30 +2364,27 @@ class MCPServer:
         """Register the server's tools, resources and prompts; earlier entries are removed."""
         while self.tools:
             self.registry.unregister(self.tools.pop())
-        left_out = []
         for kind in MCP_METHODS:
             for item in await self._list(client, kind):
                 infix = "" if kind == "tools" else f"{kind[:-1]}_"  # mcp_notes_resource_today
                 name = f"mcp_{self.name}_{infix}{item['name']}"[:64]
                 name = re.sub("[^A-Za-z0-9_-]", "_", name)
                 wanted = {"*", item["name"], name} & set(self.settings.enabled_tools)
-                if kind == "tools" and not wanted:
+                is_taken = self.registry.get(name)  # a.b and a/b: the first one stays
+                if is_taken or (kind == "tools" and not wanted):
                     continue
-                if len(self.tools) >= MAX_MCP_TOOLS or self.registry.get(name):
-                    left_out.append(item["name"][:64])
-                    continue
+                if len(self.tools) == MAX_MCP_TOOLS:
+                    log.warning("MCP server %s has too many tools, from %s on", self.name, name)
+                    return
                 self.registry.register(MCPTool(self, name, kind, item))
                 self.tools.append(name)
-        if left_out:
-            why = "too many, or the name is in use"
-            log.warning("MCP server %s, left out (%s): %s", self.name, why, ", ".join(left_out))
 
     async def _list(self, client, kind):
         items, cursor = [], None
         has_more = getattr(client.server_capabilities, kind)
         while has_more:  # endless pages end at `time_limit`
             page = await getattr(client, f"list_{kind}")(cursor=cursor)
-            items += page.model_dump(mode="json", by_alias=True, exclude_none=True)[kind]
+            items += as_json(page)[kind]
             has_more = cursor = page.next_cursor
         return items
 

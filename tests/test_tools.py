@@ -570,7 +570,7 @@ def test_a_list_that_the_sdk_refuses_and_tools_that_are_left_out_are_told(runner
         many=scripted({"tools/list": {"tools": many}}),
     )
     assert len(kit.connect(patience=30)) == 1 + 128
-    assert "many, left out (too many, or the name is in use): a/b, t127, t128" in caplog.text
+    assert "MCP server many has too many tools, from mcp_many_t127 on" in caplog.text
     assert re.search("MCP server odd: .*Check tools.mcpServers.odd", caplog.text)
     runner.run(kit.servers.close())
 
@@ -580,7 +580,6 @@ def test_enabled_tools_filters_tools_only_and_the_others_say_what_they_are(runne
     kit = MCPKit(runner, s=scripted(told, enabled_tools=["a", "mcp_s_b", "nonsense"]))
     others = ["mcp_s_prompt_plan", "mcp_s_resource_two"]
     assert kit.connect(patience=30)[1:] == ["mcp_s_a", "mcp_s_b", *others]
-    assert kit.schema("mcp_s_b")["description"] == "tool b of s"
     assert kit.schema("mcp_s_prompt_plan")["parameters"]["required"] == ["goal"]
     assert kit.call("mcp_s_resource_two").text == "one\ntwo"
     assert kit.call("mcp_s_prompt_plan", goal="x").text == "hi\nhi"
@@ -956,30 +955,11 @@ def test_edit_file_changes_the_passage_and_nothing_else(turn, before, old, new, 
 @pytest.mark.parametrize(
     "before, old, told",
     [
-        ("a\n", "b", "^old_text is not in the file. No line is like"),
-        (
-            "def start(now):\n",
-            "def start(then):",
-            "^old_text is not in the file. The closest passage, at line 1",
-        ),
-        (
-            "\ngo\ngo\n",
-            "go",
-            "^old_text occurs at lines 2, 3. Add the lines before and after the right place, or set replace_all",
-        ),
-        (
-            "if a:\n    count = 0  # local\ncount = 0\n",
-            "count = 0",
-            "^old_text occurs at lines 2, 3",
-        ),
-        (
-            "if a:\n    go()\n",
-            "if a:\n  go()",
-            "(?s)The closest passage, at line 1, is:\nif a:\n    go",
-        ),
+        ("a\n", "b", "^old_text is not in the file: read it again"),
+        ("\ngo\ngo\n", "go", "^old_text occurs at lines 2, 3. Add the lines before and after"),
     ],
 )
-def test_missing_repeated_and_unclear_passages_have_answers_of_their_own(before, old, told):
+def test_missing_and_repeated_passages_have_answers_of_their_own(before, old, told):
     with pytest.raises(ToolError, match=told):
         replace_passage(before, old, "count = 1\nother = 2")
 
