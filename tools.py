@@ -282,8 +282,8 @@ class ToolRegistry:
             if isinstance(error, asyncio.CancelledError) and asyncio.current_task().cancelling():
                 raise  # the turn itself is cancelled, not a task that the tool started
             result = ToolResult(f"{name} failed: {type(error).__name__}: {error}", is_error=True)
-            is_debugged = log.isEnabledFor(logging.INFO)  # by --logs
-            log.warning("tool %s", result.text, exc_info=is_debugged)
+            # --logs shows the traceback
+            log.warning("tool %s", result.text, exc_info=log.isEnabledFor(logging.INFO))
         if not result.text.strip():
             result.text = f"({name} completed with no output)"
         lines = result.text.split("\n")
@@ -443,7 +443,7 @@ def fitted(text, most, name, turn):
     head, tail = text[:room], text[-room:]
     first, last = head.count("\n") + 1, text.count("\n", 0, -room) + 1
     folder = turn.store("results")
-    path = folder / f"{time.time_ns()}-{name[:64]}.txt"
+    path = folder / f"{time.time_ns()}-{name}.txt"
     try:
         folder.mkdir(0o700, parents=True, exist_ok=True)
         path.write_bytes(text.encode("utf-8", errors="replace"))
@@ -581,7 +581,7 @@ def unexpected_keys(params, schema):
     known = schema.get("properties")
     if is_open or known is None:
         return []
-    names = ", ".join(known) or "none"
+    names = ", ".join(known)
     return [f"unexpected parameter {key} (known: {names})" for key in params if key not in known]
 
 
@@ -1086,13 +1086,12 @@ def walk(folder, ignored=None):
 
 def ignored_by_git(folder):
     """List the paths that git ignores. git must not start programs, such as fsmonitor or fetch."""
-    environment = clean_environment() | {"GIT_ALLOW_PROTOCOL": "", "GIT_NO_LAZY_FETCH": "1"}
     command = "git -c core.fsmonitor= ls-files -z --others --ignored --exclude-standard --directory"
     try:
         done = subprocess.run(
             command.split(),
             cwd=folder,
-            env=environment,
+            env=clean_environment() | {"GIT_ALLOW_PROTOCOL": "", "GIT_NO_LAZY_FETCH": "1"},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             timeout=10,
@@ -1297,8 +1296,8 @@ CHILD_FUNCTIONS = (
     try_to_read,
     shown_lines,
 )
-CHILD_VALUES = {name: globals()[name] for name in ("READING", "UTF8_MARK", "UTF16_MARKS")}
-CHILD_VALUES["SEARCH_SECONDS"] = SEARCH_SECONDS
+CHILD_NAMES = ("READING", "UTF8_MARK", "UTF16_MARKS", "SEARCH_SECONDS")
+CHILD_VALUES = {name: globals()[name] for name in CHILD_NAMES}
 CHILD = """import faulthandler, json, marshal, os, re, stat, sys, types
 values, program, files, request = marshal.load(sys.stdin.buffer)
 globals().update(values)
@@ -1366,7 +1365,7 @@ def check_command(command: str, turn: Turn, *, confined: bool = False):
     or to the agent's records. If the fence is on, existing paths outside the allowed folders are
     refused. A recursive delete may only name things below the working folder, unless the command
     is `confined` to a sandbox."""
-    programs, named, written = programs_of(command), set(), set()
+    programs, written = programs_of(command), set()
     here = turn.cwd.resolve()  # where the next program runs; None: unknown
     found = ["."]  # what the last `find` has found; `rm {}` deletes it
     for number, words in enumerate(programs, 1):
@@ -1402,10 +1401,10 @@ def check_command(command: str, turn: Turn, *, confined: bool = False):
             outputs = names[-1:]
         for word in outputs:  # on Windows, `join` would make C:/dev/null of /dev/null
             written.add(word if word[:1] == "/" else os.path.join(here or "", word))
-        named.update(words)
         if "/" in names and name not in ("awk", "cut", "sed", "tr"):
-            named.add("/.")
+            words.append("/.")
     check_paths(written, turn, writes=True)
+    named = {word for words in programs for word in words}
     check_paths(named - written, turn, writes=False)
 
 
@@ -1592,8 +1591,6 @@ class Exec(Tool):
     ):
         confined = bool(self.sandbox)  # the sandbox itself hides everything outside its folders
         folder = turn.path(working_dir, write=True)
-        if not folder.is_dir():
-            raise ToolError(f"There is no folder {folder}.")
         inside = replace(turn, cwd=folder, restrict=turn.restrict and not confined)
         shell, checked = find_shell(), command
         if not shell:
@@ -1831,7 +1828,6 @@ def web_url(text):
 
     Raises ToolError for other schemes, and for URLs that two programs could read differently.
     """
-    text = text.strip()
     with contextlib.suppress(ValueError):  # an invalid host or port: http://[::1/, http://a:x
         url = urllib.parse.urlsplit(text)
         host = url.netloc.encode("idna").decode()
@@ -2058,7 +2054,7 @@ def readable(response, body):
     kind = response.getheader("Content-Type", "").lower()
     text = decode_page(body, kind).replace("\r\n", "\n")
     if "\0" in text[:8_192] or re.match("(audio|video|font)/|application/pdf", kind):
-        return f"(not text but {kind.partition(';')[0][:80] or 'binary'}, {len(body):,} bytes)"
+        return f"(not text but {kind[:80] or 'binary'}, {len(body):,} bytes)"
     if "html" in kind or re.match(r"\s*<(!doctype html|html)\b", text, re.I):
         text = page_text(text, response.url) or "(no text: the page may need JavaScript)"
     return f"\n{text}"
