@@ -480,13 +480,14 @@ OPENING = ("additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf
 
 
 def union_schema(options):
-    """One of several schemas. Not all endpoints know anyOf, so it is not used for `X | None`.
+    """One of several schemas. Not all endpoints know anyOf, so it is used only if it is needed.
 
     integer, null → {"type": ["integer", "null"]};  "a", integer → {"anyOf": [{"enum": …}, …]}
     """
     first, *others = options
-    if others == [{"type": "null"}] and "type" in first:
-        return {**first, "type": [*kinds(first), "null"]}
+    is_optional = others == [{"type": "null"}] and "type" in first
+    if is_optional or all(option.keys() == {"type"} for option in options):
+        return {**first, "type": [kind for option in options for kind in kinds(option)]}
     return {"anyOf": options}
 
 
@@ -1204,12 +1205,13 @@ async def grep(
     most_bytes = 1_000_000_000 if root.is_file() else 2_000_000
     request = (source, most_bytes, head_limit, output_mode, context)
     items, hits, skipped = await search_files(files, request)
-    text = first_lines(items, head_limit)
-    text = text or f"No match for {pattern!r} in {len(files):,} files of {root}."
+    text = (
+        first_lines(items, head_limit)
+        or f"No match for {pattern!r} in {len(files):,} files of {root}."
+    )
     if skipped:
         names = shorten(", ".join(skipped), 1_000)
-        hint = "a large file is searched if it is named in path"
-        text = f"NOT searched: {names} ({hint})\n{text}"
+        text = f"NOT searched: {names} (a large file is searched if it is named in path)\n{text}"
     ended = f"{counted(sum(hits), 'match', 'matches')} in {counted(len(hits), 'file', 'files')}"
     return ToolResult(text, shown=ended)
 
@@ -1903,8 +1905,10 @@ class Web:
         for address, _ in addresses:
             ip = ipaddress.ip_address(address)
             if not (trusted or is_in(ip, self.whitelist) or is_public(ip)):
-                advice = "The user may allow this address in tools.ssrfWhitelist."
-                raise ToolError(f"Refused: {url.hostname} is {ip}, which is not public. {advice}")
+                raise ToolError(
+                    f"Refused: {url.hostname} is {ip}, which is not public. "
+                    "The user may allow this address in tools.ssrfWhitelist."
+                )
         for address in addresses:
             with contextlib.suppress(OSError):  # if this fails, try the next address
                 return socket.create_connection(address, timeout=15)
@@ -2125,8 +2129,10 @@ class WebSearch(Tool):
         is_captcha = re.search(r"duckduckgo\.com/anomaly|\banomaly-modal", page)
         if response.status != 200 or is_captcha:
             advice = ADVICE.get(response.status, "The service may take this program for a robot.")
-            advice += " The user may change tools.web.search."
-            raise ToolError(f"{self.provider} answered {response.status}. {advice}")
+            raise ToolError(
+                f"{self.provider} answered {response.status}. {advice} "
+                "The user may change tools.web.search."
+            )
         lines, results = [UNTRUSTED], search_results(page, service.results)[:count]
         if not results:
             lines.append("(no results: use other words)")
@@ -2312,8 +2318,8 @@ class MCPServer:
         handshake = "legacy" if self.settings.command else "auto"
         async with contextlib.AsyncExitStack() as stack:
             self.scope = stack.enter_context(anyio.fail_after(self.time_limit))
-            connection = Client(await self._transport(stack), mode=handshake)
-            client = await stack.enter_async_context(connection)
+            transport = await self._transport(stack)
+            client = await stack.enter_async_context(Client(transport, mode=handshake))
             await self._offer(client)
             self.scope.deadline, self.client, self.problem = math.inf, client, ""
             self.ready.set()
@@ -2353,8 +2359,10 @@ class MCPServer:
         if self.stderr:
             text += ": " + (await in_thread(self.stderr.text)).split("\n")[-1]
         shown = "".join(filter(str.isprintable, text[:400])).rstrip(":. ")
-        advice = f"Check tools.mcpServers.{self.name}; the connection is retried."
-        return f"MCP server {self.name}: {shown}. {advice}"
+        return (
+            f"MCP server {self.name}: {shown}. "
+            f"Check tools.mcpServers.{self.name}; the connection is retried."
+        )
 
     async def _offer(self, client):
         """Register the server's tools, resources and prompts; earlier entries are removed."""

