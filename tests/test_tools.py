@@ -1682,6 +1682,7 @@ def test_a_folder_below_the_working_folder_may_be_deleted(turn, command):
         "/bin/rm -rf ~",
         "cd sub; rm -rf *",
         "ls\nrm -rf .",
+        "ls\rrm -rf .",
         "rm \\\n -rf .",
         "echo $(rm -rf .)",
         "if true; then rm -rf .; fi",
