@@ -42,11 +42,11 @@ import uuid
 import warnings
 import weakref
 import webbrowser
-from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from datetime import datetime
-from functools import cache, partial, partialmethod, wraps
+from functools import cache, partial, wraps
 from pathlib import Path
 from typing import Annotated, Literal, get_args, get_origin, get_type_hints
 
@@ -54,6 +54,10 @@ import channels
 import memory
 import providers
 import tools
+from channels import BackgroundLoop, InboundMessage, MessageBus, OutboundMessage, end_all, printable
+from memory import Session, SessionBusy, counted, estimate, locked, write_atomically
+from providers import ROWS, HumanProvider, LLMResponse, OfflineProvider, ToolCallRequest
+from tools import MCPServers, ToolError, ToolRegistry, ToolResult, Turn, in_thread, tool
 
 __version__ = "0.1.0"
 log = logging.getLogger("nanobot")
@@ -61,7 +65,6 @@ log = logging.getLogger("nanobot")
 HERE = Path(__file__).resolve().parent
 DATA = HERE if (HERE / "templates").is_dir() else HERE / "nanobot_data"  # nanobot_data: in wheels
 
-Emit = Callable[[channels.OutboundMessage], Awaitable[None]]
 Media = Iterable[Path]  # files attached to a message
 NO_USAGE = {
     "prompt_tokens": 0,
@@ -80,7 +83,7 @@ class AgentRunSpec:
     """The input of a run: messages, tools, limits and callbacks."""
 
     messages: list[dict]
-    tools: tools.ToolRegistry = field(default_factory=lambda: tools.ToolRegistry())
+    tools: ToolRegistry = field(default_factory=ToolRegistry)
     model: str | None = None
     max_iterations: int = 40  # maximum number of steps; then one last request asks for a summary
     max_tokens: int = 8_192  # limit of one answer, in tokens
@@ -88,8 +91,7 @@ class AgentRunSpec:
     context_window: int = 65_536  # tokens
     hook: AgentHook = field(default_factory=lambda: AgentHook())
     on_event: Callable = providers.no_event  # gets each request, answer, call and result
-    # tools with a parameter `turn` get this object
-    turn: tools.Turn = field(default_factory=lambda: tools.Turn())
+    turn: Turn | None = None  # for tools with a parameter `turn`; None: that of `tools`
     append: Callable = lambda *messages: None  # stores each new message at once
     arrivals: Callable = list  # journals and returns new user messages
     make_room: Callable | None = None  # awaited before each request: messages → fewer messages
@@ -104,7 +106,7 @@ class AgentRunResult:
     final_content: str | None = None
     messages: list[dict] = field(default_factory=list)
     tools_used: list[str] = field(default_factory=list)
-    usage: dict = field(default_factory=lambda: dict(NO_USAGE))
+    usage: dict = field(default_factory=dict)
     stop_reason: str = ""  # completed, max_iterations, error, tool_error or empty
     tool_events: list[dict] = field(default_factory=list)  # name, arguments, is_error, result
     error: str | None = None
@@ -122,13 +124,9 @@ class AgentHookContext:
 
     messages: list[dict]
     iteration: int = 0  # steps so far
-    response: providers.LLMResponse = field(default_factory=providers.LLMResponse)
+    response: LLMResponse = field(default_factory=LLMResponse)
     usage: providers.Usage = field(default_factory=lambda: providers.Usage(NO_USAGE))
     model: str = ""
-
-    @property
-    def tool_calls(self):
-        return self.response.tool_calls
 
 
 class AgentHook:
@@ -146,15 +144,13 @@ class AgentHook:
     async def on_retry(self, why: str): ...
     async def after_iteration(self, context: AgentHookContext): ...
 
-    async def after_response(self, response: providers.LLMResponse):
+    async def after_response(self, response: LLMResponse):
         """A hook may change `response.tool_calls`; the changed calls are journalled and run."""
 
-    async def before_execute_tools(self, tool_calls: list[providers.ToolCallRequest]):
+    async def before_execute_tools(self, tool_calls: list[ToolCallRequest]):
         """To deny a call, set `call.denied = "reason"`; the model gets the reason as the result."""
 
-    async def after_tool(
-        self, call: providers.ToolCallRequest, result: tools.ToolResult, seconds: float
-    ):
+    async def after_tool(self, call: ToolCallRequest, result: ToolResult, seconds: float):
         """Runs as soon as a tool call has ended; other tool calls may still be running."""
 
     async def finalize_content(self, content: str):
@@ -174,70 +170,64 @@ class Draft:
     unclear: str = ""  # what looks like a call after a text: not shown and not run yet
     has_asked: bool = False  # True: the model was asked whether it wants to run that call
     cuts: int = 0
-    blanks: int = 0  # number of empty answers
+    is_blank: bool = False  # True: the model was asked again, because its answer was empty
 
     def joined(self, rest: str | None):
         return "".join([*self.parts, rest or ""])
 
 
-@dataclass
-class RunState:
+@dataclass(kw_only=True)
+class RunState(AgentHookContext):
     spec: AgentRunSpec
-    context: AgentHookContext
     result: AgentRunResult = field(default_factory=AgentRunResult)
     draft: Draft = field(default_factory=Draft)  # the answer so far
     tools: list[dict] = field(default_factory=list)  # schemas of the tools in the request
     has_tools: bool = True  # False: the model must now answer in words
-    why_empty: str = "the model sent nothing useful"  # the reason why there is no answer
     note: str = ""  # a message for the next request only
     failure: str = ""  # the error of the last failed call of this step
-    times_in_run: Counter = field(default_factory=Counter)  # call and outcome → how often
-    steps_in_a_row: dict = field(default_factory=dict)  # call and outcome of this step → how many
-    steps_before: dict = field(default_factory=dict)  # `steps_in_a_row` of the previous step
+    steps: list[set] = field(default_factory=list)  # of each step: its calls and their outcomes
     room: int = sys.maxsize  # token limit of requests; lowered after a request was too long
     is_told: bool = False  # True: the user was informed that messages are left out
 
     @property
     def is_over_limit(self):
         """True in the request after the last allowed step; this request asks for a summary."""
-        return self.context.iteration > self.spec.max_iterations
+        return self.iteration > self.spec.max_iterations
 
     def add(self, *messages: dict):
         """Append new messages to the journal and to the next request."""
-        self.context.messages += messages
+        self.messages += messages
         self.spec.append(*messages)
 
     async def show(self, piece: str):
-        if self.draft.unclear:
-            await self.show_unclear()
+        """Stream a piece of the answer. Before it, text that was held back becomes a part of the
+        answer: the model did not repeat it as a call."""
+        held = self.draft.unclear
+        self.draft.unclear = ""
+        if held:
+            self.draft.parts.append(held)
         self.draft.streamed += piece
-        await self.spec.hook.on_stream(piece)
-
-    async def show_unclear(self):
-        """Make the held text a part of the answer: the model did not repeat it as a call."""
-        text, self.draft.unclear = self.draft.unclear, ""
-        self.draft.parts.append(text)
         if self.spec.hook.wants_streaming:
-            await self.spec.hook.on_stream(text)
+            await self.spec.hook.on_stream(held + piece)
 
-    def count(self, call: providers.ToolCallRequest, result: tools.ToolResult):
-        """Count how often this call had this outcome. From the third time on, append a warning to
-        the result. All failures of a call count as the same outcome."""
+    def count(self, call: ToolCallRequest, result: ToolResult):
+        """Count the steps in which this call had this outcome. From the third step on, append a
+        warning to the result. All failures of a call count as the same outcome."""
         outcome = None if result.is_error else [result.text, result.images]
         this_call = lines_of_json([call.name, call.arguments, outcome])
-        self.steps_in_a_row[this_call] = self.steps_before.get(this_call, 0) + 1
-        self.times_in_run[this_call] += 1
-        times = self.times_in_run[this_call]
+        self.steps[-1].add(this_call)
+        times = sum(this_call in step for step in self.steps)
         if times < 3:
             return result
         warning = template("same_failure" if result.is_error else "same_result", count=times)
         return replace(result, text=f"{result.text}\n{warning}")
 
-    def end_step(self):
-        """End a step. Returns how many steps in a row had all of these calls and outcomes."""
-        self.steps_before = self.steps_in_a_row
-        self.steps_in_a_row = {}
-        return min(self.steps_before.values(), default=0)
+    @property
+    def goes_in_circles(self):
+        """True if the last five steps had all calls and outcomes of this step."""
+        this_step = self.steps[-1]
+        recent = self.steps[-5:]
+        return len(recent) == 5 and all(this_step <= step for step in recent)
 
 
 # ---- The runner: prepare a request, ask the model, run its calls, repeat ----
@@ -251,14 +241,14 @@ class AgentRunner:
 
     async def run(self, spec: AgentRunSpec) -> AgentRunResult:
         """Ask the model until the run ends. Raises CancelledError, and errors of the callbacks."""
-        model = spec.model or self.provider.model
-        state = RunState(spec, AgentHookContext(list(spec.messages), model=model), note=spec.note)
+        state = RunState(list(spec.messages), spec=spec, note=spec.note)
+        state.model = spec.model or self.provider.model
         try:
             while not state.result.stop_reason:  # the run ends when it has a stop reason
-                await spec.hook.before_iteration(state.context)
-                state.context.iteration += 1
+                await spec.hook.before_iteration(state)
+                state.iteration += 1
                 if spec.make_room:  # the caller may remove old turns from the messages
-                    state.context.messages = await spec.make_room(state.context.messages)
+                    state.messages = await spec.make_room(state.messages)
                 self.prepare(state)
                 request = self.govern(state)
                 response = await self._ask(state, request)
@@ -267,16 +257,16 @@ class AgentRunner:
                     await self._act(state, response)
                 else:
                     await self._conclude(state, response, outcome)
-                await spec.hook.after_iteration(state.context)
+                await spec.hook.after_iteration(state)
         except asyncio.CancelledError:
             if spec.keeps_half:
                 self._keep_half_answer(state, "it was stopped")
             raise
         return replace(
             state.result,
-            messages=state.context.messages,
-            usage=state.context.usage,
-            model=model,
+            messages=state.messages,
+            usage=state.usage,
+            model=state.model,
             tools_used=list(dict.fromkeys(event["name"] for event in state.result.tool_events)),
         )
 
@@ -290,9 +280,11 @@ class AgentRunner:
         limit = state.spec.max_iterations
         if state.is_over_limit:
             state.note = template("out_of_iterations", limit=limit)
-        elif new and not state.note:
+        elif state.note:
+            return
+        elif new:
             state.note = f"[New tools: {', '.join(new)}]"
-        elif limit - state.context.iteration == 5 and not state.note:
+        elif limit - state.iteration == 5:
             state.note = "[Five more steps are allowed in this turn.]"
 
     def govern(self, state: RunState) -> memory.Governed:
@@ -300,7 +292,7 @@ class AgentRunner:
         question, old answer, question] → [system, question]. The context window must also hold the
         tools, the answer and 1,024 spare tokens. If `state.note` has a text, append the note."""
         spec = state.spec
-        size_of_tools = memory.estimate(lines_of_json(state.tools)) if state.tools else 0
+        size_of_tools = estimate(lines_of_json(state.tools))
         budget = spec.context_window - spec.max_tokens - 1_024
         if budget <= 0:
             raise ValueError(
@@ -308,9 +300,9 @@ class AgentRunner:
                 f"must be less than context_window ({spec.context_window})."
             )
         budget = min(budget, state.room)
-        users = [message for message in spec.messages if message["role"] == "user"]
-        task = users[-1] if users else None  # the user's last message is never left out
-        request = memory.Governed(state.context.messages, budget, task, size_of_tools)
+        users = (message for message in reversed(spec.messages) if message["role"] == "user")
+        task = next(users, None)  # the user's last message is never left out
+        request = memory.Governed(state.messages, budget, task, size_of_tools)
         if state.draft.parts:  # to continue a cut answer, the model needs the parts so far
             request.messages.append({"role": "assistant", "content": state.draft.joined("")})
         if state.note:
@@ -328,9 +320,8 @@ class AgentRunner:
             shorter = self.govern(state)
             if shorter.tokens < request.tokens:
                 state.is_told = True
-                notes = "; ".join(shorter.notes)
-                too_long = "the request is too long for the model: retrying with a shorter one"
-                await self._tell(state, f"{too_long} ({notes})")
+                why = "the request is too long for the model: retrying with a shorter one"
+                await self._tell(state, "; ".join([why, *shorter.notes]))
                 response = await self._chat(state, shorter)
         state.note = ""
         return response
@@ -343,7 +334,6 @@ class AgentRunner:
         spec = state.spec
         await spec.hook.before_request(request.messages, state.tools)
         state.result.requests += 1
-        names = names_of(state.tools)
         response = await self.provider.chat(
             request.messages,
             state.tools,
@@ -352,15 +342,15 @@ class AgentRunner:
             temperature=spec.temperature,
             on_delta=state.show if spec.hook.wants_streaming else None,
             on_retry=spec.hook.on_retry,
-            on_event=partial(spec.on_event, step=state.context.iteration, total=request.tokens),
-            read_only=[name for name in names if is_read_only(name, spec.tools)],
+            on_event=partial(spec.on_event, step=state.iteration, total=request.tokens),
+            read_only=[name for name in names_of(state.tools) if is_read_only(name, spec.tools)],
         )
         if response.usage.get("estimated"):  # one estimate everywhere, also in `nanobot prompt`
             response.usage["prompt_tokens"] = request.tokens
         await spec.hook.after_response(response)
-        add_up(state.context.usage, response.usage)
+        add_up(state.usage, response.usage)
         state.result.context_tokens = response.usage.get("prompt_tokens") or request.tokens
-        state.context.response = response
+        state.response = response
         return response
 
     async def _act(self, state, response):
@@ -374,18 +364,17 @@ class AgentRunner:
         await state.spec.hook.on_stream_end(True)
         await state.spec.hook.before_execute_tools(response.tool_calls)
         state.failure = ""
+        state.steps.append(set())
         for batch in batches(response.tool_calls, state.spec.tools):
             await self._run_batch(state, batch)
-        goes_in_circles = state.end_step() >= 5  # the last 5 steps had the same calls and results
-        if goes_in_circles and state.failure:
+        if state.goes_in_circles and state.failure:
             state.result.error = state.failure
             await self._finish(state, "tool_error", f"I had to stop: {state.failure}")
             return
-        if goes_in_circles:
+        if state.goes_in_circles:
             state.has_tools = False
             state.note = template("same_result_end")
-            state.why_empty = "the same call gave the same result five times"
-        state.context.messages += state.spec.arrivals()  # arrivals are already journalled
+        state.messages += state.spec.arrivals()  # arrivals are already journalled
 
     async def _run_batch(self, state, batch):
         """Run calls concurrently. Every call has ended when this method returns or raises."""
@@ -395,9 +384,8 @@ class AgentRunner:
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
         finally:  # keep the results of finished calls, also after a cancellation
-            ended = [task for task in tasks if not task.cancelled() and not task.exception()]
-            whole = [task.result() for task in ended]
-            state.context.messages += [message for message, _ in whole]
+            whole = [task.result() for task in tasks if not (task.cancelled() or task.exception())]
+            state.messages += [message for message, _ in whole]
         names = [message["content"] for message, images in whole if images]
         if names:  # images go into a user message, because a tool message may not contain them
             images = [image for _, images in whole for image in images]
@@ -406,40 +394,43 @@ class AgentRunner:
 
     async def _call(self, state, call):
         """Run a call and journal its result at once. Returns the tool message and the images."""
-        tell = state.spec.on_event
-        tell("call", id=call.id, name=call.name, arguments=call.arguments)
+        spec = state.spec
+        spec.on_event("call", id=call.id, name=call.name, arguments=call.arguments)
         began = time.monotonic()
-        if problem := reason_not_to_run(call):
-            result = tools.ToolResult(problem, is_error=True, shown=f"refused: {problem}")
+        if call.error and not call.denied:
+            call.denied = f"{call.name} was not run: {call.error}. Send the complete call again."
+        if call.denied:
+            result = ToolResult(call.denied, is_error=True, shown=f"refused: {call.denied}")
         else:
-            result = await state.spec.tools.execute(call.name, call.arguments, state.spec.turn)
+            result = await spec.tools.execute(call.name, call.arguments, spec.turn)
         if result.is_error:
             state.failure = f"{call.name} failed: {result.text}"
         result = state.count(call, result)  # appends a warning to a repeated result
-        event = {"name": call.name, "arguments": call.arguments, "is_error": result.is_error}
-        state.result.tool_events.append(event | {"result": result.text})
-        message = {"role": "tool", "tool_call_id": call.id, "name": call.name}
-        message["content"] = result.text
-        state.spec.append(message)
+        text = result.text
+        is_error = result.is_error
+        state.result.tool_events.append(
+            {"name": call.name, "arguments": call.arguments, "is_error": is_error, "result": text}
+        )
+        message = {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": text}
+        spec.append(message)
         seconds = time.monotonic() - began
-        tell(
+        spec.on_event(
             "result",
             id=call.id,
-            text=result.text,
-            is_error=result.is_error,
+            text=text,
+            is_error=is_error,
             outcome=result.shown,
             seconds=seconds,
         )
-        await state.spec.hook.after_tool(call, result, seconds)
+        await spec.hook.after_tool(call, result, seconds)
         return message, result.images
 
     async def _conclude(self, state, response, outcome):
         """Handle an answer that has no calls to run. End the run, or prepare the next request."""
-        draft, hook = state.draft, state.spec.hook
+        draft = state.draft
         if draft.unclear:
-            await state.show_unclear()
-        is_held_back = response.unclear_at is not None and hook.wants_streaming
-        if outcome != "unclear" and is_held_back:  # it is a part of the answer after all
+            await state.show("")
+        if outcome != "unclear" and response.unclear_at is not None:  # a part of the answer
             await state.show(response.content[response.unclear_at :])
         match outcome:
             case "unclear":  # hold back what looks like a call, and ask the model
@@ -449,52 +440,56 @@ class AgentRunner:
                 draft.has_asked = True
                 state.note = template("only_the_call")
             case "cut":
+                text = response.content or ""
+                draft.parts.append(text)
+                note = "cut_answer" if text.strip() else "cut_thinking"
+                if response.has_tool_calls:
+                    note = "cut_calls"
+                    draft.parts.append("\n\n")  # separates the next part
+                    await state.show("\n\n")
+                state.note = template(note)
                 draft.cuts += 1
                 draft.streamed = ""
-                draft.parts.append(response.content or "")
-                if response.has_tool_calls:  # a blank line separates the next part
-                    draft.parts.append("\n\n")
-                    if hook.wants_streaming:
-                        await hook.on_stream("\n\n")
-                kind = "cut_answer" if (response.content or "").strip() else "cut_thinking"
-                state.note = template("cut_calls" if response.has_tool_calls else kind)
             case "blank":
-                draft.blanks += 1
-                if draft.blanks == 2:
+                if draft.is_blank:
                     state.has_tools = False
                     state.note = template("blank_answer")
+                draft.is_blank = True
             case "answered":
-                cut = CUT_AGAIN if response.finish_reason == "length" else ""
-                await self._finish(state, "completed", response.content, cut)
+                is_cut = response.finish_reason == "length"
+                await self._finish(state, "completed", response.content, is_cut)
             case "limit":
-                summary = "" if response.finish_reason == "error" else response.content
-                steps = memory.counted(state.spec.max_iterations, "step")
-                limit = f"I stopped at the limit of {steps}. {response.error or ''}".strip()
-                await self._finish(state, "max_iterations", summary or limit)
+                steps = counted(state.spec.max_iterations, "step")
+                text = f"I stopped at the limit of {steps}. {response.error or ''}".strip()
+                if response.finish_reason != "error":
+                    text = response.content or text
+                await self._finish(state, "max_iterations", text)
             case "empty":  # not journalled, because small models imitate earlier empty answers
                 state.result.stop_reason = "empty"
-                is_withheld = response.finish_reason in WITHHELD
-                why = "the endpoint blocked the answer" if is_withheld else state.why_empty
+                why = "the model sent nothing useful"
+                if response.finish_reason in WITHHELD:
+                    why = "the endpoint blocked the answer"
                 state.result.final_content = f"There is no answer: {why}. Ask in other words."
             case "failed":
                 state.result.stop_reason = "error"
                 state.result.error = response.error or "the endpoint ended its answer with an error"
                 state.result.final_content = self._keep_half_answer(state, state.result.error)
-        await hook.on_stream_end(not state.result.stop_reason)
+        await state.spec.hook.on_stream_end(not state.result.stop_reason)
 
-    async def _finish(self, state, reason, text, cut=""):
-        """End the run with `text`. If `text` is incomplete, `cut` is the reason."""
-        response = state.context.response
+    async def _finish(self, state, reason, text, is_cut=False):
+        """End the run with `text`."""
+        response = state.response
         answer = await state.spec.hook.finalize_content(state.draft.joined(text))
         message = {"role": "assistant", "content": answer}
         if not response.has_tool_calls:  # if an answer has calls, its reasoning belongs to them
             message |= response.extra  # reasoning that some endpoints require in later requests
-        if cut:
-            message["cut"] = cut
+        if is_cut:
+            message["cut"] = "cut: the answer reached its length limit again and again"
+            answer += f"\n\n({message['cut']})"
         state.add(message)
         state.draft = Draft()
         state.result.stop_reason = reason
-        state.result.final_content = f"{answer}\n\n({cut})" if cut else answer
+        state.result.final_content = answer
 
     def _keep_half_answer(self, state, why):
         """Write the shown part of an answer to the journal, for the next request."""
@@ -506,7 +501,7 @@ class AgentRunner:
         return shown
 
 
-def verdict(state: RunState, response: providers.LLMResponse) -> str:
+def verdict(state: RunState, response: LLMResponse) -> str:
     """Classify an answer; the first row that applies counts:
 
     `limit`: if the step limit is reached, the run ends with a summary.
@@ -536,17 +531,14 @@ def verdict(state: RunState, response: providers.LLMResponse) -> str:
     return "empty" if is_withheld or not state.has_tools else "blank"
 
 
-def batches(
-    calls: list[providers.ToolCallRequest], tools: tools.ToolRegistry
-) -> Iterator[list[providers.ToolCallRequest]]:
+def batches(calls: list[ToolCallRequest], tools: ToolRegistry) -> Iterator[list[ToolCallRequest]]:
     """Consecutive calls of read-only tools form a batch; any other call is a batch of its own.
 
     read_file, grep, write_file, read_file → [read_file, grep], [write_file], [read_file]
     """
 
-    def is_safe(call: providers.ToolCallRequest) -> bool:
-        known = tools.get(call.name)
-        return known is not None and known.concurrency_safe
+    def is_safe(call):  # False for an unknown tool
+        return getattr(tools.get(call.name), "concurrency_safe", False)
 
     for together, neighbours in itertools.groupby(calls, is_safe):
         if together:
@@ -562,31 +554,31 @@ class ContextBuilder:
     """Builds a request. Prompt caches need a system prompt without the current time."""
 
     def __init__(
-        self, limits: AgentDefaults, memory: memory.MemoryStore, skills: memory.SkillsLoader, now
+        self,
+        limits: AgentDefaults,
+        memory: memory.MemoryStore,
+        skills: memory.SkillsLoader,
+        program: Program,
     ):
         self.memory = memory
         self.skills = skills
         self.zone = channels.zone_named(limits.timezone, channels.machine_zone())
-        self.now = lambda: now().astimezone(self.zone)
+        self.now = lambda: program.now().astimezone(self.zone)
         self.memory_tokens = limits.budget // 4  # limit for MEMORY.md in the prompt
         self.project = ""  # the project's own instructions, if the user has allowed them
 
-    def request(self, turn: tools.Turn, history: list[dict], images: list[dict]) -> list[dict]:
-        """The messages of a request. The images are in the last message, but not in the journal.
+    def request(self, turn: Turn, history: list[dict]) -> list[dict]:
+        """The messages of a request.
 
         [{"role": "system", "content": "You are nanobot …"}, …,
          {"role": "user", "content": "[Runtime Context …]\\n\\nWhat is in a.txt?"}]
         """
-        system = {"role": "system", "content": self.system_prompt(turn)}
-        if not images:
-            return [system, *history]
-        text = {"type": "text", "text": history[-1]["content"]}
-        return [system, *history[:-1], {"role": "user", "content": [*images, text]}]
+        return [{"role": "system", "content": self.system_prompt(turn)}, *history]
 
-    def system_prompt(self, turn: tools.Turn) -> str:
+    def system_prompt(self, turn: Turn) -> str:
         return PART_END.join(self.parts(turn).values())
 
-    def parts(self, turn: tools.Turn) -> dict[str, str]:
+    def parts(self, turn: Turn) -> dict[str, str]:
         """Name → text of each part of the system prompt, in order. "Memory" contains facts from
         MEMORY.md. "Recent History" has the history entries that Dream has not yet processed, and
         the last five anyway. The model can find older ones in `memory/` with the tool grep."""
@@ -600,11 +592,11 @@ class ContextBuilder:
             "# Memory", memory.fitted(own(self.memory.facts), self.memory_tokens)
         )
         parts |= skill_parts(self.skills.load())
-        recent = "\n".join(self.memory.recent_history())
-        parts["Recent History"] = titled("# Recent History", recent)
+        recent = self.memory.recent_history()
+        parts["Recent History"] = titled("# Recent History", "\n".join(recent))
         return {name: text for name, text in parts.items() if text}
 
-    def user_message(self, text: str, turn: tools.Turn, media: Media = ()) -> tuple:
+    def user_message(self, text: str, turn: Turn, media: Media = ()) -> tuple:
         """Returns the user's message for the journal, and the images for the request.
 
         {"role": "user", "content": "[image: cat.png]\\nWhat is it?", "runtime": "[Runtime …"}
@@ -613,7 +605,6 @@ class ContextBuilder:
         """
         files = [attachment(Path(path)) for path in media]
         lines = [line for line, _ in files]
-        images = [image for _, image in files if image]
         runtime = template(
             "runtime",
             time=f"{self.now():%Y-%m-%d %H:%M:%S (%A), %Z}",
@@ -621,7 +612,8 @@ class ContextBuilder:
             channel=turn.channel,
             chat_id=turn.chat_id,
         )
-        return {"role": "user", "content": "\n".join([*lines, text]), "runtime": runtime}, images
+        message = {"role": "user", "content": "\n".join([*lines, text]), "runtime": runtime}
+        return message, [image for _, image in files if image]
 
 
 # ---- From a message to a reply ----
@@ -634,7 +626,7 @@ class AgentLoop:
         self,
         config: Config,
         provider: providers.LLMProvider | None = None,
-        tools: tools.ToolRegistry | None = None,
+        tools: ToolRegistry | None = None,
         hooks: Iterable[AgentHook] = (),
         program: Program | None = None,
     ):
@@ -644,30 +636,27 @@ class AgentLoop:
         self.workspace = prepare_workspace(config.workspace)
         self.provider = provider or make_provider(config)
         self.tools = make_tools(config) if tools is None else tools.copy()
-        self.mcp = make_servers(config, self.tools)
+        self.mcp = MCPServers(config.tools.mcp_servers, self.tools)
         self.files_seen = defaultdict(dict)  # session key → files read
         # what is told: `listeners` get the events of all runs. All turns of a session are one run,
         # so that each message is told once
-        self.listeners: list[Callable] = []
+        self.listeners = []
         self.events_of = cache(partial(RunEvents, self.listeners, "turn"))
         # the parts of a turn
         read = partial(read_own, self.turn("cli:direct"))
         self.memory = memory.MemoryStore(self.workspace, read)
         self.sessions = memory.SessionManager(self.workspace, self.memory, self.events_of)
         self.skills = memory.SkillsLoader(self.workspace / "skills", DATA / "skills", read=read)
-        self.context = ContextBuilder(
-            config.defaults, self.memory, self.skills, lambda: self.program.now()
-        )
+        self.context = ContextBuilder(config.defaults, self.memory, self.skills, self.program)
         self.runner = AgentRunner(self.provider)
         self.consolidator, self.dream = memory_work(self)
         self.cost = CostTrackingHook(config.prices, self.provider.model)
         self.hooks = [self.cost, *hooks]
         self.can_ask = lambda turn: turn.channel != "cron"  # can a user approve calls?
         self.turns = RunningTurns(self.sessions)
-        # commands, helpers, jobs and work in the background
-        self.commands = Commands(self)
+        # helpers, jobs and work in the background
         self.subagents = SubagentManager(partial(helper_answer, self))
-        self.tools.register(self.subagents.spawn_tool())
+        self.tools.register(tool(self.subagents.spawn))
         self.tools.register(JobRunner(self).cron_tool())
         self.started = time.time()
         self.background = Background()
@@ -678,72 +667,74 @@ class AgentLoop:
         self,
         text: str,
         session_key: str = "",
-        on_event: Emit | None = None,
+        on_event: Callable | None = None,
         media: Media = (),
         folder: Path | None = None,
         waiting: Callable = list,
     ) -> AgentRunResult:
         """Answer one message, without a `session_key` in a new session; commands run in `folder`.
-        `waiting` as in `answer`. Raises SessionBusy, and OSError if the journal cannot be written.
-        """
+        `on_event` is awaited with each OutboundMessage; `waiting` as in `answer`. Raises
+        SessionBusy, and OSError if the journal cannot be written."""
         session_key = session_key or self.sessions.new_key()
         events = EventHook(on_event, self.turn(session_key, folder), self.program.streaming)
         command, argument = slash_command(text)
-        session = None
-        if command in ("", *WAITING):
-            async with self.turns.hold(session_key) as session:
-                session.origin = session.origin or {"folder": str(events.turn.cwd)}
-                result, images = None, []
-                if command:
-                    result = await self.commands.begin(command, session)
-                else:
-                    session.end_open_turn("interrupted")
-                    images = self.enter(session, events.turn, [{"content": text, "media": media}])
-                result = result or await self.answer(session, events, images, waiting)
-        else:  # other commands run at once, even during a turn
-            result = await self.commands.answer(command, argument, events.turn)
+        if command not in ("", *WAITING):  # these commands run at once, even during a turn
+            said = await answer_command(self, command, argument, events.turn)
+            await events.send("final", said)
+            return AgentRunResult(said, stop_reason="completed")
+        lines = [{"content": text, "media": media}]
+        async with self.turns.hold(session_key) as session:
+            session.origin = session.origin or {"folder": str(events.turn.cwd)}
+            result = await self.answer(session, events, lines, waiting)
         if result.final_content:
             await events.send("final", result.final_content)
-        if session and session.undelivered:
+        if session.undelivered:
             session.mark("delivered", upto=session.last)
         return result
 
-    def enter(self, session: memory.Session, turn: tools.Turn, lines: list[dict]) -> list[dict]:
+    def enter(self, session: Session, turn: Turn, lines: list[dict]) -> dict:
         """Journal what the user has typed or sent, so that it survives a kill during the request.
-        A line: {"content": "What is it?", "media": ["cat.png"], "id": "501"}. Returns the images.
-        """
-        images = []
+        A line: {"content": "What is it?", "media": ["cat.png"], "id": "501"}. Returns the images of
+        each message, which are not in the journal: {3: [{"type": "image_url", …}]}"""
+        images = {}
         for line in lines:
-            message, more = self.context.user_message(line["content"], turn, line.get("media", ()))
+            message, found = self.context.user_message(line["content"], turn, line.get("media", ()))
             if "id" in line:  # of a chat's message
                 message["id"] = line["id"]
             session.append(message)
-            images += more
+            images[session.last] = found
         return images
 
-    def arrive(self, session: memory.Session, turn: tools.Turn, lines: list[dict]) -> list[dict]:
+    def arrive(self, session: Session, turn: Turn, lines: list[dict]) -> list[dict]:
         """Enter lines that came during the turn. Returns their messages, as the model gets them."""
-        before = session.last
         images = self.enter(session, turn, lines)
-        sent = [memory.as_sent(message) for message in session.messages if message["n"] > before]
-        if images:
-            sent[-1]["content"] = [*images, {"type": "text", "text": sent[-1]["content"]}]
-        return sent
+        new = [memory.as_sent(message) for message in session.messages if message["n"] in images]
+        return with_images(new, images)
 
     async def answer(
         self,
-        session: memory.Session,
+        session: Session,
         events: EventHook,
-        images: list[dict],
+        lines: list[dict],
         waiting: Callable = list,
     ) -> AgentRunResult:
-        """Answer the last message of the journal, and the lines that `waiting` returns meanwhile.
+        """Answer these lines, or a command of WAITING, and the lines that `waiting` returns
+        meanwhile. Without lines, resume the open turn.
 
         After Ctrl-C or /stop, the journal has the results of finished calls, the shown part of the
         answer (with `cut`) and the mark `ended`. Only /continue resumes a turn marked `ended`.
         """
+        images = {}
+        command, _ = slash_command(lines[0]["content"] if lines else "")
+        if command:
+            said = await begin_command(self, command, session, lines[0])
+            if said:
+                return AgentRunResult(said, stop_reason="completed")
+        elif lines:
+            session.end_open_turn("interrupted")
+            images = self.enter(session, events.turn, lines)
         await self.mcp.connect(self.program.patience)
-        spec = self.run_spec(session.history(), images, events)
+        spec = self.run_spec(with_images(session.history(), images), events)
         spec.note = "\n".join(self.mcp.told_problems)
         spec.append = session.append
         spec.arrivals = lambda: self.arrive(session, events.turn, waiting())
@@ -765,10 +756,10 @@ class AgentLoop:
             if is_kept:
                 self.background.start(self.after_turn(session))
 
-    def run_spec(self, history: list[dict], images: list[dict], events: EventHook) -> AgentRunSpec:
+    def run_spec(self, history: list[dict], events: EventHook) -> AgentRunSpec:
         """The input of the runner: request, tools, hooks, and the limits from the settings."""
         return self.limited(
-            self.context.request(events.turn, history, images),
+            self.context.request(events.turn, history),
             tools=self.tools,
             max_iterations=self.config.defaults.max_tool_iterations,
             hook=CompositeHook([events, *self.hooks_for(events.turn)]),
@@ -791,7 +782,7 @@ class AgentLoop:
             **own,
         )
 
-    def hooks_for(self, turn: tools.Turn) -> list[AgentHook]:
+    def hooks_for(self, turn: Turn) -> list[AgentHook]:
         """The hooks of a turn and of its helpers: without a user, no call is approved."""
         if self.can_ask(turn):
             return self.hooks
@@ -800,18 +791,18 @@ class AgentLoop:
 
     async def _make_room(self, session, events, messages):
         """Move old turns to the memory if a request is too long. Returns the remaining messages."""
-        tools = memory.estimate(lines_of_json(self.tools.get_definitions()))
+        tools = estimate(lines_of_json(self.tools.get_definitions()))
         told = await self.consolidator.make_room(session, memory.total_tokens(messages) + tools)
         if told and events.turn.channel == "cli":
             await events.on_retry(told)
         return session.without_saved(messages) if told else messages
 
-    async def after_turn(self, session: memory.Session):
+    async def after_turn(self, session: Session):
         told = await self.consolidator.after_turn(session)
         if told and self.tell:
             await self.tell(told)
 
-    async def run(self, bus: channels.MessageBus):
+    async def run(self, bus: MessageBus):
         """Serve a bus until cancelled. If the program is killed, no message is lost:
 
         Message: channel → inbox file → acknowledgement → wait for a slot (8 turns at once) and for
@@ -828,9 +819,9 @@ class AgentLoop:
 
     def stop(self, session_key: str) -> bool:
         """Cancel the turn, helpers and jobs of a session. Returns False if nothing was running."""
-        tasks, chats = self.turns.tasks, self.turns.chats
+        tasks = self.turns.tasks
         running = self.subagents.of(session_key)
-        running += [tasks[key] for key in tasks if session_key in (key, chats.get(key))]
+        running += [tasks[key] for key in tasks if session_key in (key, self.turns.chats.get(key))]
         for task in running:
             task.cancel()
         return bool(running)
@@ -841,7 +832,7 @@ class AgentLoop:
         await self.mcp.close()
         await self.provider.close()
 
-    def turn(self, session_key: str, folder: Path | None = None) -> tools.Turn:
+    def turn(self, session_key: str, folder: Path | None = None) -> Turn:
         """The chat, the working folder and the accessible files for a turn of this session."""
         config = self.config
         cwd = folder or self.program.folder
@@ -850,11 +841,10 @@ class AgentLoop:
         undo = settings.parent / "undo"
         secret = (settings, path_of(USUAL_SETTINGS), undo)
         has_fence = config.tools.restrict_to_workspace or bool(config.tools.exec.sandbox)
-        if has_fence:
-            outside = (path_of("~"), *secret)
-            if any(path.is_relative_to(cwd.resolve()) for path in outside):
-                cwd = self.workspace  # this working folder would open HOME or the keys
-        return tools.Turn(
+        outside = (path_of("~"), *secret)
+        if has_fence and any(path.is_relative_to(cwd.resolve()) for path in outside):
+            cwd = self.workspace  # this working folder would open HOME or the keys
+        return Turn(
             self.workspace,
             cwd,
             channel,
@@ -881,8 +871,8 @@ def run(text: str, session_key: str = "", config: Config | None = None) -> str:
     loop = AgentLoop(config or load_config())
     if lacks_model(loop):
         warnings.warn(template("no_model"), stacklevel=2)
-    key = session_key or loop.sessions.new_key()
-    with channels.BackgroundLoop(loop.close) as background:
+    with BackgroundLoop(loop.close) as background:
+        key = session_key or loop.sessions.new_key()
         result = background.complete(answer_with_helpers(loop, text, key))
         background.complete(loop.background.settled())
     if result.stop_reason in NOT_ANSWERED:
@@ -915,7 +905,7 @@ class RunningTurns:
     locks: dict = field(default_factory=weakref.WeakValueDictionary)  # session key → lock in use
 
     @contextlib.asynccontextmanager
-    async def hold(self, session_key: str):
+    async def hold(self, session_key):
         """Lock a session for one turn that AgentLoop.stop can cancel. Raises SessionBusy."""
         async with self.locks.setdefault(session_key, asyncio.Lock()):
             with self.sessions.lock(session_key):
@@ -930,18 +920,18 @@ class RunningTurns:
 class Background:
     tasks: set[asyncio.Task] = field(default_factory=set)
 
-    def start(self, work: Awaitable, name: str = "in the background"):
+    def start(self, work, name="in the background"):
         task = asyncio.create_task(logged(work, name))
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
 
-    async def settled(self, seconds: float = 60.0):
+    async def settled(self, seconds=60.0):
         """Wait up to `seconds`, then cancel the tasks. Returns the number of the cancelled ones;
         later turns redo their memory work."""
         if self.tasks:
             await asyncio.wait(self.tasks, timeout=seconds)
         left = len(self.tasks)
-        await channels.end_all(self.tasks)
+        await end_all(self.tasks)
         return left
 
 
@@ -950,33 +940,21 @@ async def logged(work, name):
     try:
         return await work
     except Exception as problem:
-        is_bug = not isinstance(problem, OSError | memory.SessionBusy)
+        is_bug = not isinstance(problem, OSError | SessionBusy)
         log.warning("%s: %s", name, problem, exc_info=is_bug)
-        return None
 
 
 # ---- Helpers of the runner ----
 
-GIVEN_UP = (
-    "Your last message was not answered: nanobot was interrupted. /continue resumes the turn."
-)
 LIMIT_REACHED = "the limit of steps (maxToolIterations) is reached; ask the agent to go on"
-CUT_AGAIN = "cut: the answer reached its length limit again and again"
 NOT_ANSWERED = ("error", "tool_error", "empty")  # values of `stop_reason` if there is no answer
 
 
 def add_up(total, usage):
     for name in ("prompt_tokens", "completion_tokens", "cached_tokens"):
-        total[name] = total.get(name, 0) + usage.get(name, 0)
+        total[name] += usage.get(name, 0)
     total["total_tokens"] = total["prompt_tokens"] + total["completion_tokens"]
-    total["estimated"] = bool(total.get("estimated") or usage.get("estimated"))
-
-
-def reason_not_to_run(call):
-    """Returns the reason (for the model) why a call must not run, or "" if the call may run."""
-    if call.error and not call.denied:
-        return f"{call.name} was not run: {call.error}. Send the complete call again."
-    return call.denied
+    total["estimated"] |= usage.get("estimated", False)
 
 
 def names_of(schemas):
@@ -984,8 +962,7 @@ def names_of(schemas):
 
 
 def is_read_only(name, tools):
-    known = tools.get(name)
-    return known is not None and known.read_only
+    return getattr(tools.get(name), "read_only", False)  # False for an unknown tool
 
 
 # ---- Prompts are files, in templates/ and in the workspace ----
@@ -1018,14 +995,13 @@ def prepare_workspace(workspace):
 
 def identity(turn, who):
     """Fill in the template `identity`. `who`, if not empty, replaces paragraph 1."""
-    text = template(
+    usual, _, rest = template(
         "identity",
         format=template("format_cli" if turn.channel == "cli" else "format_chat"),
         platform=f"{sys.platform}, Python {sys.version_info.major}.{sys.version_info.minor}",
         cwd=turn.cwd,
         workspace=turn.workspace,
-    )
-    usual, _, rest = text.partition("\n\n")
+    ).partition("\n\n")
     return f"{who or usual}\n\n{rest}"
 
 
@@ -1034,7 +1010,7 @@ def read_own(turn, path):
     path.stat()  # raises FileNotFoundError
     try:
         return tools.read_bytes(turn.path(str(path)), 10_000_000)
-    except tools.ToolError as problem:
+    except ToolError as problem:
         raise ValueError(str(problem)) from None
 
 
@@ -1060,14 +1036,15 @@ class Project:
     its git repository; else in CLAUDE.md. They may be a stranger's text (`git clone`): they are a
     part of the prompt only if the user has allowed this version."""
 
-    def __init__(self, config: Config, turn: tools.Turn):
+    def __init__(self, loop, session_key):
         # tools may not open files whose name begins like that of the settings: `tools.is_secret`
-        self.file = config.path.with_name(f"{config.path.name}.trust")
-        self.path, self.text = self._find(turn)
+        self.file = Path(f"{loop.config.path}.trust")
+        self.path, self.text = self._find(loop.turn(session_key))
         self.version = f"{self.path} {hashlib.sha256(self.text.encode()).hexdigest()}"
-        lines = memory.read_records(self.file, partial(memory.has, version=str, follow=bool))
-        answers = {line["version"]: line["follow"] for line in lines}
-        self.answer = answers.get(self.version)  # None: the user was not asked about this version
+        self.answer = None  # None: the user was not asked about this version
+        for line in memory.read_records(self.file, partial(memory.has, version=str, follow=bool)):
+            if line["version"] == self.version:
+                self.answer = line["follow"]
 
     def _find(self, turn):
         """The path and the first 16,000 characters; a link out of the project is not followed."""
@@ -1076,10 +1053,10 @@ class Project:
         root = next((folder for folder in folders if os.path.exists(folder / ".git")), here)
         fenced = replace(turn, workspace=root, cwd=root, restrict=True, readable=())
         for name in ("AGENTS.md", "CLAUDE.md"):
-            for folder in folders[: folders.index(root) + 1]:
+            for folder in folders:
                 path = folder / name
                 is_markdown = os.path.realpath(path).endswith(".md")  # not a link to .env
-                if is_markdown and folder != turn.workspace:
+                if is_markdown and folder.is_relative_to(root) and folder != turn.workspace:
                     text = own_text(fenced, path)
                     if len(text) > 16_000:
                         text = text[:16_000] + "\n[the rest is left out]"
@@ -1090,9 +1067,9 @@ class Project:
     @property
     def is_unknown(self):
         """True if there is a file, and the user was not asked about this version of it."""
-        return bool(self.text) and self.answer is None
+        return self.text and self.answer is None
 
-    def keep(self, answer: bool):
+    def keep(self, answer):
         """Remember the user's answer for this version of the file."""
         self.answer = answer
         memory.append_lines(self.file, [{"version": self.version, "follow": answer}])
@@ -1138,6 +1115,14 @@ def attachment(path):
     return f"[{'image' if image else 'file'}: {path}]", image
 
 
+def with_images(messages, images):
+    """Add their images to messages of a request. `images`: message number → image blocks"""
+    for message in messages:
+        if blocks := images.get(message.get("n")):
+            message["content"] = [*blocks, {"type": "text", "text": message["content"]}]
+    return messages
+
+
 # ---- Hooks ----
 
 
@@ -1149,38 +1134,36 @@ class CompositeHook(AgentHook):
         self.hooks = list(hooks)
         self.wants_streaming = any(hook.wants_streaming for hook in self.hooks)
 
-    async def before_iteration(self, context: AgentHookContext):
+    async def before_iteration(self, context):
         await self._tell("before_iteration", context)
 
-    async def before_request(self, messages: list[dict], tools: list[dict]):
+    async def before_request(self, messages, tools):
         await self._tell("before_request", messages, tools)
 
-    async def on_stream(self, delta: str):
+    async def on_stream(self, delta):
         await self._tell("on_stream", delta)
 
-    async def on_stream_end(self, resuming: bool):
+    async def on_stream_end(self, resuming):
         await self._tell("on_stream_end", resuming)
 
-    async def on_retry(self, why: str):
+    async def on_retry(self, why):
         await self._tell("on_retry", why)
 
-    async def after_response(self, response: providers.LLMResponse):
+    async def after_tool(self, call, result, seconds):
+        await self._tell("after_tool", call, result, seconds)
+
+    async def after_iteration(self, context):
+        await self._tell("after_iteration", context)
+
+    async def after_response(self, response):
         failed = await self._tell("after_response", response)
         deny(response.tool_calls, failed)
 
-    async def before_execute_tools(self, tool_calls: list[providers.ToolCallRequest]):
+    async def before_execute_tools(self, tool_calls):
         failed = await self._tell("before_execute_tools", tool_calls)
         deny(tool_calls, failed)
 
-    async def after_tool(
-        self, call: providers.ToolCallRequest, result: tools.ToolResult, seconds: float
-    ):
-        await self._tell("after_tool", call, result, seconds)
-
-    async def after_iteration(self, context: AgentHookContext):
-        await self._tell("after_iteration", context)
-
-    async def finalize_content(self, content: str):
+    async def finalize_content(self, content):
         for hook in self.hooks:
             try:
                 content = await hook.finalize_content(content)
@@ -1217,11 +1200,8 @@ def deny(calls, failure):
 class LoggingHook(AgentHook):
     only_watches = True
 
-    async def after_tool(
-        self, call: providers.ToolCallRequest, result: tools.ToolResult, seconds: float
-    ):
-        outcome = result.shown.partition("\n")[0]
-        log.info("%s: %s in %.3f s", tool_hint(call), outcome, seconds)
+    async def after_tool(self, call, result, seconds):
+        log.info("%s: %s in %.3f s", tool_hint(call), result.shown.partition("\n")[0], seconds)
 
 
 class CostTrackingHook(AgentHook):
@@ -1231,7 +1211,7 @@ class CostTrackingHook(AgentHook):
         self.price = prices.get(model)
         self.total = dict(NO_USAGE)
 
-    async def after_iteration(self, context: AgentHookContext):
+    async def after_iteration(self, context):
         add_up(self.total, context.response.usage)
 
     def line(self, usage: dict):
@@ -1239,8 +1219,10 @@ class CostTrackingHook(AgentHook):
         mark = "~" if usage["estimated"] else ""
         cached = f" ({usage['cached_tokens']:,} cached)" if usage["cached_tokens"] else ""
         money = f" · {self.price.of(usage):.4f}" if self.price else ""
-        tokens = f"{usage['prompt_tokens']:,} in{cached} · {usage['completion_tokens']:,} out"
-        return f"{mark}{tokens}{money}"
+        return (
+            f"{mark}{usage['prompt_tokens']:,} in{cached} · "
+            f"{usage['completion_tokens']:,} out{money}"
+        )
 
 
 def what_always_allows(call):
@@ -1249,28 +1231,21 @@ def what_always_allows(call):
     if call.name != "exec":
         return call.name
     command = str(call.arguments.get("command"))
-    has_more = len(call.arguments) > 1 or len(command) > 80
-    if has_more or re.search(r"[;&|<>`$(){}\n]", command):
+    if len(call.arguments) > 1 or not re.fullmatch(r"[^;&|<>`$(){}\n]{1,80}", command):
         return ""
     words = re.match("(git|npm|cargo|go|pip|uv|docker) [a-z][a-z-]*(?= |$)", command)
     return f"$ {words[0] if words else command}"
-
-
-NOBODY = (
-    "Not approved: nobody can be asked here, so this call did not run. Tell the user to ask for it "
-    "at a terminal or in an open window of the page, or to start nanobot without --approve."
-)
 
 
 @dataclass
 class ApprovalHook(AgentHook):
     """Asks the user before each call, except calls of known read-only tools."""
 
-    tools: tools.ToolRegistry
+    tools: ToolRegistry
     ask: Callable | None  # None, also as an answer: nobody is there
     always: set[str] = field(default_factory=set)  # tools and commands that were approved for good
 
-    async def before_execute_tools(self, tool_calls: list[providers.ToolCallRequest]):
+    async def before_execute_tools(self, tool_calls):
         for call in tool_calls:
             is_free = is_read_only(call.name, self.tools) or what_always_allows(call) in self.always
             if not (is_free or call.error or call.denied):
@@ -1282,14 +1257,18 @@ class ApprovalHook(AgentHook):
         question = channels.approval_question(call.name, call.arguments, kind)
         answer = await self.ask(question) if self.ask else None
         if answer is None:
-            return NOBODY
+            return (
+                "Not approved: nobody can be asked here, so this call did not run. Tell the user "
+                "to ask for it at a terminal or in an open window of the page, or to start nanobot "
+                "without --approve."
+            )
         answer = answer.strip()
         if kind and answer.lower() in ("a", "always"):
             self.always.add(kind)
         if answer.lower() in ("y", "yes", "a", "always"):
             return ""
-        reason = answer.partition(" ")[2]  # n because it is used elsewhere
-        return f"The user did not approve this call: {reason}".rstrip(": ")
+        # the user typed `n because it is used elsewhere`
+        return f"The user did not approve this call: {answer.partition(' ')[2]}".rstrip(": ")
 
 
 @dataclass
@@ -1297,34 +1276,32 @@ class EventHook(AgentHook):
     """Sends what happens in a turn to its channel: deltas, the text before calls, each call with
     its outcome, retries, the answer."""
 
-    emit: Emit | None
-    turn: tools.Turn
+    emit: Callable | None  # awaited with each OutboundMessage
+    turn: Turn
     wants_streaming: bool
     shows_deltas: bool = True  # True: the channel shows deltas
     only_watches = True
 
-    async def send(self, kind: str, content: str):
+    async def send(self, kind, content):
         if self.emit:
-            await self.emit(
-                channels.OutboundMessage(self.turn.channel, self.turn.chat_id, content, kind)
-            )
+            await self.emit(OutboundMessage(self.turn.channel, self.turn.chat_id, content, kind))
 
-    async def before_iteration(self, context: AgentHookContext):
+    async def before_iteration(self, context):
         self.context = context
 
-    on_stream = partialmethod(send, "delta")
-    on_retry = partialmethod(send, "retry")
+    async def on_stream(self, delta):
+        await self.send("delta", delta)
 
-    async def before_execute_tools(self, tool_calls: list[providers.ToolCallRequest]):
+    async def on_retry(self, why):
+        await self.send("retry", why)
+
+    async def before_execute_tools(self, tool_calls):
         if text := self.context.response.content:
             await self.send("progress", text)
 
-    async def after_tool(
-        self, call: providers.ToolCallRequest, result: tools.ToolResult, seconds: float
-    ):
+    async def after_tool(self, call, result, seconds):
         folder = json.dumps(f"{self.turn.cwd}{os.sep}", ensure_ascii=False)[1:-1]  # as in the hint
-        hint = tool_hint(call).replace(folder, "")
-        await self.send("tool_hint", f"{hint} · {result.shown}")
+        await self.send("tool_hint", f"{tool_hint(call).replace(folder, '')} · {result.shown}")
 
 
 @dataclass
@@ -1334,13 +1311,13 @@ class WaitingHook(AgentHook):
     waiting: channels.Waiting
     only_watches = True
 
-    async def before_iteration(self, context: AgentHookContext):
+    async def before_iteration(self, context):
         self.waiting.begin("the model")
 
-    async def on_stream(self, delta: str):
+    async def on_stream(self, delta):
         self.waiting.end()
 
-    async def before_execute_tools(self, tool_calls: list[providers.ToolCallRequest]):
+    async def before_execute_tools(self, tool_calls):
         self.waiting.begin(", ".join(tool_hint(call) for call in tool_calls))
 
     after_iteration = on_stream
@@ -1350,8 +1327,9 @@ def tool_hint(call):
     """A call in one line: `read_file("a.txt")`, `grep("TODO")`, `$ ls`."""
     if call.name == "exec":
         return "$ " + " ".join(str(call.arguments.get("command", "")).split())[:1_000]
-    names = ("pattern", "path", "message", *call.arguments)
-    told = next(filter(None, map(call.arguments.get, names)), None)
+    told = ""
+    for name in ("pattern", "path", "message", *call.arguments):
+        told = told or call.arguments.get(name)
     value = json.dumps(told, ensure_ascii=False, default=str) if told else ""
     return f"{call.name}({value if len(value) <= 300 else value[:299] + '…'})"
 
@@ -1362,16 +1340,16 @@ def tool_hint(call):
 class BusService:
     """Answers the chats of a bus. At most `maxConcurrent` turns run at once, one per chat."""
 
-    def __init__(self, loop: AgentLoop, bus: channels.MessageBus):
+    def __init__(self, loop: AgentLoop, bus: MessageBus):
         self.loop = loop
         self.bus = bus
-        self.conversations: dict[str, Conversation] = {}
+        self.conversations = {}  # session key → Conversation
         self.slots = asyncio.Semaphore(loop.config.defaults.max_concurrent or sys.maxsize)
         self.work = Background()
         self.work.start(self._hear_helpers())
-        loop.tools.register(tools.tool(self.message))
+        loop.tools.register(tool(self.message))
 
-    async def receive(self, message: channels.InboundMessage):
+    async def receive(self, message: InboundMessage):
         """Queue a message in its chat. Commands run at once, except /new and /continue."""
         if message.channel == "system":  # a report: its `chat_id` is a session key
             self.work.start(self._conversation(message.chat_id).take_in(message, "report"))
@@ -1381,7 +1359,7 @@ class BusService:
         if command in ("", *WAITING):
             self.work.start(conversation.take_in(message, "command" if command else "user"))
         else:
-            self.work.start(conversation.obey(message.content), message.session_key)
+            self.work.start(conversation.obey(command, message.content), message.session_key)
             message.confirm()
 
     def _conversation(self, key):
@@ -1389,8 +1367,8 @@ class BusService:
 
     def _chats(self):
         """The session keys of the chats that the open channels can reach."""
-        keys = self.loop.sessions.list_keys()
-        return [key for key in keys if key.partition(":")[0] in self.bus.channels]
+        reachable = self.bus.channels
+        return [key for key in self.loop.sessions.list_keys() if key.partition(":")[0] in reachable]
 
     async def _hear_helpers(self):
         while True:
@@ -1403,25 +1381,25 @@ class BusService:
         chat_id: str = "",
         media: Annotated[list[str], "Paths of files to send"] = (),
         *,
-        turn: tools.Turn,
+        turn: Turn,
     ):
         """Send a text or files to a chat (default: this chat). No other tool can send files."""
         key = f"{channel or turn.channel}:{chat_id or turn.chat_id}"
         chats = self._chats()
         if key not in chats:
-            known = ", ".join(chats) or "none"
-            raise tools.ToolError(
-                f"There is no conversation in the chat {key}. Known chats: {known}"
+            raise ToolError(
+                f"There is no conversation in the chat {key}. "
+                f"Known chats: {', '.join(chats) or 'none'}"
             )
         files = [turn.path(path) for path in media]
         for file in files:
             if not file.is_file():
-                raise tools.ToolError(f"There is no file {file}.")
+                raise ToolError(f"There is no file {file}.")
         conversation = self._conversation(key)
         if content and key == turn.session_key:
             await conversation.say("final", content)
         elif content:  # the other chat's journal must get the text, too
-            await self.bus.publish(channels.InboundMessage("system", "message", key, content))
+            await self.bus.publish(InboundMessage("system", "message", key, content))
         for file in files:
             await conversation.say("file", "", str(file))
         return f"Sent to {key}."
@@ -1434,13 +1412,13 @@ class BusService:
     async def end(self):
         """Cancel running turns. The next start of the gateway resumes the cancelled turns."""
         self.loop.is_ending = True
-        await channels.end_all([*self.work.tasks, *self.loop.subagents.running], 5.0)
+        await end_all([*self.work.tasks, *self.loop.subagents.running], 5.0)
 
 
 class Conversation:
     """One chat. Each message starts a task that saves the message, then answers the whole inbox."""
 
-    def __init__(self, service: BusService, key: str):
+    def __init__(self, service, key):
         self.service = service
         self.loop = service.loop
         self.bus = service.bus
@@ -1454,17 +1432,10 @@ class Conversation:
         self.reply_to = ""  # id of the newest message in this turn
         self.said = []  # what the tool `message` has sent in this turn
 
-    async def take_in(self, message: channels.InboundMessage, kind: str):
+    async def take_in(self, message, kind):
         """Append a message to the inbox file, then acknowledge the message to its channel. Until
         the file can be written, retry, and tell the chat once; other chats do not wait."""
-        said = f"{message.speaker}: " if message.speaker and kind == "user" else ""
-        line = {
-            "id": message.message_id or uuid.uuid4().hex,
-            "kind": kind,
-            "sender": message.sender_id,
-            "content": said + message.content,
-            "media": [str(path) for path in message.media],
-        }
+        line = inbox_line(message, kind)
         told = ""
         async with self.order:
             while True:
@@ -1475,13 +1446,13 @@ class Conversation:
                     if not told:
                         told = f"A message cannot be stored yet, and is retried: {problem}"
                         GATEWAY_LOG.warning("%s: %s", self.key, told)
-                        self.bus.send(channels.OutboundMessage(*self.chat, told))
+                        self._send(told)
                     await asyncio.sleep(1.0)
         message.confirm()
         GATEWAY_LOG.info("%s: received %d characters", self.key, len(message.content))
         await self._answer_what_waits()
 
-    async def say(self, kind: str, text: str, *files: str):
+    async def say(self, kind, text, *files):
         """Send what the tool `message` says. It stays in the outbox file until it has arrived."""
         line = {"id": uuid.uuid4().hex, "kind": kind, "content": text, "media": files}
         await asyncio.to_thread(self.outbox.append, line)
@@ -1489,23 +1460,24 @@ class Conversation:
         self.said.append(text.strip())
 
     def _send_said(self, line):
-        said = channels.OutboundMessage(*self.chat, line["content"], line["kind"], line["media"])
-        said.on_delivered = partial(self.outbox.remove, {line["id"]})
-        self.bus.send(said)
+        remove = partial(self.outbox.remove, {line["id"]})
+        self._send(line["content"], line["kind"], line["media"], on_delivered=remove)
 
-    async def obey(self, command: str):
+    def _send(self, *content, **more):
+        self.bus.send(OutboundMessage(*self.chat, *content, **more))
+
+    async def obey(self, command, text):
         """Answer a command, also during a turn. If the command fails, the chat gets the error."""
         try:
-            is_stop = slash_command(command)[0] == "stop"
-            is_between = is_stop and not self.loop.sessions.get(self.key).is_open
+            is_between = command == "stop" and not self.loop.sessions.get(self.key).is_open
             if is_between and self.bus.stop_sending(*self.chat):
-                text = "Stopped: the rest of the answer is not sent. The journal has all of it."
-                self.bus.send(channels.OutboundMessage(*self.chat, text))
+                self._send(
+                    "Stopped: the rest of the answer is not sent. The journal has all of it."
+                )
             else:
-                await self.loop.process_direct(command, self.key, self.emit)
+                await self.loop.process_direct(text, self.key, self.emit)
         except Exception as problem:
-            text = f"Sorry, {command.split()[0]} failed: {problem}"
-            self.bus.send(channels.OutboundMessage(*self.chat, text))
+            self._send(f"Sorry, /{command} failed: {problem}")
             raise
 
     async def go_on_after_restart(self):
@@ -1514,13 +1486,17 @@ class Conversation:
         session = self.loop.sessions.get(self.key)
         for line in self.outbox.read():
             self._send_said(line)
-        self._send_answers(session)
+        self._send_answers(session.undelivered, session)
         if session.is_open:
             id_ = f"open@{session.last}"
             age = time.time() - session.path.stat().st_mtime
             self.is_due = session.resumed < 2 and age < 86_400 and id_ not in session.known_ids
             if not self.is_due:
-                report = channels.InboundMessage("system", "", self.key, GIVEN_UP, message_id=id_)
+                text = (
+                    "Your last message was not answered: nanobot was interrupted. "
+                    "/continue resumes the turn."
+                )
+                report = InboundMessage("system", "", self.key, text, message_id=id_)
                 await self.take_in(report, "report")
         await self._answer_what_waits()
 
@@ -1540,11 +1516,10 @@ class Conversation:
             lines = self._next_lines(session)
             try:
                 if self.is_due or lines:
-                    result = await self._answer(session, lines)
-                    if result:
-                        self._deliver(session, result)
+                    await self._answer(session, lines)
             except asyncio.CancelledError:
-                self._send_answers(session, before)  # send answers that are already complete
+                complete = [each for each in session.undelivered if each["n"] > before]
+                self._send_answers(complete, session)
                 if not self.loop.is_ending:  # after /stop, start a task for the waiting messages
                     self.service.work.start(self._answer_what_waits())
                 raise
@@ -1560,36 +1535,29 @@ class Conversation:
     def _next_lines(self, session):
         """Returns the next user messages (up to 100), or the next command, or the next report."""
         waiting = [line for line in self.inbox.read() if line["id"] not in session.known_ids]
-        messages = itertools.takewhile(lambda line: line["kind"] == "user", waiting[:100])
-        return list(messages) or waiting[:1]
+        users = itertools.takewhile(lambda line: line["kind"] == "user", waiting[:100])
+        return list(users) or waiting[:1]
 
     async def _answer(self, session, lines):
-        """Returns None if a report was sent: a report belongs to no turn."""
-        turn = self.loop.turn(self.key)
-        images = []
-        self.reply_to, self.said = "", []
-        first = lines[0] if lines else {}
-        kind = first.get("kind")
+        """Send the answer to these lines, or these lines themselves if they are a report."""
+        self.reply_to = ""
+        self.said = []
         if self.is_due:
             self.is_due = False
             session.mark("resumed")
-        elif kind == "command":
-            command, _ = slash_command(first["content"])
-            result = await self.loop.commands.begin(command, session, id=first["id"])
-            if result:
-                return result
-        elif kind == "report" and first.get("sender") != "subagent":
-            session.append(report_line(first))
-            await session.synced()
-            self._send(session, first["content"], session.highest)
-            return None
-        else:
-            session.end_open_turn("interrupted")
-            images = self.loop.enter(session, turn, lines)
+            lines = []
+        elif lines[0]["kind"] == "user":
             self.reply_to = lines[-1]["id"]
-        shows_deltas = self.bus.shows_deltas(turn.channel)
-        events = EventHook(self.emit, turn, self.loop.program.streaming, shows_deltas)
-        return await self.loop.answer(session, events, images, partial(self._arrived, session))
+        elif lines[0]["kind"] == "report" and lines[0].get("sender") != "subagent":
+            session.append(report_line(lines[0]))  # it belongs to no turn
+            await session.synced()
+            self._send_answers(session.undelivered[-1:], session)
+            return
+        loop = self.loop
+        shows_deltas = self.bus.shows_deltas(self.chat[0])
+        events = EventHook(self.emit, loop.turn(self.key), loop.program.streaming, shows_deltas)
+        result = await loop.answer(session, events, lines, partial(self._arrived, session))
+        self._deliver(session, result)
 
     def _arrived(self, session):
         """Up to three user messages that have arrived during the turn."""
@@ -1602,31 +1570,39 @@ class Conversation:
         """Send a turn's result, even an empty one. The delivery writes the mark `delivered`."""
         GATEWAY_LOG.info("%s: %s", self.key, result.stop_reason)
         text = text_for_chat(result)
-        self._send(session, "" if text in self.said else text, session.last)
+        answer = {"n": session.last, "content": "" if text in self.said else text}
+        self._send_answers([answer], session)
 
-    def _send_answers(self, session, behind=0):
-        for answer in session.undelivered:
-            if answer["n"] > behind:
-                self._send(session, answer["content"], answer["n"])
+    def _send_answers(self, answers, session):
+        """Send messages of the journal. After a restart, undelivered ones are sent again."""
+        for answer in answers:
+            delivered = partial(session.mark, "delivered", upto=answer["n"])
+            self._send(answer["content"], reply_to=self.reply_to, on_delivered=delivered)
 
-    def _send(self, session, text, n):
-        """Send message `n` of the journal. After a restart, undelivered messages are sent again."""
-        answer = channels.OutboundMessage(*self.chat, text, reply_to=self.reply_to)
-        answer.on_delivered = partial(session.mark, "delivered", upto=n)
-        self.bus.send(answer)
-
-    async def emit(self, event: channels.OutboundMessage):
+    async def emit(self, event):
         if event.kind == "tool_hint":  # without the lines of a diff
             event.content = event.content.partition("\n")[0]
         if event.kind in ("final", "delta", *kinds_to_show(self.loop.config.channels)):
             self.bus.send(event)
 
 
+def inbox_line(message, kind):
+    """Convert a message of a channel to a line of the inbox."""
+    said = f"{message.speaker}: " if message.speaker and kind == "user" else ""
+    return {
+        "id": message.message_id or uuid.uuid4().hex,
+        "kind": kind,
+        "sender": message.sender_id,
+        "content": said + message.content,
+        "media": [str(path) for path in message.media],
+    }
+
+
 def report_line(line):
     """Convert a report from the inbox to a journal line, which the user's next message quotes."""
     kind = "reminder" if line.get("sender") == "job" else "message"
-    kept = {name: line[name] for name in ("id", "content", "timestamp")}
-    return {"role": "assistant", "report": kind, **kept}
+    report = {"role": "assistant", "report": kind}
+    return report | {name: line[name] for name in ("id", "content", "timestamp")}
 
 
 def text_for_chat(result):
@@ -1649,82 +1625,65 @@ SERVED = "A gateway or a page already serves {}. Stop that program, or use anoth
 def gateway_runs(workspace, lock="gateway"):
     """True if a program holds `lock`: "gateway" for a gateway, "jobs" for a job runner."""
     try:
-        with memory.locked(workspace / ".nanobot" / f"{lock}.lock", "the lock is held"):
+        with locked(workspace / ".nanobot" / f"{lock}.lock", "the lock is held"):
             return False
-    except memory.SessionBusy:
+    except SessionBusy:
         return True
 
 
-@dataclass
-class Gateway:
-    """Runs the configured channels, the cron jobs, the heartbeat and, if given, the `page`."""
+def run_gateway(loop, page=None):
+    """Run the configured channels, the cron jobs, the heartbeat and, if given, the `page` until a
+    signal arrives. Raises SessionBusy if this workspace has a gateway."""
+    with locked(loop.workspace / ".nanobot" / "gateway.lock", SERVED.format(loop.workspace)):
+        asyncio.Runner().run(serve(loop, page))  # unlike `asyncio.run`, do not wait for stuck tasks
 
-    loop: AgentLoop
-    page: channels.WebPage | None = None
-    bus: channels.MessageBus = field(default_factory=channels.MessageBus)
 
-    def run(self):
-        """Serve until a signal arrives. Raises SessionBusy if this workspace has a gateway."""
-        home = self.loop.workspace
-        with memory.locked(home / ".nanobot" / "gateway.lock", SERVED.format(home)):
-            asyncio.Runner().run(self.serve())  # unlike `asyncio.run`, do not wait for stuck tasks
-
-    async def serve(self):
-        """Serve until a signal arrives or a task fails; then stop within 8 s."""
-        stop = asyncio.Event()
-        here = asyncio.get_running_loop()
-        channels.end_on_signals(lambda *_: here.call_soon_threadsafe(stop.set))
-        self.open_channels()
-        jobs = JobRunner(self.loop, self.bus.publish)
-        await tools.in_thread(jobs.add_system_jobs)
-        parts = (
-            self.loop.run(self.bus),
-            jobs.run(),
-            stop.wait(),
-        )
-        work = [asyncio.create_task(part) for part in parts]
-        GATEWAY_LOG.info("serving %s", ", ".join([*self.bus.channels, "cron"]))
-        try:
-            ended, _ = await asyncio.wait(work, return_when="FIRST_COMPLETED")
-            for task in ended:
-                task.result()  # raises the error of a failed task
-        finally:
-            await self.end(work)
-        GATEWAY_LOG.info("ended")
-
-    def open_channels(self):
-        if self.page:
-            self.bus.open(self.page)
-        telegram = self.loop.config.channels.telegram
-        if telegram.token:
-            self.bus.open(
-                channels.Telegram(
-                    telegram.token,
-                    telegram.allow_from,
-                    api_base=telegram.api_base,
-                    group_policy=telegram.group_policy,
-                    media_folder=self.loop.workspace / ".nanobot" / "media",
-                    keep_strangers=partial(
-                        memory.write_atomically, self.loop.workspace / STRANGERS
-                    ),
-                )
-            )
-        if not (self.page or telegram.token and telegram.allow_from):
-            log.warning("Nobody can reach the agent: set channels.telegram.token and allowFrom.")
-
-    async def end(self, work: list[asyncio.Task]):
-        """Cancel all tasks and return within 8 s, even if a tool ignores the cancellation."""
-        ending = asyncio.create_task(self._end_in_order(work))
+async def serve(loop, page):
+    """Serve until a signal arrives or a task fails. Then cancel all tasks and return within 8 s,
+    even if a tool ignores the cancellation."""
+    stop = asyncio.Event()
+    here = asyncio.get_running_loop()
+    channels.end_on_signals(lambda *_: here.call_soon_threadsafe(stop.set))
+    bus = MessageBus()
+    open_channels(loop, bus, page)
+    jobs = JobRunner(loop, bus.publish)
+    await in_thread(jobs.add_system_jobs)
+    work = [asyncio.create_task(part) for part in (loop.run(bus), jobs.run(), stop.wait())]
+    GATEWAY_LOG.info("serving %s", ", ".join([*bus.channels, "cron"]))
+    try:
+        ended, _ = await asyncio.wait(work, return_when="FIRST_COMPLETED")
+        for task in ended:
+            task.result()  # raises the error of a failed task
+    finally:
+        ending = asyncio.create_task(end_in_order(loop, bus, work))
         await asyncio.wait([ending], timeout=8.0)
-        sessions = {*self.loop.turns.tasks, *self.loop.subagents.running.values()}
+        sessions = {*loop.turns.tasks, *loop.subagents.running.values()}
         if sessions or not ending.done():
             what = ", ".join(sorted(sessions)) or "a task of the gateway"
             log.warning("still running at the end: %s; the journal has the finished steps", what)
+    GATEWAY_LOG.info("ended")
 
-    async def _end_in_order(self, work):
-        await channels.end_all(work, 6.0)
-        await self.bus.close(2.0)
-        await self.loop.close(1.0)
+
+def open_channels(loop, bus, page):
+    if page:
+        bus.open(page)
+    telegram = loop.config.channels.telegram
+    if telegram.token:
+        bus.open(
+            channels.Telegram(
+                **vars(telegram),
+                media_folder=loop.workspace / ".nanobot" / "media",
+                keep_strangers=partial(write_atomically, loop.workspace / STRANGERS),
+            )
+        )
+    if not (page or telegram.token and telegram.allow_from):
+        log.warning("Nobody can reach the agent: set channels.telegram.token and allowFrom.")
+
+
+async def end_in_order(loop, bus, work):
+    await end_all(work, 6.0)
+    await bus.close(2.0)
+    await loop.close(1.0)
 
 
 class JobRunner:
@@ -1736,9 +1695,7 @@ class JobRunner:
         self.is_gateway = tell is not None
         self.tell = tell or self._into_inbox
         self.clock = channels.CronService(
-            channels.JobStore(
-                loop.workspace / "cron" / "jobs.json", memory.locked, memory.write_atomically
-            ),
+            channels.JobStore(loop.workspace / "cron" / "jobs.json", locked, write_atomically),
             self.run_job,
             loop.context.zone,
             now=lambda: loop.program.now().timestamp(),
@@ -1749,11 +1706,10 @@ class JobRunner:
     async def run(self):
         """Run due jobs until cancelled, but only while no other program holds the lock `jobs`."""
         home = self.loop.workspace
-        lock = home / ".nanobot" / "jobs.lock"
         while True:
             with (
-                contextlib.suppress(memory.SessionBusy),
-                memory.locked(lock, "another program runs the jobs"),
+                contextlib.suppress(SessionBusy),
+                locked(home / ".nanobot" / "jobs.lock", "another program runs the jobs"),
             ):
                 await self.clock.run(lambda: self.is_gateway or not gateway_runs(home))
             await self.loop.program.sleep(1.0)
@@ -1779,8 +1735,9 @@ class JobRunner:
             await {"dream": self.loop.dream.run, "heartbeat": self._beat}[job.id]()
             return
         GATEWAY_LOG.info("cron %s: %s", job.id, job.message[:80])
-        chat, task = f"{job.channel}:{job.chat_id}", template("job", message=job.message)
-        report = channels.InboundMessage("system", "job", chat, "", message_id=run)
+        chat = f"{job.channel}:{job.chat_id}"
+        task = template("job", message=job.message)
+        report = InboundMessage("system", "job", chat, "", message_id=run)
         try:
             report.content = await self._answer(f"cron:{job.id}", task, chat, job.folder)
         except Exception as failure:  # report each error, so that no reminder is lost silently
@@ -1792,41 +1749,34 @@ class JobRunner:
 
     async def _answer(self, key, text, chat="", folder=""):
         """Answer in a new conversation, not saved to the memory. A failure raises RuntimeError."""
-        place = Path(folder) if folder else None
-        if place and not place.is_dir():
+        if folder and not os.path.isdir(folder):
             raise RuntimeError(f"The folder of the job, {folder}, does not exist any more.")
         self.loop.turns.chats[key] = chat  # /stop in this chat cancels the run
         async with self.loop.turns.hold(key) as session:
             session.mark("new")
             session.mark("saved", upto=session.last)
-        result = await self.loop.process_direct(text, key, folder=place)
-        answer = text_for_chat(result)
+        result = await self.loop.process_direct(text, key, folder=folder and Path(folder))
         if result.stop_reason in NOT_ANSWERED:
-            raise RuntimeError(answer)
-        return answer
+            raise RuntimeError(text_for_chat(result))
+        return text_for_chat(result)
 
     async def _into_inbox(self, report):
-        line = {
-            "id": report.message_id,
-            "kind": "report",
-            "sender": report.sender_id,
-            "content": report.content,
-        }
-        await tools.in_thread(self.loop.sessions.inbox(report.chat_id).append, line)
+        inbox = self.loop.sessions.inbox(report.chat_id)
+        await in_thread(inbox.append, inbox_line(report, "report"))
 
     def cron_tool(self):
         @wraps(self.clock.cron)
-        def cron(action: str, *, turn: tools.Turn, **arguments):
+        def cron(action: str, *, turn: Turn, **arguments):
             try:
                 text = self.clock.cron(action, turn=turn, **arguments)
             except channels.CronError as mistake:
-                raise tools.ToolError(str(mistake)) from None
+                raise ToolError(str(mistake)) from None
             if action == "add" and not gateway_runs(turn.workspace, "jobs"):
                 text += f"\n({template('no_gateway')} Tell the user.)"
             return text
 
-        cron.__annotations__ = self.clock.cron.__annotations__ | {"turn": tools.Turn}
-        return tools.tool(cron)
+        cron.__annotations__ = self.clock.cron.__annotations__ | {"turn": Turn}
+        return tool(cron)
 
 
 # ---- The model for the memory ----
@@ -1859,9 +1809,10 @@ def memory_work(loop):
 
 
 async def ask_for_memory(loop, run, messages, tools):
-    most = loop.config.defaults.max_tokens
     for _ in range(2):
-        response = await loop.provider.chat(messages, tools, max_tokens=most, on_event=run)
+        response = await loop.provider.chat(
+            messages, tools, max_tokens=loop.config.defaults.max_tokens, on_event=run
+        )
         add_up(loop.cost.total, response.usage)
         if response.unclear_at is None:
             break
@@ -1873,18 +1824,19 @@ async def ask_for_memory(loop, run, messages, tools):
 
 async def edit_memory(loop, run, messages, refuse):
     """Phase 2 of Dream: the model edits MEMORY.md, USER.md, SOUL.md and the user's skills."""
-    spec = loop.limited(
-        messages,
-        tools=FencedTools([tools.read_file, tools.edit_file, tools.write_file], refuse),
-        turn=replace(loop.turn("system:dream"), cwd=loop.workspace, restrict=True),
-        hook=loop.cost,
-        on_event=run,
-        max_iterations=loop.config.defaults.dream.max_iterations,
+    return await loop.runner.run(
+        loop.limited(
+            messages,
+            tools=FencedTools([tools.read_file, tools.edit_file, tools.write_file], refuse),
+            turn=replace(loop.turn("system:dream"), cwd=loop.workspace, restrict=True),
+            hook=loop.cost,
+            on_event=run,
+            max_iterations=loop.config.defaults.dream.max_iterations,
+        )
     )
-    return await loop.runner.run(spec)
 
 
-class FencedTools(tools.ToolRegistry):
+class FencedTools(ToolRegistry):
     """Tools for Dream. `refuse(name, arguments)` returns why a call is forbidden, or ""."""
 
     def __init__(self, tools, refuse):
@@ -1906,25 +1858,21 @@ class SubagentManager:
     work: Callable  # `await work(task, turn)` returns the answer, or raises ToolError
     most: int = 4  # the maximum number of running helpers
     running: dict = field(default_factory=dict)  # task → its session key
-    results: asyncio.Queue[channels.InboundMessage] = field(default_factory=asyncio.Queue)
+    results: asyncio.Queue = field(default_factory=asyncio.Queue)  # the reports
 
-    def of(self, session_key: str):
+    def of(self, session_key):
         return [task for task, key in self.running.items() if key == session_key]
 
-    def spawn_tool(self):
-        return tools.tool(self.spawn)
-
-    async def spawn(self, task: str, label: str = "", wait: bool = False, *, turn: tools.Turn):
+    async def spawn(self, task: str, label: str = "", wait: bool = False, *, turn: Turn):
         """Give a task to a helper that works in parallel and cannot ask questions. Put all needed
         facts into the task. The result comes as a message, or with `wait` as this call's result."""
         if len(self.running) >= self.most:
-            raise tools.ToolError(
-                f"{self.most} helpers are at work. Wait, or do the task yourself."
-            )
+            raise ToolError(f"{self.most} helpers are at work. Wait, or do the task yourself.")
         name = label or task[:40]
         is_awaited = wait or turn.channel == "cron"  # a finished job gets no report
-        run = self.work(task, turn) if is_awaited else self._report(name, task, turn)
-        work = asyncio.create_task(run)
+        work = asyncio.create_task(
+            self.work(task, turn) if is_awaited else self._report(name, task, turn)
+        )
         self.running[work] = turn.session_key
         work.add_done_callback(self.running.pop)
         if is_awaited:
@@ -1937,28 +1885,28 @@ class SubagentManager:
         except Exception as problem:
             outcome = problem
         text = template("subagent_result", helper=name, result=outcome)
-        self.results.put_nowait(
-            channels.InboundMessage("system", "subagent", turn.session_key, text)
-        )
-
-
-NOT_FOR_HELPERS = ("cron", "memory", "skill-creator")  # skills
+        self.results.put_nowait(InboundMessage("system", "subagent", turn.session_key, text))
 
 
 async def helper_answer(loop, task, turn):
     """Run a helper. Returns its answer, or raises ToolError if there is none."""
-    names = names_of(loop.tools.get_definitions())
-    kept = ("spawn", "message", "cron")
-    allowed = [loop.tools.get(name) for name in names if name not in kept]
-    prompt = template("subagent", cwd=turn.cwd, workspace=turn.workspace)
-    facts = loop.context.parts(turn).get("Memory", "")
-    skills = [skill for skill in loop.skills.load() if skill.name not in NOT_FOR_HELPERS]
-    parts = [prompt, facts, *skill_parts(skills).values()]
+    registry = loop.tools.copy()
+    for name in ("spawn", "message", "cron"):
+        registry.unregister(name)
+    skills = [
+        skill
+        for skill in loop.skills.load()
+        if skill.name not in ("cron", "memory", "skill-creator")
+    ]
+    system = [
+        template("subagent", cwd=turn.cwd, workspace=turn.workspace),
+        loop.context.parts(turn).get("Memory", ""),
+        *skill_parts(skills).values(),
+    ]
     message, _ = loop.context.user_message(task, turn)  # adds date and time to the task
-    messages = [{"role": "system", "content": "\n\n".join(parts)}, memory.as_sent(message)]
     spec = loop.limited(
-        messages,
-        tools=tools.ToolRegistry(allowed),
+        [{"role": "system", "content": "\n\n".join(system)}, memory.as_sent(message)],
+        tools=registry,
         turn=replace(turn, seen={}),
         hook=CompositeHook(loop.hooks_for(turn)),
         on_event=RunEvents(loop.listeners, "helper", turn.session_key),
@@ -1968,7 +1916,7 @@ async def helper_answer(loop, task, turn):
     if result.stop_reason == "completed":
         return result.final_content
     cause = result.error or result.final_content
-    raise tools.ToolError(f"The helper did not finish ({result.stop_reason}): {cause}")
+    raise ToolError(f"The helper did not finish ({result.stop_reason}): {cause}")
 
 
 # ---- Slash commands ----
@@ -1998,105 +1946,86 @@ def slash_command(text):
     return (command.lower(), argument) if has_argument or not argument else ("", "")
 
 
-@dataclass
-class Commands:
-    """Runs slash commands. Only those in WAITING wait for the end of a running turn."""
-
-    loop: AgentLoop
-
-    async def begin(self, command: str, session: memory.Session, **origin: str):
-        """Run a WAITING command. Returns None if a turn must be resumed. `origin`: message id."""
-        session.mark(command, **origin)
-        if command == "undo":
-            return said(await tools.in_thread(self._undo, session))
-        if command == "new":
-            await session.synced()
-            self.loop.turn(session.key).seen.clear()
-            self.loop.background.start(self.loop.after_turn(session))
-            return said("A new conversation begins; the journal keeps the old one.")
-        if not session.unfinished:
-            return said("There is no interrupted turn to resume.")
-        return None
-
-    def _undo(self, session):
-        """Undo the last turn that changed files. The user's next message tells the model."""
-        outcomes = tools.take_back(self.loop.turn(session.key).undo, session.key)
-        undone = [name for name, is_undone in outcomes.items() if is_undone]
-        left = [name for name in outcomes if name not in undone]
-        told = ""
-        if undone:
-            names = ", ".join(undone)
-            report = f"the user took back your changes to {names}"
-            session.append({"role": "assistant", "report": "undo", "content": report})
-            session.mark("delivered", upto=session.highest)
-            told += f"Took back the changes to {names}. "
-        if left:
-            told += f"Changed by something else since, and left alone: {', '.join(left)}. "
-        told = told or "No turn of this conversation has changed files. "
-        return told + "What commands (exec) did cannot be undone."
-
-    async def answer(self, command: str, argument: str, turn: tools.Turn):
-        repository = memory.MemoryRepository(self.loop.workspace)
-        match command:
-            case "start":
-                text = template("start", commands=", ".join(f"/{name}" for name in COMMANDS))
-            case "help":
-                text = "\n".join(f"/{name}: {meaning}" for name, meaning in COMMANDS.items())
-            case "status":
-                text = self._status(turn)
-            case "stop":
-                has_stopped = self.loop.stop(turn.session_key)
-                await asyncio.sleep(0)  # first, the stopped turn sends its last text
-                text = "Stopped; resume with /continue." if has_stopped else "Nothing is running."
-            case "model":
-                if argument and self.loop.config.defaults.provider != "human":
-                    self._use_model(argument)
-                text = f"The model is {self.loop.provider.model}."
-            case "dream":
-                text = await self.loop.dream.run()
-            case "dream-log":
-                text = await tools.in_thread(repository.log, argument)
-            case "dream-restore":
-                text = await tools.in_thread(repository.restore, argument)
-            case _:
-                text = f"There is no /{command}. /help lists the commands."
-        return said(text)
-
-    def _use_model(self, name):
-        loop = self.loop
-        loop.provider = loop.runner.provider = make_provider(loop.config, name)
-        loop.cost.price = loop.config.prices.get(loop.provider.model)
-
-    def _status(self, turn):
-        request = self.preview(turn)
-        messages = memory.counted(
-            len(self.loop.sessions.get(turn.session_key).history()), "message"
-        )
-        cost = self.loop.cost.line(self.loop.cost.total)
-        return "\n".join(
-            [
-                f"nanobot {__version__}, model {self.loop.provider.model}, "
-                f"session {turn.session_key}, {messages}",
-                f"folder {turn.cwd}, workspace {self.loop.workspace}",
-                self.loop.config.defaults.share(request.tokens),
-                *request.notes,
-                f"since the start, {ago(self.loop.started)}: {cost}",
-            ]
-        )
-
-    def preview(self, turn: tools.Turn, message: dict | None = None):
-        """Build the next request, including `message`. Nothing is sent, and nothing is saved."""
-        later = [{"n": sys.maxsize} | message] if message else []
-        history = self.loop.sessions.get(turn.session_key).history(*later)
-        spec = self.loop.run_spec(history, [], EventHook(None, turn, self.loop.program.streaming))
-        state = RunState(spec, AgentHookContext(spec.messages))
-        self.loop.runner.prepare(state)
-        return self.loop.runner.govern(state)
+async def begin_command(loop, command, session, line):
+    """Run a command of WAITING. Returns its answer, or "" if a turn must be resumed."""
+    origin = {"id": line["id"]} if "id" in line else {}  # of a chat's message
+    session.mark(command, **origin)
+    if command == "undo":
+        return await in_thread(undo, loop, session)
+    if command == "new":
+        await session.synced()
+        loop.turn(session.key).seen.clear()
+        loop.background.start(loop.after_turn(session))
+        return "A new conversation begins; the journal keeps the old one."
+    return "" if session.unfinished else "There is no interrupted turn to resume."
 
 
-def said(text):
-    """The result of a command, which needs no run."""
-    return AgentRunResult(text, stop_reason="completed")
+def undo(loop, session):
+    """Undo the last turn that changed files. The user's next message tells the model."""
+    outcomes = tools.take_back(loop.turn(session.key).undo, session.key)
+    undone = ", ".join(name for name, is_undone in outcomes.items() if is_undone)
+    left = ", ".join(name for name, is_undone in outcomes.items() if not is_undone)
+    told = "" if outcomes else "No turn of this conversation has changed files. "
+    if undone:
+        told = f"Took back the changes to {undone}. "
+        report = f"the user took back your changes to {undone}"
+        session.append({"role": "assistant", "report": "undo", "content": report})
+        session.mark("delivered", upto=session.highest)
+    if left:
+        told += f"Changed by something else since, and left alone: {left}. "
+    return told + "What commands (exec) did cannot be undone."
+
+
+async def answer_command(loop, command, argument, turn):
+    """Run a command that does not wait for the end of a running turn. Returns its answer."""
+    repository = memory.MemoryRepository(loop.workspace)
+    match command:
+        case "start":
+            return template("start", commands=", ".join(f"/{name}" for name in COMMANDS))
+        case "help":
+            return "\n".join(f"/{name}: {meaning}" for name, meaning in COMMANDS.items())
+        case "status":
+            return status_text(loop, turn)
+        case "stop":
+            has_stopped = loop.stop(turn.session_key)
+            await asyncio.sleep(0)  # first, the stopped turn sends its last text
+            return "Stopped; resume with /continue." if has_stopped else "Nothing is running."
+        case "model":
+            if argument and loop.config.defaults.provider != "human":
+                loop.provider = loop.runner.provider = make_provider(loop.config, argument)
+                loop.cost.price = loop.config.prices.get(loop.provider.model)
+            return f"The model is {loop.provider.model}."
+        case "dream":
+            return await loop.dream.run()
+        case "dream-log":
+            return await in_thread(repository.log, argument)
+        case "dream-restore":
+            return await in_thread(repository.restore, argument)
+    return f"There is no /{command}. /help lists the commands."
+
+
+def status_text(loop, turn):
+    request = preview(loop, turn)
+    messages = counted(len(loop.sessions.get(turn.session_key).history()), "message")
+    return "\n".join(
+        [
+            f"nanobot {__version__}, model {loop.provider.model}, "
+            f"session {turn.session_key}, {messages}",
+            f"folder {turn.cwd}, workspace {loop.workspace}",
+            loop.config.defaults.share(request.tokens),
+            *request.notes,
+            f"since the start, {ago(loop.started)}: {loop.cost.line(loop.cost.total)}",
+        ]
+    )
+
+
+def preview(loop, turn, *later):
+    """Build the next request, with the messages `later`. Nothing is sent, and nothing is saved."""
+    history = loop.sessions.get(turn.session_key).history(*later)
+    spec = loop.run_spec(history, EventHook(None, turn, loop.program.streaming))
+    state = RunState(spec.messages, spec=spec)
+    loop.runner.prepare(state)
+    return loop.runner.govern(state)
 
 
 # ---- The settings ----
@@ -2212,10 +2141,10 @@ class Price:
     cached: float | None = None  # if None, the same price as `input`
 
     def of(self, usage: dict):
-        cached_price = self.input if self.cached is None else self.cached
-        cached, output = usage["cached_tokens"], usage["completion_tokens"]
-        fresh = usage["prompt_tokens"] - cached
-        return (fresh * self.input + cached * cached_price + output * self.output) / 1e6
+        price = usage["prompt_tokens"] * self.input + usage["completion_tokens"] * self.output
+        if self.cached is not None:
+            price -= usage["cached_tokens"] * (self.input - self.cached)
+        return price / 1e6
 
 
 @dataclass
@@ -2272,40 +2201,43 @@ class Config:
 
     def check(self):
         """Raises ConfigError if a value cannot work; warns of settings that have no effect."""
-        answer, window = self.defaults.max_tokens, self.defaults.context_window_tokens
+        answer = self.defaults.max_tokens
+        window = self.defaults.context_window_tokens
         if answer * 2 >= window or self.defaults.budget <= 0:
-            limit = f"must be under half of contextWindowTokens ({window}), which is over 2,048"
-            raise ConfigError(f"agents.defaults.maxTokens ({answer}) {limit}.")
+            raise ConfigError(
+                f"agents.defaults.maxTokens ({answer}) must be under half of contextWindowTokens "
+                f"({window}), which is over 2,048."
+            )
         for user in self.channels.telegram.allow_from:
             if not re.fullmatch(r"\d+|\*", str(user)):
                 raise ConfigError(
                     f"channels.telegram.allowFrom: {user!r} matches nobody. Put in the user's id, "
                     "such as 7654321. If this user writes to the bot, the gateway prints the id."
                 )
-        shell, search = self.tools.exec, self.tools.web.search
+        shell = self.tools.exec
+        search = self.tools.web.search
         if shell.sandbox_network and not shell.sandbox:
             log.warning("tools.exec.sandboxNetwork has no effect without a sandbox")
         if search.api_key and not tools.SEARCH_SERVICES[search.provider].headers:
             log.warning("tools.web.search.apiKey has no effect: %s takes no key", search.provider)
 
 
-@dataclass
-class Program:
-    """What a program, or a test, gives to the agent besides the settings."""
-
-    folder: Path = field(default_factory=lambda: working_folder())  # exec runs here
-    now: Callable = datetime.now
-    sleep: Callable = asyncio.sleep
-    streaming: bool = True
-    patience: float = 15.0  # seconds to wait for MCP servers that are starting
-
-
 def working_folder():
     try:
         return Path.cwd()
     except FileNotFoundError:
-        problem = "The current folder does not exist any more: cd to another folder."
-        raise ConfigError(problem) from None
+        raise ConfigError("The current folder does not exist: cd to another folder.") from None
+
+
+@dataclass
+class Program:
+    """What a program, or a test, gives to the agent besides the settings."""
+
+    folder: Path = field(default_factory=working_folder)  # exec runs here
+    now: Callable = datetime.now
+    sleep: Callable = asyncio.sleep
+    streaming: bool = True
+    patience: float = 15.0  # seconds to wait for MCP servers that are starting
 
 
 def path_of(text):
@@ -2315,29 +2247,24 @@ def path_of(text):
 def load_config(path=None, environ=os.environ):
     """Read the settings file. Environment variables override it. If given, `path` must exist."""
     file = path or path_of(USUAL_SETTINGS)
-    config = Config()
-    if path or file.exists():
-        config = read_setting(Config, read_json(file, environ))
+    config = read_setting(Config, read_json(file, environ) if path or file.exists() else {})
     config.path = file
-    for row in providers.ROWS.values():
+    for row in ROWS.values():
         if key := environ.get(row.env_key):
             config.providers.setdefault(row.name, ProviderSettings()).api_key = key
     defaults = config.defaults
     config.base_url = environ.get("OPENAI_BASE_URL", "")
-    if config.base_url and defaults.provider in providers.ROWS:
+    if config.base_url and defaults.provider in ROWS:
         defaults.provider = "auto"  # environment variables override the settings file
     defaults.model = environ.get("NANOBOT_MODEL") or defaults.model
     defaults.workspace = environ.get("NANOBOT_WORKSPACE") or defaults.workspace
     return config
 
 
-JSON_ADVICE = "Write straight quotes, no comma before a closing bracket, and at least {}."
-
-
 def read_json(file, environ):
     """Read a settings file. Each `${VAR}` is replaced by the environment variable VAR."""
 
-    def value_of(variable: re.Match):
+    def value_of(variable):
         return json.dumps(environ[variable[1]])[1:-1]  # a quote in the value becomes \"
 
     try:
@@ -2346,10 +2273,12 @@ def read_json(file, environ):
     except KeyError as name:
         fault = f"{file} needs the environment variable {name.args[0]}, which is not set."
     except OSError as problem:
-        fix = f"`nanobot onboard --config {file}` creates it."
-        fault = f"Cannot read {file}: {problem.strerror}. {fix}"
+        fault = f"{file}: {problem.strerror}. `nanobot onboard --config {file}` creates it."
     except ValueError as problem:
-        fault = f"{file} is not JSON: {problem}. {JSON_ADVICE}"
+        fault = (
+            f"{file} is not JSON: {problem}. Write straight quotes, no comma before a closing "
+            "bracket, and at least {}."
+        )
     raise ConfigError(fault)
 
 
@@ -2392,17 +2321,14 @@ def make_provider(config, model=""):
     model are missing."""
     defaults = config.defaults
     model = model or defaults.model
-    if unknown := config.providers.keys() - providers.ROWS.keys():
-        raise ConfigError(
-            f"providers.{min(unknown)} is unknown. Known: {', '.join(providers.ROWS)}"
-        )
+    if unknown := config.providers.keys() - ROWS.keys():
+        raise ConfigError(f"providers.{min(unknown)} is unknown. Known: {', '.join(ROWS)}")
     if defaults.provider == "offline":
-        return providers.OfflineProvider()
+        return OfflineProvider()
     if "human" in (defaults.provider, defaults.model):
-        return providers.HumanProvider()
+        return HumanProvider()
     own = {
-        name: providers.Endpoint(providers.ROWS[name], **vars(row))
-        for name, row in config.providers.items()
+        name: providers.Endpoint(ROWS[name], **vars(row)) for name, row in config.providers.items()
     }
     chosen = "" if defaults.provider == "auto" else defaults.provider
     try:
@@ -2412,7 +2338,7 @@ def make_provider(config, model=""):
     if endpoint:
         return providers.OpenAIProvider(endpoint)
     if model in ("", "offline"):
-        return providers.OfflineProvider()
+        return OfflineProvider()
     raise ConfigError(
         f"There is no key and no base URL for the model {model}. "
         "Set OPENAI_API_KEY or OPENAI_BASE_URL, or use --offline."
@@ -2421,11 +2347,11 @@ def make_provider(config, model=""):
 
 def lacks_model(loop):
     """True if the offline model answers although nobody has asked for the offline model."""
-    is_offline = isinstance(loop.provider, providers.OfflineProvider)
+    is_offline = isinstance(loop.provider, OfflineProvider)
     return is_offline and loop.config.defaults.provider != "offline"
 
 
-class ReadOnlyTools(tools.ToolRegistry):
+class ReadOnlyTools(ToolRegistry):
     """For --read-only: a tool that may change something is not added, also if it comes later."""
 
     def register(self, tool):
@@ -2435,8 +2361,9 @@ class ReadOnlyTools(tools.ToolRegistry):
 
 def make_tools(config):
     """The tools that the settings allow. MCP tools are added when their server connects."""
-    settings, shell = config.tools, config.tools.exec
-    registry = (ReadOnlyTools if config.read_only else tools.ToolRegistry)(tools.FILE_TOOLS)
+    settings = config.tools
+    shell = config.tools.exec
+    registry = (ReadOnlyTools if config.read_only else ToolRegistry)(tools.FILE_TOOLS)
     if shell.enable:
         registry.register(
             tools.Exec(
@@ -2457,11 +2384,6 @@ def make_tools(config):
     return registry
 
 
-def make_servers(config, registry):
-    """The MCP servers of the settings. A server that is connected adds its tools to `registry`."""
-    return tools.MCPServers(config.tools.mcp_servers, registry)
-
-
 # ---- Watching a run: --step, the events, the page, `nanobot trace` and `nanobot replay` ----
 
 
@@ -2472,15 +2394,17 @@ class StepHook(AgentHook):
 
     ask: Callable
 
-    async def before_request(self, messages: list[dict], tools: list[dict]):
+    async def before_request(self, messages, tools):
         last = str(messages[-1].get("content"))[-1_000:]
         text = f"{last}\n---- {len(messages)} messages. Enter sends them; type stop to cancel: "
         await self._decide(text, "request", messages=messages, tools=tools)
 
-    async def after_response(self, response: providers.LLMResponse):
+    async def after_response(self, response):
         for call in response.tool_calls:
-            shown = json.dumps(call.arguments, ensure_ascii=False)
-            text = f"{call.name} {shown}\nEnter runs it; or type skip, stop or new JSON arguments: "
+            text = (
+                f"{call.name} {json.dumps(call.arguments, ensure_ascii=False)}\n"
+                "Enter runs it; or type skip, stop or new JSON arguments: "
+            )
             answer = await self._decide(text, "call", name=call.name, arguments=call.arguments)
             if answer == "skip":
                 call.denied = "The user skipped this call."
@@ -2501,15 +2425,15 @@ class RunEvents:
     """Tells all listeners what happens in a run, as the events that providers.py describes. Each
     message of a request is told once; later requests only name its number."""
 
-    def __init__(self, listeners: list[Callable], who: str, key: str = "memory"):
-        self.listeners = listeners
+    def __init__(self, listeners, who, key="memory"):
+        self.listeners = listeners  # functions that get each event as a dict
         # key: of the session
         self.about = {"run": uuid.uuid4().hex[:8], "who": who, "key": key}
         self.numbers = {}  # each message of the last request, as JSON → its number
         self.count = itertools.count(1)
         self.tools = []  # of the last request
 
-    def __call__(self, kind: str, **fields):
+    def __call__(self, kind, **fields):
         if not self.listeners:
             return
         if kind == "request":
@@ -2532,7 +2456,7 @@ class RunEvents:
         return {
             "sent": [self.numbers[text] for text in texts],
             "tokens": list(map(memory.message_tokens, messages)),
-            "parts": list(map(memory.estimate, parts)),
+            "parts": list(map(estimate, parts)),
             "messages": list(map(json.loads, new)),
         }
 
@@ -2542,12 +2466,11 @@ def record_events(loop, files):
     JSON without keys. Raises OSError."""
     as_json = providers.keyless_json([asdict(loop.config), dict(os.environ)])
 
-    def write(event: dict, file):
+    def write(event, file):
         file.write(f"{as_json(event)}\n".encode(errors="replace"))
 
-    for name in files:
-        mode = "wb" if name == 1 else "ab"  # "ab" seeks, which fails on some pipes of Windows
-        file = open(name, mode, 0, opener=partial(os.open, mode=0o600))  # noqa: SIM115
+    for name in files:  # "ab" seeks, which fails on some pipes of Windows
+        file = open(name, "wb" if name == 1 else "ab", 0, opener=partial(os.open, mode=0o600))  # noqa: SIM115
         loop.listeners.append(partial(write, file=file))
     return as_json
 
@@ -2570,47 +2493,38 @@ def recorded(file):
                 event = json.loads(line, parse_constant=str)  # NaN becomes "NaN"
                 described(event)  # raises an exception if a field is odd
                 events.append(event)
+        return events
     except FileNotFoundError:
-        raise ConfigError(
-            f"{file}: No such file, and no shipped run has this name, like two-tools. "
-            "Record a run with `nanobot agent --trace FILE`."
-        ) from None
-    except Exception as fault:
-        raise ConfigError(
-            f"{file}, line {len(events) + 1} is no event of a run, as this version records it: "
-            f"{fault!r}. Record a run with `nanobot agent --trace FILE`, or name a run that is "
-            "shipped, like two-tools"
-        ) from None
-    return events
+        fault = f"{file}: No such file"
+    except Exception as problem:
+        fault = f"{file}, line {len(events) + 1} is no event of a run of this version: {problem!r}"
+    raise ConfigError(
+        f"{fault}. Record a run with `nanobot agent --trace FILE`, or name a shipped run, like "
+        "two-tools."
+    )
 
 
 def described(event):
     """An event for `nanobot trace`: `10:00:01 turn result: 1| hello`"""
-    moment = datetime.fromtimestamp(event["time"])
     return (
-        f"{moment:%H:%M:%S} {event['who']} {event['kind']}: "
-        f"{shown(event)[1]} {event.get('arguments', '')}"
+        f"{datetime.fromtimestamp(event['time']):%H:%M:%S} {event['who']} {event['kind']}: "
+        f"{text_of(event)} {event.get('arguments', '')}"
     )
 
 
-def shown(event):
-    """The kind of an OutboundMessage, and its text. The terminal shows only some kinds."""
-    kind = event["kind"]
-    text = str(event.get("text"))
-    if kind == "request":
-        text = f"{event['model']}, messages {event['sent']}, ~{sum(event['tokens']):,} tokens"
-        for message in event["messages"]:
-            if message["role"] == "user":
-                text += f"\n{memory.readable(message)}"
-    elif kind == "answer":
-        kind = "progress" if event["answer"]["tool_calls"] else "final"
-        text = str(event["answer"]["content"] or "")
-    elif kind == "call":
-        kind = "tool_hint"
-        text = tool_hint(providers.ToolCallRequest("", event["name"], event["arguments"]))
-    elif kind == "journal":
-        text = json.dumps(dict(event["line"]))
-    return kind, text
+def text_of(event):
+    match event["kind"]:
+        case "request":
+            users = [each for each in event["messages"] if each["role"] == "user"]
+            size = f"{event['model']}, messages {event['sent']}, ~{sum(event['tokens']):,} tokens"
+            return "\n".join([size, *map(memory.readable, users)])
+        case "answer":
+            return str(event["answer"]["content"] or "")
+        case "call":
+            return tool_hint(ToolCallRequest("", event["name"], event["arguments"]))
+        case "journal":
+            return json.dumps(dict(event["line"]))
+    return str(event.get("text"))
 
 
 async def play(events, terminal, pace):
@@ -2620,16 +2534,20 @@ async def play(events, terminal, pace):
     for event in events:
         await asyncio.sleep(min(event["time"] - before, 3) * pace)
         before = event["time"]
-        kind, text = shown(event)
+        kind = event["kind"]
+        text = text_of(event)
         if kind == "journal" and event["line"].get("mark") == "ended":
             terminal.note(f"nanobot: {event['line'].get('why')}")
             status = 1
-        if kind == "tool_hint":  # shown when it has ended
-            calls[event["id"]], text = text, ""
+        elif kind == "answer":
+            kind = "progress" if event["answer"]["tool_calls"] else "final"
+        elif kind == "call":  # shown when it has ended
+            calls[event["id"]] = text
         elif kind == "result":
-            kind, text = "tool_hint", f"{calls.get(event['id'])} · {event['outcome']}"
-        if text and event["who"] == "turn":
-            await terminal.send(channels.OutboundMessage("cli", "", text, kind))
+            kind = "tool_hint"
+            text = f"{calls.get(event['id'])} · {event['outcome']}"
+        if text and event["who"] == "turn":  # the terminal ignores the other kinds
+            await terminal.send(OutboundMessage("cli", "", text, kind))
     return status
 
 
@@ -2653,11 +2571,12 @@ def settings_of(arguments):
 def command_with_flags(arguments, *words):
     """A command for the user: `nanobot -s work -m /continue --workspace /tmp/ws`"""
     command = ["nanobot", *words]
-    flags = ("config", "workspace", "model", "base_url", "provider", "read_only", "approve")
-    for name in flags:
+    for name in ("config", "workspace", "model", "base_url", "provider", "read_only", "approve"):
         value = vars(arguments).get(name)
         if value:
-            command += ["--" + name.replace("_", "-"), *([] if value is True else [str(value)])]
+            command.append("--" + name.replace("_", "-"))
+        if value and value is not True:
+            command.append(str(value))
     return shlex.join(command)
 
 
@@ -2671,10 +2590,20 @@ def kinds_to_show(settings):
     return kinds
 
 
+def ask_user(loop, ask, approve, step):
+    """Let the agent ask the user: with --provider human, --approve and --step."""
+    if isinstance(loop.provider, HumanProvider):
+        loop.provider.ask = ask
+    if approve:
+        loop.hooks.append(ApprovalHook(loop.tools, ask))
+    if step:
+        loop.hooks.append(StepHook(ask))
+
+
 class Talk:
     """Runs `nanobot agent`: answers one message, or holds a conversation with the user."""
 
-    def __init__(self, arguments, background: channels.BackgroundLoop, held: contextlib.ExitStack):
+    def __init__(self, arguments, background, held):
         config = settings_of(arguments)
         self.words = arguments.text + arguments.message
         self.background = background
@@ -2684,35 +2613,28 @@ class Talk:
         self.has_keyboard = sys.stdin.isatty()
         self.is_conversation = self.has_keyboard and not self.words
         self.day = ""  # the day on which the memory was last put in order
-        self.is_watched = self.terminal.err.isatty()  # does a person see the reports?
+        self.is_watched = err.isatty()  # does a person see the reports?
         ask = background.ask if self.has_keyboard else None
-        loop = AgentLoop(config)
-        self.loop = loop
-        if isinstance(loop.provider, providers.HumanProvider):
-            loop.provider.ask = ask
+        self.loop = loop = AgentLoop(config)
         self.folder = loop.workspace / ".nanobot"
         self.key = self.open_session(arguments, held)
         self.resume = command_with_flags(arguments, "-s", self.key, "-m", "/continue")
         self.trust = command_with_flags(arguments, "trust")
         record_events(loop, arguments.record)
         loop.program.streaming = not arguments.no_stream
-        if arguments.approve:
-            loop.hooks.append(ApprovalHook(loop.tools, ask))
-        if arguments.step and ask:
-            loop.hooks.append(StepHook(ask))
+        ask_user(loop, ask, arguments.approve, arguments.step and ask)
         if (arguments.approve or arguments.step) and ask is None:
             self.terminal.note(template("no_keyboard"))
         loop.hooks += [LoggingHook(), WaitingHook(self.terminal.waiting)]
         background.waiting = self.terminal.waiting
         background.close = loop.close
 
-    def open_session(self, arguments, held: contextlib.ExitStack):
-        """Choose the session, and return its key. The program holds the session until it ends. The
+    def open_session(self, arguments, held):
+        """Choose the session, and return its key. `held` holds the session's lock to the end. The
         first line of a new journal has the folder and whether `-c` may continue the session."""
-        sessions, folder = self.loop.sessions, self.loop.program.folder
+        sessions = self.loop.sessions
+        folder = self.loop.program.folder
         key = named_session(sessions, arguments.session)
-        if arguments.session.isdecimal():  # use moves a conversation to number 1
-            self.terminal.note(f"Session {key}")
         if not key and (self.is_conversation or arguments.resume):
             key = sessions.latest(folder)
             if not key and arguments.resume:
@@ -2720,32 +2642,29 @@ class Talk:
         key = key or sessions.new_key()
         try:
             held.enter_context(sessions.lock(key))
-        except memory.SessionBusy:
+        except SessionBusy:
             if arguments.session or arguments.resume:
                 raise
-            busy = f"Another program uses this folder's latest conversation, {key}"
-            self.terminal.note(f"{busy}: a new one begins.")
+            self.terminal.note(f"Another program uses the latest one, {key}: a new one begins.")
             key = sessions.new_key()
             held.enter_context(sessions.lock(key))
-        is_typed = self.is_conversation or self.is_watched or arguments.resume
-        sessions.get(key).origin = {"folder": str(folder), "typed": is_typed}
+        sessions.get(key).origin = {
+            "folder": str(folder),
+            "typed": self.is_conversation or self.is_watched or arguments.resume,
+        }
         return key
 
     def run(self):
         """Answer one message, or hold a conversation. Returns the exit status."""
-        loop = self.loop
-        if lacks_model(loop):
+        if lacks_model(self.loop):
             self.terminal.note(template("no_model"))
-        folder = loop.program.folder
-        if loop.turn(self.key).cwd != folder:
-            closed = f"The settings do not allow access to {folder}"
-            self.terminal.note(f"{closed}; nanobot works in {loop.workspace}.")
         self.begin_day()
         status = self.converse() if self.is_conversation else self.answer_once()
         self.terminal.waiting.begin("the memory (Ctrl-C leaves it for next time)")
         with contextlib.suppress(KeyboardInterrupt):  # a later turn does the cancelled memory work
-            seconds = 5.0 if self.is_conversation else 60.0  # a single message seldom has such work
-            if self.background.complete(self.loop.background.settled(seconds)):
+            # a single message seldom has such work
+            settled = self.loop.background.settled(5.0 if self.is_conversation else 60.0)
+            if self.background.complete(settled):
                 self.terminal.note("The work for the memory goes on next time.")
         return status
 
@@ -2786,41 +2705,47 @@ class Talk:
         count = len(session.conversation())
         state = "a new conversation · /help lists the commands"
         if count:
-            age = ago(session.path.stat().st_mtime)
             state = (
-                f"continuing: {memory.counted(count, 'message')}, last {age} · /new starts afresh"
+                f"continuing: {counted(count, 'message')}, "
+                f"last {ago(session.path.stat().st_mtime)} · /new starts afresh"
             )
-        return " · ".join([short_path(self.loop.program.folder), self.loop.provider.model, state])
+        # the working folder: with a fence, nanobot does not work in HOME
+        cwd = self.loop.turn(self.key).cwd
+        return f"{short_path(cwd)} · {self.loop.provider.model} · {state}"
 
-    def answer(self, text: str):
+    def answer(self, text):
         """Answer one message on the terminal. Returns the exit status."""
         self.begin_day()
         self.follow_project()
-        self.terminal.waiting.begin("the model")
-        loop, terminal = self.loop, self.terminal
+        loop = self.loop
+        terminal = self.terminal
+        terminal.waiting.begin("the model")
         hear = terminal.hear if self.is_conversation else None  # else the shell gets the lines
         work = answer_with_helpers(loop, text, self.key, terminal.send, terminal.heard)
         result = self.background.complete(work, hear)
         if result.requests:
-            requests = memory.counted(result.requests, "request")
-            context = loop.config.defaults.share(result.context_tokens)
-            self.terminal.note(f"{requests} · {loop.cost.line(result.usage)} · {context}")
+            terminal.note(
+                f"{counted(result.requests, 'request')} · {loop.cost.line(result.usage)} · "
+                f"{loop.config.defaults.share(result.context_tokens)}"
+            )
         if result.stop_reason == "max_iterations":
             complain(LIMIT_REACHED)
         if result.stop_reason not in NOT_ANSWERED:
             return 0
-        if result.error or not self.terminal.live:  # a terminal already shows `final_content`
+        if result.error or not terminal.live:  # a terminal already shows `final_content`
             complain(result.error or result.final_content)
         return 1
 
     def follow_project(self):
         """Use the project's instructions if the user has allowed this version of the file. A
         prompt asks once; a single message says how to allow them."""
-        project = Project(self.loop.config, self.loop.turn(self.key))
+        project = Project(self.loop, self.key)
         if project.is_unknown and self.is_conversation:
-            question = f"The project has instructions: {project}. Follow them? [y/N] "
             try:
-                project.keep(self.terminal.ask(question).strip().lower() in ("y", "yes"))
+                answer = self.terminal.ask(
+                    f"The project has instructions: {project}. Follow them? [y/N] "
+                )
+                project.keep(answer.strip().lower() in ("y", "yes"))
             except EOFError:  # Ctrl-D: not now
                 self.terminal.note("")
         elif project.is_unknown:
@@ -2840,23 +2765,21 @@ class Talk:
         message does so only if ten entries are unread, because its end waits for the dream."""
         await self.show_reports()
         loop = self.loop
-        await tools.in_thread(memory.remember_terminals, loop.sessions)
+        await in_thread(memory.remember_terminals, loop.sessions)
         unread = loop.memory.unread()
         last = self.folder / "last-dream"
-        today = time.strftime("%Y-%m-%d")
-        is_read_only = loop.config.read_only or not self.is_watched
-        if is_read_only or len(unread) < (1 if self.is_conversation else 10):
+        may_dream = self.is_watched and loop.config.defaults.dream.interval_h
+        if loop.config.read_only or len(unread) < (1 if self.is_conversation else 10):
             return
-        is_due = max(unread[0]["timestamp"], loop.memory.text_of(last)) < today
-        if is_due and loop.config.defaults.dream.interval_h:
-            loop.background.start(self.dream(last, today), "the dream")
+        if may_dream and max(unread[0]["timestamp"], loop.memory.text_of(last)) < self.day:
+            loop.background.start(self.dream(last), "the dream")
 
-    async def dream(self, last, today):
+    async def dream(self, last):
         told = await self.loop.dream.run()
-        memory.write_atomically(last, today)  # if the program ends before, the next one dreams
+        write_atomically(last, self.day)  # if the program ends before, the next one dreams
         await self.tell(told)
 
-    async def tell(self, text: str):
+    async def tell(self, text):
         async with self.loop.turns.hold(self.key):  # not in the middle of an answer
             self.terminal.report(text)
 
@@ -2871,10 +2794,9 @@ class Talk:
         inbox = self.loop.sessions.inbox(self.key)
         if not self.is_watched or not inbox.path.exists():
             return True
-        one_terminal = self.folder / "reports.lock"
-        with contextlib.suppress(memory.SessionBusy):  # the reports stay until the next try
+        with contextlib.suppress(SessionBusy):  # the reports stay until the next try
             async with self.loop.turns.hold(self.key) as session:
-                with memory.locked(one_terminal, "Another terminal shows the reports."):
+                with locked(self.folder / "reports.lock", "Another terminal shows the reports."):
                     reports = inbox.read()
                     for report in reports:
                         line = report_line(report)
@@ -2886,37 +2808,38 @@ class Talk:
 
 
 def agent_command(arguments):
-    with channels.BackgroundLoop() as background, contextlib.ExitStack() as held:
+    """Answer one message, or hold a conversation."""
+    with BackgroundLoop() as background, contextlib.ExitStack() as held:
         return Talk(arguments, background, held).run()
 
 
 def trust_command(arguments):
-    """Allows the instructions of the project in the current folder, or forbids them."""
-    config = settings_of(arguments)
-    turn = AgentLoop(config).turn("cli:trust")
-    project = Project(config, turn)
+    """Follow the AGENTS.md of the project in this folder, or `no`."""
+    project = Project(AgentLoop(settings_of(arguments)), "cli:trust")
     if not project.text:
         raise ConfigError(
-            f"{turn.cwd} has no AGENTS.md or CLAUDE.md, and neither has its git repository."
+            f"{project.path} has no AGENTS.md or CLAUDE.md, and neither has its git repository."
         )
     project.keep(arguments.answer == "yes")
-    print(channels.printable(f"{project}: {'followed' if project.answer else 'not followed'}"))
+    show(f"{project}: {'followed' if project.answer else 'not followed'}")
 
 
 def undo_command(arguments):
-    """Takes back the file changes of the last turn in this folder that changed files."""
+    """Take back the file changes of the last turn in this folder that changed files."""
     loop = AgentLoop(settings_of(arguments))
     turn = loop.turn("cli:undo")
-    here = [each for each in tools.kept_changes(turn.undo) if each["folder"] == str(turn.cwd)]
-    keys = [each["session"] for each in here if each["session"].startswith("cli:")]
+    keys = [
+        change["session"]
+        for change in tools.kept_changes(turn.undo)
+        if change["folder"] == str(turn.cwd) and change["session"].startswith("cli:")
+    ]
     if not keys:
         raise ConfigError(f"There is nothing to undo: no turn has changed files in {turn.cwd}.")
-    with channels.BackgroundLoop(loop.close) as background:
-        result = background.complete(loop.process_direct("/undo", keys[-1]))
-    print(channels.printable(result.final_content))
+    show(asyncio.run(loop.process_direct("/undo", keys[-1])).final_content)
 
 
 def onboard_command(arguments):
+    """Create settings and workspace."""
     file = arguments.config or path_of(USUAL_SETTINGS)
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -2930,41 +2853,39 @@ def onboard_command(arguments):
 
 
 def status_command(arguments):
-    """Prints one line per part: `ok`, `--` (missing, but not needed) or `BAD` (broken; the line
-    says how to fix the part). Returns exit status 1 if a part is broken."""
-    status = 0
-    for part, state, problem in status_rows(settings_of(arguments)):
+    """Check the settings, the model and other parts: `ok`, `--` (not needed) or `BAD`."""
+    status = 0  # 1 if a part is broken; its line says how to fix the part
+    for part, state, problem in status_rows(AgentLoop(settings_of(arguments))):
         mark = "--" if problem is None else "ok"
         if problem:
             mark, state, status = "BAD", f"{state}: {problem}", 1
-        print(channels.printable(f"{mark:4}{part:22}{state}"))
+        show(f"{mark:4}{part:22}{state}")
     return status
 
 
-def status_rows(config):
+def status_rows(loop):
     """Yields (part, state, problem). Problem: a text, "" (ok) or None (missing, but not needed)."""
-    loop = AgentLoop(config)
-    file = config.path
+    file = loop.config.path
+    problem = ""
     if not file.exists():
-        yield "settings", "the defaults; `nanobot onboard` creates a settings file", ""
+        file = "the defaults; `nanobot onboard` creates a settings file"
     elif os.name == "posix" and file.stat().st_mode & 0o077:
-        fix = f"chmod 600 {shlex.quote(str(file))}"
-        yield "settings", str(file), f"others can read the keys in it: {fix}"
-    else:
-        yield "settings", str(file), ""
-    yield "workspace", str(loop.workspace), ""
+        problem = f"others can read the keys in it: chmod 600 {shlex.quote(str(file))}"
+    yield "settings", file, problem
+    yield "workspace", loop.workspace, ""
     yield "model", *asyncio.run(model_and_problem(loop.provider))
-    sandbox = config.tools.exec.sandbox
+    sandbox = loop.config.tools.exec.sandbox
     state = sandbox or "off: commands run with all your rights"
     yield "sandbox", state, sandbox and tools.sandbox_problem()
-    telegram = config.channels.telegram  # the token is never printed
+    telegram = loop.config.channels.telegram  # the token is never printed
+    state = "off: put a token into channels.telegram.token"
+    problem = None
     if telegram.token:
         allowed = ", ".join(map(str, telegram.allow_from))
         strangers = loop.memory.text_of(loop.workspace / STRANGERS) or "none"
         state = f"a token is set, allowed: {allowed or 'nobody'}, last strangers: {strangers}"
-        yield "telegram", state, "" if allowed else "put user ids into channels.telegram.allowFrom"
-    else:
-        yield "telegram", "off: put a token into channels.telegram.token", None
+        problem = "" if allowed else "put user ids into channels.telegram.allowFrom"
+    yield "telegram", state, problem
     for name, problem in asyncio.run(loop.mcp.check()).items():
         yield f"mcp {name}", "connected", problem
     for skill in loop.skills.load():
@@ -2975,30 +2896,29 @@ def status_rows(config):
 
 async def model_and_problem(provider):
     """Check URL, key and model. Returns (description, problem); problem is "" if all is well."""
-    if isinstance(provider, providers.HumanProvider):
+    if isinstance(provider, HumanProvider):
         return "human: you play the model", ""
-    if isinstance(provider, providers.OfflineProvider):
+    if isinstance(provider, OfflineProvider):
         state = "offline: fixed rules; set OPENAI_API_KEY or OPENAI_BASE_URL to use a real model"
         return state, "; ".join(provider.rules.problems)
     problem = await provider.check()
     await provider.close()
-    endpoint, model = provider.endpoint, provider.model or "no model name"
+    endpoint = provider.endpoint
     address = endpoint.without_secrets(endpoint.api_base)
-    return f"{model} at {address} ({endpoint.spec.name})", problem or ""
+    state = f"{provider.model or 'no model name'} at {address} ({endpoint.spec.name})"
+    return state, problem or ""
 
 
 def prompt_command(arguments):
-    """Prints the next request part by part, but does not send it."""
-    config = settings_of(arguments)
-    loop = AgentLoop(config)
-    key = named_session(loop.sessions, arguments.session) or loop.sessions.latest(
-        loop.program.folder
-    )
-    turn = loop.turn(key or "cli:new")
-    loop.context.project = Project(config, turn).part()
+    """Print the next request part by part, but do not send it."""
+    loop = AgentLoop(settings_of(arguments))
+    key = named_session(loop.sessions, arguments.session)
+    key = key or loop.sessions.latest(loop.program.folder) or "cli:new"
+    turn = loop.turn(key)
+    loop.context.project = Project(loop, key).part()
     asyncio.run(loop.mcp.check())  # connects to MCP servers, so that their tools are printed
     message, _ = loop.context.user_message(arguments.text, turn)
-    request = loop.commands.preview(turn, message)
+    request = preview(loop, turn, message)
     _, *history, last = providers.legal(request.messages)
     parts = loop.context.parts(turn)
     parts["Tools"] = lines_of_json(loop.tools.get_definitions())
@@ -3006,9 +2926,8 @@ def prompt_command(arguments):
     parts["User"] = last["content"]
     for name, text in parts.items():
         if text:
-            print(f"==== {name} (~{memory.estimate(text):,} tokens) ====")
-            print(f"{channels.printable(text)}\n")
-    print("\n".join([*request.notes, f"Total: {config.defaults.share(request.tokens)}"]))
+            print(f"==== {name} (~{estimate(text):,} tokens) ====\n{printable(text)}\n")
+    print(*request.notes, f"Total: {loop.config.defaults.share(request.tokens)}", sep="\n")
 
 
 def lines_of_json(records):
@@ -3016,14 +2935,16 @@ def lines_of_json(records):
 
 
 def sessions_command(arguments):
-    """Prints the last twenty conversations, or the transcript of one."""
+    """List the last twenty conversations, or `show NUMBER`."""
     sessions = memory.SessionManager(settings_of(arguments).workspace)
     if arguments.show:
         key = named_session(sessions, arguments.show)
         if key not in sessions.list_keys():
-            listing = command_with_flags(arguments, "sessions")
-            raise ConfigError(f"There is no session {arguments.show!r}: see `{listing}`.")
-        return print(channels.printable("\n".join(sessions.transcript(key))))
+            raise ConfigError(
+                f"There is no session {arguments.show!r}: "
+                f"see `{command_with_flags(arguments, 'sessions')}`."
+            )
+        return show("\n".join(sessions.transcript(key)))
     for number, (key, used) in enumerate(conversations(sessions), 1):
         if number > 20 and not arguments.all:
             return print("Older conversations: nanobot sessions --all")
@@ -3031,7 +2952,7 @@ def sessions_command(arguments):
         words = " ".join(str(said[0]).split())[:50] if said else "(no message yet)"
         folder = sessions.first_line(key).get("folder")
         place = f"{short_path(Path(folder))}, {key}" if folder else key
-        print(channels.printable(f"{number:>3}  {ago(used):>14}  {words}  ({place})"))
+        show(f"{number:>3}  {ago(used):>14}  {words}  ({place})")
 
 
 def conversations(sessions):
@@ -3055,53 +2976,53 @@ def ago(moment):
     seconds = int(time.time() - moment)
     for unit, length in (("day", 86_400), ("hour", 3_600), ("minute", 60)):
         if seconds >= length:
-            return f"{memory.counted(seconds // length, unit)} ago"
+            return f"{counted(seconds // length, unit)} ago"
     return "a moment ago"
 
 
 def short_path(path):
     """/home/ada/kit → ~/kit. A newline in a name must not look like a line of the program."""
-    text, home = str(path).replace("\n", "\\n"), Path.home()
+    text = str(path).replace("\n", "\\n")
+    home = Path.home()
     return "~" + text[len(str(home)) :] if path.is_relative_to(home) else text
 
 
 def gateway_command(arguments):
-    """Runs the channels, the cron jobs and the heartbeat until a signal arrives."""
+    """Run the channels, the cron jobs and the heartbeat."""
     GATEWAY_LOG.setLevel(logging.INFO)
     config = settings_of(arguments)
-    program = Program(config.workspace)
-    loop = AgentLoop(config, hooks=[LoggingHook()], program=program)
+    loop = AgentLoop(config, hooks=[LoggingHook()], program=Program(config.workspace))
     if lacks_model(loop):
         raise ConfigError(
             "The gateway has no model: set a key, like OPENAI_API_KEY, or set OPENAI_BASE_URL. "
             "To answer with the rules of the offline model, add --offline."
         )
-    Gateway(loop).run()
+    run_gateway(loop)
 
 
 def cron_command(arguments):
+    """List the jobs, or `remove ID`."""
     loop = AgentLoop(settings_of(arguments))
-    clock, turn = JobRunner(loop).clock, loop.turn("cli:direct")
-    print(channels.printable(clock.cron(arguments.action, job_id=arguments.job_id, turn=turn)))
+    clock = JobRunner(loop).clock
+    turn = loop.turn("cli:direct")
+    show(clock.cron(arguments.action, job_id=arguments.job_id, turn=turn))
     if not gateway_runs(loop.workspace):
         print(template("no_gateway"))
 
 
 def web_command(arguments):
-    """Runs the page, the channels, the cron jobs and the heartbeat until a signal arrives."""
+    """Open a page that shows the agent at work; run what `gateway` runs, too."""
     config = settings_of(arguments)
     if gateway_runs(config.workspace):
         raise ConfigError(SERVED.format(config.workspace))
     loop = AgentLoop(config)
-    project = Project(config, loop.turn("web:page"))
+    project = Project(loop, "web:page")
     loop.context.project = project.part()
     if project.is_unknown:
-        print(
-            channels.printable(NOT_FOLLOWED.format(project, command_with_flags(arguments, "trust")))
-        )
+        show(NOT_FOLLOWED.format(project, command_with_flags(arguments, "trust")))
     html = glass_html(model=loop.provider.model, window=config.defaults.context_window_tokens)
     traces = (DATA / "templates/traces").glob("*.jsonl")
-    runs = glass_html(runs={file.stem: recorded(file) for file in traces})
+    runs = glass_html(runs={trace.stem: recorded(trace) for trace in traces})
     # a browser in a sandbox (snap) cannot open files in hidden folders, like ~/.nanobot
     file = path_of("~/nanobot-page.html")
 
@@ -3122,78 +3043,74 @@ def web_command(arguments):
             file.touch(0o600)
             file.write_text(f'<meta http-equiv="refresh" content="0; url={page.address}">')
             channels.on_thread(webbrowser.open, file.as_uri())
-        Gateway(loop, page).run()
+        run_gateway(loop, page)
     finally:
         file.unlink(missing_ok=True)
 
 
 def connect_page(loop, page, arguments):
     """Let the page show the sessions and each turn, and ask the questions of a turn."""
-    keys = loop.sessions.list_keys()
-    page.chats |= {key[4:]: False for key in keys if key[:4] == "web:"}
+    page.chats |= {key[4:]: False for key in loop.sessions.list_keys() if key[:4] == "web:"}
     page.memory = lambda: loop.context.parts(loop.turn("web:page"))
     loop.listeners.append(page.show)
-    loop.hooks.append(StepHook(page.ask))
     loop.can_ask = lambda turn: turn.channel == "web"
-    if isinstance(loop.provider, providers.HumanProvider):
-        loop.provider.ask = page.ask
-    if arguments.approve:
-        loop.hooks.append(ApprovalHook(loop.tools, page.ask))
+    ask_user(loop, page.ask, arguments.approve, True)
 
 
-def recording_command(arguments):
-    """Prints a recorded run, writes it as an HTML page, or shows it as it looked at the terminal.
-    No tool runs, and no model is asked."""
+def replay_command(arguments):
+    """Show a recorded run as it looked at the terminal: no tool runs, and no model is asked."""
+    pace = 0 if arguments.fast else 1
+    return asyncio.run(play(recorded(arguments.file), channels.CLI(), pace))
+
+
+def trace_command(arguments):
+    """Print a recorded run, or write it as an HTML page."""
     events = recorded(arguments.file)
-    if arguments.command == "replay":
-        return asyncio.run(play(events, channels.CLI(), 0 if arguments.fast else 1))
     if arguments.html:
         arguments.html.write_text(glass_html(events=events), encoding="utf-8")
         complain(f"{arguments.html} contains the prompts and all tool results")
     else:
-        print(channels.printable("\n".join(map(described, events))))
-    return 0
+        show("\n".join(map(described, events)))
 
 
 def lesson_command(arguments):
-    """Runs `exercises` or `walk`, which only a checkout of the source contains."""
+    """For courses: `walk` shows one turn, `exercises` lists the exercises or grades some."""
     file = HERE / "tests" / "exercises" / f"{arguments.command}.py"
     if not file.exists():
         raise ConfigError("This command needs a checkout of the source: run nanobot.py there.")
     return runpy.run_path(str(file))["main"](arguments, lambda: AgentLoop(settings_of(arguments)))
 
 
-COMMAND_LINE = {  # command: (function, description in --help)
-    "agent": (agent_command, "answer one message, or hold a conversation"),
-    "prompt": (prompt_command, "print the next request, but do not send it"),
-    "sessions": (sessions_command, "list conversations, or `show NUMBER`"),
-    "trust": (trust_command, "follow this project's AGENTS.md, or `no`"),
-    "undo": (undo_command, "take back the last turn's changes of files here"),
-    "onboard": (onboard_command, "create settings and workspace"),
-    "status": (status_command, "check the settings, the model and other parts"),
-    "gateway": (gateway_command, "run the channels and the cron jobs"),
-    "cron": (cron_command, "list the jobs, or `remove ID`"),
-    "replay": (recording_command, "show a recorded run as it looked"),
-    "trace": (recording_command, "show a recorded run"),
-    "web": (web_command, "open a page that shows the agent at work"),
-    "walk": (lesson_command, "show one turn, function by function"),
-    "exercises": (lesson_command, "list the exercises, or grade some"),
+COMMAND_LINE = {  # `--help` shows the docstrings of these functions
+    "agent": agent_command,
+    "prompt": prompt_command,
+    "sessions": sessions_command,
+    "trust": trust_command,
+    "undo": undo_command,
+    "onboard": onboard_command,
+    "status": status_command,
+    "gateway": gateway_command,
+    "cron": cron_command,
+    "replay": replay_command,
+    "trace": trace_command,
+    "web": web_command,
+    "walk": lesson_command,
+    "exercises": lesson_command,
 }
 
 
 SWITCH = {"action": "store_true"}
-NAME = {"metavar": "NAME"}
 TEXT = {"metavar": "TEXT"}
 FILE = {"metavar": "FILE", "type": path_of}
 RECORD = {"dest": "record", "default": []}
-ON_STDOUT = "print all events on stdout, the answer on stderr"
+
 SESSION = {"metavar": "NUMBER|KEY", "default": ""}
 OPTIONS = (  # rows: commands ("" means all), spellings, help, more settings of argparse
     ("", "--config", "default: ~/.nanobot/config.json", FILE),
-    ("", "--workspace", "default: ~/.nanobot/workspace", {"metavar": "DIR"}),
-    ("", "--model", "", NAME),
-    ("", "--base-url", "URL of the endpoint; usually ends in /v1", {"metavar": "URL"}),
-    ("", "--provider", ", ".join([*providers.ROWS, "offline", "human"]), NAME),
+    ("", "--workspace", "default: ~/.nanobot/workspace", {}),
+    ("", "--model", "", {}),
+    ("", "--base-url", "URL of the endpoint; usually ends in /v1", {}),
+    ("", "--provider", ", ".join([*ROWS, "offline", "human"]), {}),
     ("", "--offline", "", {"dest": "provider", "action": "store_const", "const": "offline"}),
     ("", "--logs --verbose", "write log messages to stderr", SWITCH),
     ("agent", "text", "answer this text, then exit", TEXT | {"nargs": "*"}),
@@ -3211,7 +3128,12 @@ OPTIONS = (  # rows: commands ("" means all), spellings, help, more settings of 
     ("agent web", "--approve", "ask before a tool writes or executes", SWITCH),
     ("agent prompt web", "--read-only", "only tools that change nothing", SWITCH),
     ("agent web", "--trace", "append all events", FILE | RECORD | {"action": "append"}),
-    ("agent", "--json", ON_STDOUT, RECORD | {"action": "append_const", "const": 1}),
+    (
+        "agent",
+        "--json",
+        "print all events on stdout, the answer on stderr",
+        RECORD | {"action": "append_const", "const": 1},
+    ),
     ("prompt", "text", "", {"nargs": "?", "default": "Hello!"}),
     ("sessions", "action", "", {"nargs": "?", "choices": ["show"]}),
     ("sessions", "show", "", SESSION | {"nargs": "?"}),
@@ -3241,12 +3163,11 @@ def parser():
     main_parser = argparse.ArgumentParser("nanobot", description="A personal AI agent.")
     main_parser.add_argument("--version", action="version", version=f"nanobot {__version__}")
     commands = main_parser.add_subparsers(dest="command", metavar="COMMAND")
-    added = {}
-    for name, (_, about) in COMMAND_LINE.items():  # allow_abbrev: reject `--app` for `--approve`
-        added[name] = commands.add_parser(name, help=about, allow_abbrev=False)
-    for names, spellings, about, more in OPTIONS:
-        for name in names.split() or COMMAND_LINE:
-            added[name].add_argument(*spellings.split(), help=about, **more)
+    for name, run in COMMAND_LINE.items():  # allow_abbrev: reject `--app` for `--approve`
+        command = commands.add_parser(name, help=run.__doc__, allow_abbrev=False)
+        for names, spellings, about, more in OPTIONS:
+            if name in (names.split() or COMMAND_LINE):
+                command.add_argument(*spellings.split(), help=about, **more)
     return main_parser
 
 
@@ -3259,31 +3180,37 @@ def main(argv=None):
         is_alone = first.isalpha() and (len(argv) == 1 or argv[1].startswith("-"))
         meant = difflib.get_close_matches(first, known, n=1)
         if is_alone and meant:  # `sesions` for `sessions`, `help` for `--help`; not `read a.txt`
-            fix = f"did you mean `nanobot {meant[0]}`? Pass a message of one word with -m"
-            complain(f"unknown command {first!r}: {fix}")
+            complain(
+                f"unknown command {first!r}: did you mean `nanobot {meant[0]}`? Pass a message of "
+                "one word with -m"
+            )
             return 2
         argv.insert(0, "agent")
     channels.prepare_streams()
     arguments, unknown = parser().parse_known_args(argv)
     if unknown:
         spellings = " ".join(row[1] for row in OPTIONS).split()
-        meant = difflib.get_close_matches(unknown[0], spellings, n=1)
-        fix = f"did you mean {meant[0]}?" if meant else f"see `nanobot {arguments.command} --help`"
-        complain(f"unknown argument {unknown[0]!r}: {fix}")
+        near = ", ".join(difflib.get_close_matches(unknown[0], spellings, n=1)) or "none"
+        complain(
+            f"unknown argument {unknown[0]!r}. The closest one: {near}. "
+            f"See `nanobot {arguments.command} --help`"
+        )
         return 2
+    line = "%(levelname)s %(name)s: %(message)s"
+    if arguments.command == "gateway":
+        line = f"%(asctime)s {line}"
     handler = logging.StreamHandler()
-    stamp = "%(asctime)s " if arguments.command == "gateway" else ""
-    handler.setFormatter(channels.PrintableFormatter(f"{stamp}%(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(channels.PrintableFormatter(line))
     level = logging.INFO if arguments.logs else logging.WARNING
     if vars(arguments).get("quiet"):
         level = logging.ERROR
     logging.basicConfig(level=level, handlers=[handler])
     channels.end_on_signals()  # SIGTERM acts like Ctrl-C: the journal keeps all finished steps
     try:
-        status = COMMAND_LINE[arguments.command][0](arguments) or 0
+        status = COMMAND_LINE[arguments.command](arguments) or 0
         sys.stdout.flush()  # if Python's own flush at exit fails, the exit status is 120
         return status
-    except (ConfigError, channels.CronError, memory.SessionBusy) as problem:
+    except (ConfigError, channels.CronError, SessionBusy) as problem:
         complain(str(problem))
     except BrokenPipeError:  # `nanobot … | head`: the reader has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -3296,8 +3223,12 @@ def main(argv=None):
     return 1
 
 
+def show(text):
+    print(printable(text))
+
+
 def complain(text):
-    print(f"nanobot: {channels.printable(text)}", file=sys.stderr)
+    print(f"nanobot: {printable(text)}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -347,7 +347,7 @@ class OpenAIProvider(LLMProvider):
         seen = answer.usage["prompt_tokens"]
         sent = estimate_usage(request, answer)["prompt_tokens"]
         is_cut = 1_000 < seen < 5_000 and sent > 2 * seen
-        if is_cut and not self.is_warned:
+        if is_cut and self.is_local and not self.is_warned:
             self.is_warned = True
             await request.tell(
                 f"The server read {seen:,} of about {sent:,} tokens. Set a larger context. "
@@ -460,7 +460,7 @@ def with_results(messages):
         if calls:
             waiting.clear()
         if message["role"] == "tool":
-            places = waiting[message["tool_call_id"]]
+            places = waiting[message.get("tool_call_id")]
             if places:
                 places.pop(0)["content"] = message["content"]
         elif calls or message["content"]:
@@ -957,8 +957,11 @@ def find_remedy(failure, body, tried):
         fits = re.search(f"(?is){remedy.complaint}", failure.text)
         if fits and remedy not in tried and remedy.change(body) != body:
             return remedy
-    names = sorted(body.keys() - {"model", "messages", "tools"})
-    refused = [name for name in names if is_refused(name, failure.text)]
+    refused = [
+        name
+        for name in sorted(body.keys() - {"model", "messages", "tools"})
+        if is_refused(name, failure.text)
+    ]
     if not refused:
         return None
     notice = f"{' and '.join(refused)} is left out: this model does not accept it"
@@ -1278,7 +1281,7 @@ class Connection:
         """The ids of the models that the endpoint offers."""
         response = await self.client().models.with_raw_response.list(timeout=10.0)
         rows = parse_answer(response.content).get("data") or []
-        return [str(row.get("id")).removeprefix("models/") for row in rows]  # Gemini's prefix
+        return [str(row["id"]).removeprefix("models/") for row in rows]  # Gemini's prefix
 
 
 async def chunks_of(response):
@@ -1308,7 +1311,7 @@ def parse_answer(data):
 
 
 # ---- An answer is put together from chunks ----
-# Endpoints stream calls in eleven different ways, and may send an error after a "200 OK".
+# Endpoints stream calls in different ways, and may send an error after a "200 OK".
 
 REASONS = {  # the endpoint's finish reason → OpenAI's; any other (`eos`, `end_turn`) → `stop`
     "none": None,
@@ -1581,12 +1584,12 @@ def text_call(found, tools):
 
     Drop unknown arguments. Raises an exception for an unknown tool, a missing argument, and for
     JSON that is no call, but a log entry or the description of a tool."""
-    is_wrapped = found.keys() <= {"type", "id", "function"}
+    is_wrapped = found.keys() <= {"type", "id", "function"}  # {"type": "function", "function": {…}}
     call = found["function"] if is_wrapped else found
     schema = tools[call["name"]]
     written = call.get("arguments", call.get("parameters"))
     arguments, error = parse_arguments(written, repair=False)
-    is_schema = "properties" in call.get("parameters", {})
+    is_schema = "properties" in call.get("parameters", {})  # a description of the tool
     is_function = found.get("type", "function") == "function"
     properties = schema.get("properties")
     if properties and not schema.get("additionalProperties"):

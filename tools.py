@@ -150,24 +150,20 @@ class Tool:
         return self.read_only and not self.exclusive
 
     def cast_params(self, params: dict) -> dict:
-        """Convert arguments to the types of the schema: {"size": "2", "note": None} → {"size": 2},
-        because small models send null for an optional parameter that they leave out."""
-        required = self.parameters.get("required", ())
-        properties = self.parameters.get("properties", {})
-        cast_ones = cast(params, self.parameters)
-        return {
-            name: value
-            for name, value in cast_ones.items()
-            if value is not None or name in required or not validate(None, properties.get(name, {}))
-        }
+        """Convert arguments to the types of the schema: {"size": "2", "x": None} → {"size": 2}"""
+        return cast(params, self.parameters)
 
     def validate_params(self, params: dict) -> list[str]:
         """Find what is wrong: ["size must be integer, not \"big\"", "name is required"]"""
         return validate(params, self.parameters) + unexpected_keys(params, self.parameters)
 
     def to_schema(self) -> dict:
-        about = {"name": self.name, "description": self.description}
-        return {"type": "function", "function": {**about, "parameters": self.parameters}}
+        function = {
+            "name": self.name,
+            "description": self.description,
+            "parameters": self.parameters,
+        }
+        return {"type": "function", "function": function}
 
 
 def tool(function: Callable | None = None, **flags):
@@ -176,17 +172,16 @@ def tool(function: Callable | None = None, **flags):
     if function is None:
         return functools.partial(tool, **flags)
 
-    class FunctionTool(Tool):
-        name = function.__name__
-        description = inspect.getdoc(function) or ""
-
-    method = "execute" if inspect.iscoroutinefunction(function) else "run"
-    setattr(FunctionTool, method, staticmethod(function))
-    for flag, value in flags.items():
-        setattr(FunctionTool, flag, value)
-    if not FunctionTool.description:
-        log.warning("The tool %s has no docstring: models get no description.", FunctionTool.name)
-    return FunctionTool()
+    members = {
+        "name": function.__name__,
+        "description": inspect.getdoc(function) or "",
+        "execute" if inspect.iscoroutinefunction(function) else "run": staticmethod(function),
+        **flags,
+    }
+    made = type("FunctionTool", (Tool,), members)()
+    if not made.description:
+        log.warning("The tool %s has no docstring: models get no description.", made.name)
+    return made
 
 
 def as_schema(hint) -> dict:
@@ -211,9 +206,7 @@ def as_schema(hint) -> dict:
     if origin is list:  # some endpoints refuse an array without `items`
         return {"type": "array", "items": as_schema(inner[0]) if inner else {}}
     names = {kind: name for name, kind in JSON_TYPES.items()} | {float: "number"}
-    if origin not in names and hint is not Any:
-        log.warning("%s has no JSON Schema: the model may send any value.", hint)
-    return {"type": names[origin]} if origin in names else {}
+    return {"type": names[origin]} if origin in names else {}  # {}: the model may send anything
 
 
 def signature_schema(function: Callable) -> dict:
@@ -222,7 +215,7 @@ def signature_schema(function: Callable) -> dict:
     parameters = {
         name: each
         for name, each in inspect.signature(function).parameters.items()
-        if name != "self" and hints.get(name) is not Turn and str(each)[0] != "*"  # *args, **others
+        if hints.get(name) is not Turn and str(each)[0] != "*"  # *args, **others
     }
     required = [name for name, each in parameters.items() if each.default is each.empty]
     return ObjectSchema({name: hints.get(name, Any) for name in parameters}, required)
@@ -235,7 +228,7 @@ class ToolRegistry:
     """The tools of one agent. A result longer than the turn's limit is saved to a file."""
 
     def __init__(self, tools: Iterable[Tool] = ()):
-        self._tools: dict[str, Tool] = {}
+        self._tools = {}  # name → tool
         self.turn = Turn()  # remembers which files were read by calls without a turn
         for tool in tools:
             self.register(tool)
@@ -243,9 +236,8 @@ class ToolRegistry:
     def register(self, tool: Tool):
         """Add a tool; a tool with the same name is replaced."""
         if not (isinstance(tool, Tool) and tool.name and hasattr(tool, "body")):
-            name = getattr(tool, "__name__", type(tool).__name__)
             raise TypeError(
-                f"{name} is not a tool: put @tool above a function, and give a subclass of Tool "
+                f"{tool!r} is not a tool: put @tool above a function, and give a subclass of Tool "
                 "a name and a method `execute` or `run`."
             )
         self._tools[tool.name] = tool
@@ -294,14 +286,17 @@ class ToolRegistry:
         except ToolError as mistake:
             shown = f"{mistake.outcome}: {mistake}".partition("\n")[0]
             result = ToolResult(str(mistake), is_error=True, shown=shown)
-        except (Exception, SystemExit, KeyboardInterrupt, asyncio.CancelledError) as error:
+        except BaseException as error:
             if isinstance(error, asyncio.CancelledError) and asyncio.current_task().cancelling():
                 raise  # the turn itself is cancelled, not a task that the tool started
             result = ToolResult(f"{name} failed: {type(error).__name__}: {error}", is_error=True)
-            line = result.text.split("\n")[0]
-            log.warning("tool %s", line, exc_info=log.isEnabledFor(logging.INFO))  # with --logs
-        result.text = result.text if result.text.strip() else f"({name} completed with no output)"
-        result.shown = (result.shown or outcome(result)).replace(f"{turn.cwd}{os.sep}", "")
+            # --logs shows the traceback
+            log.warning("tool %s", result.text, exc_info=log.isEnabledFor(logging.INFO))
+        if not result.text.strip():
+            result.text = f"({name} completed with no output)"
+        lines = result.text.split("\n")
+        ended = lines[0] if result.is_error else counted(len(lines), "line", "lines")
+        result.shown = (result.shown or ended).replace(f"{turn.cwd}{os.sep}", "")
         result.text = fitted(result.text, turn.max_result_chars, name, turn)
         return result
 
@@ -332,44 +327,44 @@ class Turn:
     undo: Path | None = None  # old versions of changed files (see `take_back`); None: as above
     started: str = field(default_factory=lambda: str(time.time_ns()), compare=False)
     # file → (hash of its bytes, number of lines that were read, counted from the first line)
-    seen: dict[Path, tuple[int, int]] = field(default_factory=dict, compare=False)
+    seen: dict = field(default_factory=dict, compare=False)
 
     def path(self, text: str, write: bool = False) -> Path:
         """Resolve "~/a.txt", "../b" or a link; raises ToolError if the real path is not allowed."""
         try:
             real = (self.cwd / os.path.expanduser(text)).resolve()
-            holds_keys = is_secret(real, self.secret)
             if real.is_symlink():  # since 3.13, `resolve` accepts a link that leads to itself
                 raise OSError("it is a link that leads to itself")
             if os.name == "nt" and ":" in real.name:
                 raise OSError("Windows would write to a hidden part of the file")
         except (OSError, RuntimeError, ValueError) as problem:  # a link to itself, or a NUL byte
             raise ToolError(f"{text!r} is not a usable path: {problem}") from None
-        if holds_keys:
+        if is_secret(real, self.secret):
             raise Refused(f"{real} holds keys: the agent may not open it. Ask the user to look.")
-        home, here = self.workspace, self.cwd
-        real_home = home.resolve()
-        if write and any(real.is_relative_to(real_home / name) for name in AGENT_FILES):
+        home = self.workspace.resolve()
+        if write and any(real.is_relative_to(home / name) for name in AGENT_FILES):
             raise Refused(f"{real} is the agent's own record: tools may not write to it.")
         if self.restrict:
-            roots = [home, here]
+            roots = [home, self.cwd]
             if not write:
                 roots += [*self.readable, self.store("results")]
             if not any(real.is_relative_to(root.resolve()) for root in roots):
-                raise Refused(f"{real} is outside of {home} and {here}. Use a path inside them.")
+                raise Refused(
+                    f"{real} is outside of {self.workspace} and {self.cwd}. Use a path inside them."
+                )
         return real
 
     def store(self, name: str) -> Path:
         """The folder `results` or `undo`."""
         return getattr(self, name) or temporary_folder() / name
 
-    def lines_read(self, path: Path, data: bytes) -> int:
+    def lines_read(self, path, data):
         """How many lines, from the first on, the session has read; 0 if the file has changed since.
         `data`: its bytes now."""
         version, lines = self.seen.get(path, (0, 0))
         return lines if version == hash(data) else 0
 
-    def note_read(self, path: Path, data: bytes, first: int, last: int):
+    def note_read(self, path, data, first, last):
         """Record that lines `first` to `last` were read. A page after a gap does not count."""
         lines = self.lines_read(path, data)
         if first <= lines + 1:
@@ -384,7 +379,6 @@ def read_file(
     real = turn.path(path)
     data = read_bytes(real)
     if block := image_block(data):
-        turn.note_read(real, data, 1, count_lines(data))
         return ToolResult(f"[image: {real}]", images=[block])
     if is_binary(data):
         raise ToolError(f"{real} is a binary file. Inspect it with exec (file, xxd).")
@@ -407,16 +401,16 @@ def write_file(path: str, content: str, *, turn: Turn) -> ToolResult:
     """Write a whole file; missing folders are created. To change a part, use edit_file."""
     real = turn.path(path, write=True)
     data = content.encode("utf-8", errors="replace")
-    old = read_bytes(real) if real.exists() else None
-    lines, lines_read = count_lines(old or b""), turn.lines_read(real, old or b"")
+    old = read_bytes(real) if real.exists() else b""
+    lines, lines_read = len(lines_of(old)), turn.lines_read(real, old)
     if lines_read < lines:
         raise ToolError(
-            f"{real} has {counted(lines, 'line', 'lines')} and you have read {lines_read:,}: "
+            f"{real} has {lines:,} lines and you have read {lines_read:,}: "
             "read the rest first, or use edit_file."
         )
     note = change_file(turn, real, old, data)
     text = f"Wrote {len(content):,} characters to {real}.{note}"
-    return ToolResult(text, shown=diff(plain_text(old or b""), plain_text(data), path)[0] + note)
+    return ToolResult(text, shown=diff(plain_text(old), plain_text(data), path)[0] + note)
 
 
 # ======== Second reading: how tools cope with real models, file systems and servers ========
@@ -427,15 +421,16 @@ def write_file(path: str, content: str, *, turn: Turn) -> ToolResult:
 async def in_thread(function: Callable, /, *args, **kwargs):
     """Run a blocking function in a new daemon thread and await it; if cancelled, drop the result.
     `asyncio.to_thread` has few threads (CPU cores + 4), and the program's exit waits for them."""
-    future: Future = Future()
+    future = Future()
     future.set_running_or_notify_cancel()  # a cancelled caller must not make `set_result` fail
 
     def work():
         try:
             future.set_result(function(*args, **kwargs))
+        except StopIteration as failure:  # asyncio cannot pass it on
+            future.set_exception(RuntimeError(repr(failure)))
         except BaseException as failure:
-            is_lost = isinstance(failure, StopIteration)  # asyncio cannot pass on a StopIteration
-            future.set_exception(RuntimeError(repr(failure)) if is_lost else failure)
+            future.set_exception(failure)
 
     # the thread gets a copy of the caller's context variables, as an asyncio task does
     threading.Thread(target=contextvars.copy_context().run, args=[work], daemon=True).start()
@@ -449,16 +444,14 @@ def temporary_folder():
 
 
 def fitted(text, most, name, turn):
-    """Return a text; if it is too long, its first and last lines, and how to read the others."""
+    """Return a text; if it is too long, its start, its end, and how to read the lines between."""
     if len(text) <= most:
         return text
     room = (most - 400) // 2
     head, tail = text[:room], text[-room:]
-    head, tail = head.rpartition("\n")[0] or head, tail.partition("\n")[2] or tail
-    first = text.count("\n", 0, len(head) + 1) + 1
-    last = text.count("\n", 0, -len(tail) - 1) + 1
+    first, last = head.count("\n") + 1, text.count("\n", 0, -room) + 1
     folder = turn.store("results")
-    path = folder / f"{time.time_ns()}-{name[:64]}.txt"
+    path = folder / f"{time.time_ns()}-{name}.txt"
     try:
         folder.mkdir(0o700, parents=True, exist_ok=True)
         path.write_bytes(text.encode("utf-8", errors="replace"))
@@ -467,15 +460,7 @@ def fitted(text, most, name, turn):
         how = f"the text is in {path}: read_file offset={first} limit={last - first + 1}"
     except OSError as problem:
         how = f"the text could not be saved: {problem}"
-    return f"{head}\n… lines {first}–{last} are missing; {how} …\n{tail}"
-
-
-def outcome(result):
-    """How a call ended, for people, if its tool does not say it: the error, or "12 lines"."""
-    lines = result.text.split("\n")
-    if result.is_error:
-        return lines[0]
-    return counted(len(lines), "line", "lines")
+    return f"{head}…\n(lines {first}–{last} are cut or missing; {how})\n…{tail}"
 
 
 def counted(count, one, many):
@@ -524,14 +509,18 @@ def kinds(schema):
 
 def fits(value, wanted):
     """Does a value have one of these types? 5.0 is an integer, True is not; [] means any type."""
+    if not wanted:
+        return True
     if isinstance(value, bool):  # in Python True is an int, in JSON it is not
-        return not wanted or "boolean" in wanted
-    is_whole = isinstance(value, float) and value.is_integer() and "integer" in wanted
-    return not wanted or is_whole or isinstance(value, tuple(JSON_TYPES[kind] for kind in wanted))
+        return "boolean" in wanted
+    if isinstance(value, float) and value.is_integer() and "integer" in wanted:
+        return True
+    return isinstance(value, tuple(JSON_TYPES[kind] for kind in wanted))
 
 
 def cast(value, schema: dict):
-    """Convert a value to its schema's type if possible: "120" → 120, "True" → True, "[1]" → [1]."""
+    """Convert a value to its schema's type if possible: "120" → 120, "True" → True, "[1]" → [1].
+    Small models send null for an optional parameter that they leave out: it is dropped."""
     if not isinstance(schema, dict):  # a server may write `true`, or one schema for each item
         return value
     wanted = kinds(schema)
@@ -547,8 +536,12 @@ def cast(value, schema: dict):
     if isinstance(value, float) and value.is_integer() and "integer" in wanted:
         return int(value)
     if isinstance(value, dict):
-        properties = schema.get("properties", {})
-        return {key: cast(item, properties.get(key, {})) for key, item in value.items()}
+        required, properties = schema.get("required", ()), schema.get("properties", {})
+        return {
+            key: cast(item, properties.get(key, {}))
+            for key, item in value.items()
+            if item is not None or key in required or not validate(None, properties.get(key, {}))
+        }
     if isinstance(value, list):
         return [cast(item, schema.get("items", {})) for item in value]
     return value
@@ -597,7 +590,7 @@ def unexpected_keys(params, schema):
     known = schema.get("properties")
     if is_open or known is None:
         return []
-    names = ", ".join(known) or "none"
+    names = ", ".join(known)
     return [f"unexpected parameter {key} (known: {names})" for key in params if key not in known]
 
 
@@ -608,15 +601,8 @@ class Schema(dict):
         super().__init__(type=[kind, "null"] if nullable else kind)
         about = {"description": first} if isinstance(first, str) else {"default": first}
         for name, value in (about | keywords).items():
-            head, *others = name.split("_")  # min_length → minLength
-            if value not in (None, ""):
-                self[head + "".join(word.capitalize() for word in others)] = value
-
-    def to_json_schema(self):
-        return dict(self)
-
-    def validate_value(self, value, path: str = ""):
-        return validate(value, self, path)
+            if value not in (None, ""):  # min_length → minLength
+                self[re.sub("_(.)", lambda letter: letter[1].upper(), name)] = value
 
 
 StringSchema = functools.partial(Schema, "string")
@@ -657,7 +643,7 @@ def tool_parameters(schema: dict):
     """Class decorator for a hand-written schema, such as `tool_parameters_schema(…)`."""
 
     def decorate(tool_class: type):
-        tool_class.parameters = property(lambda tool: copy.deepcopy(schema))
+        tool_class.parameters = schema
         return tool_class
 
     return decorate
@@ -743,15 +729,15 @@ def is_secret(real, secrets):
 def similar_names(path):
     """For an error: what there is instead, such as " In /home/ada: a.txt, b.txt" """
     if path.exists():
-        return " Use list_dir." if path.is_dir() else ""
+        return ""
     folder = next(parent for parent in path.parents if parent.is_dir())
     names = sorted(os.listdir(folder))
     near = difflib.get_close_matches(path.name, names) or names[:20]
     return f" In {folder}: {', '.join(near)}"
 
 
-def count_lines(data):
-    return len(plain_text(data).split("\n")) if data else 0
+def lines_of(data):
+    return plain_text(data).split("\n") if data else []
 
 
 def numbered_page(lines, first, most, room):
@@ -773,7 +759,7 @@ def numbered_page(lines, first, most, room):
 
 def write_atomic(path, data):
     """Write the whole file or change nothing, even if the power fails; keeps the file mode."""
-    temporary = path.with_name(f".{path.name[:40]}.{os.getpid()}-{time.time_ns()}.tmp")
+    temporary = path.with_name(f".{os.urandom(8).hex()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(temporary, "xb") as file:
@@ -860,8 +846,7 @@ def diff(before, after, name):
 
 
 def replace_passage(text, old, new, replace_all=False):
-    """Replace `old` with `new`; raises ToolError if `old` is missing or occurs more than once. If
-    `new` is empty and a whole line is deleted, its line break is deleted, too."""
+    """Replace `old` with `new`; raises ToolError if `old` is missing or occurs more than once."""
     places = [match.start() for match in re.finditer(re.escape(old), text)]
     if not places:
         raise ToolError(f"old_text is not in the file.{nearest(text, old)}")
@@ -871,9 +856,6 @@ def replace_passage(text, old, new, replace_all=False):
             f"old_text occurs at lines {lines}. Add the lines before and after the right place, or "
             "set replace_all."
         )
-    is_line = not old.endswith("\n") and f"\n{old}\n" in f"\n{text}"
-    if is_line and not new and not replace_all:
-        old += "\n"
     return text.replace(old, new)
 
 
@@ -894,49 +876,39 @@ UNDO_CHANGES, UNDO_BYTES, UNDO_FILE_BYTES = 200, 50_000_000, 10_000_000
 
 
 def change_file(turn, path, old, new):
-    """Write a file, after its version before this turn was kept (`old` is None if the file is new).
-    Returns "" or, if the change cannot be undone, the reason."""
-    if path.exists() and not (path.stat().st_mode & 0o222 and os.access(path, os.W_OK)):
+    """Write a file, after its bytes `old` were kept. Returns "" or, if the change cannot be undone,
+    the reason."""
+    is_new = not path.exists()
+    if not is_new and not (path.stat().st_mode & 0o222 and os.access(path, os.W_OK)):
         raise ToolError(f"{path} is read-only. Ask the user whether it may be changed.")
-    version = old or b""
-    was_known = turn.lines_read(path, version) == count_lines(version)
+    note, was_known = "", turn.lines_read(path, old) == len(lines_of(old))
     change = {
         "session": turn.session_key,
         "turn": turn.started,
         "folder": str(turn.cwd),
         "path": str(path),
         "new_folders": [str(folder) for folder in path.parents if not folder.exists()],
-        "is_new": old is None,
-        "written": digest(version),
+        "is_new": is_new,
+        "written": digest(new),
     }
-    # one file for each path and turn; is_secret knows the start of the name, also in a search
-    kept = turn.store("undo") / f"undo-{turn.started}-{digest(str(path).encode())[:16]}"
-    note, before = "", b""
+    if len(old) > UNDO_FILE_BYTES:
+        note, old, change["written"] = " (too large to undo)", b"", ""
+    # sorted by time; is_secret knows the start of the name, also in a search
+    kept = turn.store("undo") / f"undo-{turn.started}-{time.perf_counter_ns():020}"
     try:
-        if kept.exists():
-            before = kept.read_bytes()
-            description, _, version = before.partition(b"\n")
-            change = json.loads(description)
-        if len(version) > UNDO_FILE_BYTES:
-            note, version = " (too large to undo)", b""
-        is_ours = change["written"] == digest(old or b"")  # else something else has changed it
-        change["written"] = digest(new) if is_ours and not note else ""
         kept.parent.mkdir(0o700, parents=True, exist_ok=True)
         kept.touch(0o600)
-        write_atomic(kept, json.dumps(change).encode() + b"\n" + version)
+        write_atomic(kept, json.dumps(change).encode() + b"\n" + old)
         forget_old_changes(kept)
-    except (OSError, ValueError, ToolError) as problem:
+    except (OSError, ToolError) as problem:
         note = f" (cannot be undone: {problem})"
     try:
         write_atomic(path, new)
-    except ToolError:  # nothing was changed
-        if before:
-            write_atomic(kept, before)
-        else:
-            kept.unlink(missing_ok=True)
+    except ToolError:
+        kept.unlink(missing_ok=True)
         raise
     if was_known:
-        turn.note_read(path, new, 1, count_lines(new))
+        turn.note_read(path, new, 1, len(lines_of(new)))
     return note
 
 
@@ -972,26 +944,34 @@ def take_back(store: Path, session: str):
     before, or was left alone because something else has changed it since."""
     changes = [change for change in kept_changes(store) if change["session"] == session]
     last = [change for change in changes if change["turn"] == changes[-1]["turn"]]
-    outcomes = {os.path.relpath(each["path"], each["folder"]): restore(each) for each in last}
+    outcomes = {}
+    for path in {change["path"] for change in last}:
+        its = [change for change in last if change["path"] == path]
+        outcomes[os.path.relpath(path, its[0]["folder"])] = restore(Path(path), its)
     if any(outcomes.values()):
         for change in last:
             change["file"].unlink(missing_ok=True)
     return outcomes
 
 
-def restore(change):
-    """Give a file its old bytes, or delete it; returns False if something has changed it since."""
-    path = Path(change["path"])
+def restore(path, changes):
+    """Take back all changes of one file, given oldest first. Returns False, and leaves the file
+    alone, if something else has changed it after one of them."""
     try:
-        if digest(read_bytes(path)) != change["written"] or path.resolve() != path:
-            return False  # if the path is another now, a folder became a link
-        if change["is_new"]:
+        data = read_bytes(path)
+        for change in reversed(changes):
+            if digest(data) != change["written"]:
+                return False
+            data = change["file"].read_bytes().partition(b"\n")[2]
+        if path.resolve() != path:  # a folder became a link
+            return False
+        if changes[0]["is_new"]:
             path.unlink()
         else:
-            write_atomic(path, change["file"].read_bytes().partition(b"\n")[2])
+            write_atomic(path, data)
     except (OSError, ToolError):
         return False
-    for folder in change["new_folders"]:
+    for folder in changes[0]["new_folders"]:
         with contextlib.suppress(OSError):  # something else is in it
             os.rmdir(folder)
     return True
@@ -1013,7 +993,7 @@ def notebook_text(text):
                 data = output.get("data", {})  # {"text/plain": "2"}, or an image
                 said = output.get("text") or output.get("evalue") or data.get("text/plain", data)
                 shown += ["[output]", shorten("".join(said), 1_000)]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except Exception:
         return ""
     return "\n".join(shown)
 
@@ -1029,10 +1009,8 @@ def notebook_edit(
     turn: Turn,
 ):
     """Change or delete a cell of a Jupyter notebook (.ipynb), or insert one before it. To
-    append, insert after the last one."""
-    result = rewrite(path, turn, lambda text: change_cell(text, cell, source, cell_type, mode))
-    result.text = f"{mode} of cell {cell}: done. read_file shows the cells with their numbers."
-    return result
+    append, insert after the last one. Returns the diff."""
+    return rewrite(path, turn, lambda text: change_cell(text, cell, source, cell_type, mode))
 
 
 def change_cell(text, index, source, kind, mode):
@@ -1042,18 +1020,17 @@ def change_cell(text, index, source, kind, mode):
         cells = book["cells"]
         if index >= len(cells) + (mode == "insert"):
             raise ToolError(f"There is no cell {index}: the notebook has {len(cells)}, from 0.")
-        if mode == "insert":
-            cells.insert(index, {"cell_type": "code", "metadata": {}})
-            if book.get("nbformat_minor", 0) >= 5:
-                cells[index]["id"] = os.urandom(4).hex()
-        cell = cells.pop(index)
+        cell = {"cell_type": "code", "metadata": {}}
+        if book.get("nbformat_minor", 0) >= 5:
+            cell["id"] = os.urandom(4).hex()
+        if mode != "insert":
+            cell = cells.pop(index)
         if mode != "delete":
             cells.insert(index, new_cell(cell, source, kind or cell["cell_type"]))
         layout = re.match(r"\s*\{\n([ \t]*)", text)  # the file's indentation (Jupyter: one space)
         after = json.dumps(book, ensure_ascii=False, indent=layout and layout[1])
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
-        why = f"{type(problem).__name__}: {problem}"
-        raise ToolError(f"Not a notebook of nbformat 4: {why}. Use edit_file.") from None
+        raise ToolError(f"Not a notebook of nbformat 4: {problem!r}. Use edit_file.") from None
     return after + text[len(text.rstrip()) :]
 
 
@@ -1129,13 +1106,12 @@ def walk(folder, ignored=None):
 
 def ignored_by_git(folder):
     """List the paths that git ignores. git must not start programs, such as fsmonitor or fetch."""
-    environment = clean_environment() | {"GIT_ALLOW_PROTOCOL": "", "GIT_NO_LAZY_FETCH": "1"}
     command = "git -c core.fsmonitor= ls-files -z --others --ignored --exclude-standard --directory"
     try:
         done = subprocess.run(
             command.split(),
             cwd=folder,
-            env=environment,
+            env=clean_environment() | {"GIT_ALLOW_PROTOCOL": "", "GIT_NO_LAZY_FETCH": "1"},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             timeout=10,
@@ -1156,8 +1132,8 @@ BEFORE_PATTERN = r"[^*?\[{]*(/|$)|"  # src/ in src/*.py, the whole of src/a.py, 
 def plain_globs(glob):
     """Replace braces, which Python's globs do not know: src/*.{py,js} → src/*.py, src/*.js"""
     choices = math.prod(part.count(",") + 1 for part in glob.split("}"))
-    if glob.startswith("!") or choices > 200:
-        raise ToolError(f"{glob[:99]}: name the files to find, with few commas, like *.{{js,ts}}.")
+    if choices > 200:
+        raise ToolError(f"{glob[:99]} has too many commas.")
     inner = re.search(r"\{([^{}]*)\}", glob)  # *.{p,{py,js}} → {py,js}
     if not inner:
         return [glob]
@@ -1188,16 +1164,11 @@ def is_match(name, glob):
 @tool(read_only=True)
 def glob(pattern: str, path: str = ".", head_limit: Limit = 250, *, turn: Turn):
     """Find files by name, newest first. `*.py` finds files in all folders below path."""
-    pattern = pattern.replace(os.sep, "/")  # on Windows: src\*.py → src/*.py
-    if "/" in pattern:  # src/*.py → path src, pattern ./*.py
-        folder = re.match(BEFORE_PATTERN, pattern)[0]
-        path = os.path.normpath(os.path.join(path, os.path.expanduser(folder)))
-        pattern = f"./{pattern.removeprefix(folder)}"
-    ages = [
-        (-os.lstat(file).st_mtime, name)
-        for name, file in find_files(turn, path, pattern)
-        if os.path.lexists(file)  # false if its path is too long for Windows
-    ]
+    if re.match(r"[/~]|\.\.|\w:", pattern):  # /etc/*.conf, C:\x\*.txt
+        raise ToolError("Name the folder in path, and in pattern only what follows it.")
+    found = find_files(turn, path, pattern)
+    # `lexists` is false if a path is too long for Windows
+    ages = [(-os.lstat(file).st_mtime, name) for name, file in found if os.path.lexists(file)]
     names = [name for _, name in sorted(ages)]
     text = first_lines(names, head_limit) or f"No file below {turn.path(path)} matches {pattern}."
     return ToolResult(text, shown=counted(len(names), "file", "files"))
@@ -1243,28 +1214,25 @@ async def grep(
     *,
     turn: Turn,
 ):
-    """Search lines with a regular expression. output_mode "content" returns `path:line: text`."""
+    r"""Search lines with a Python regular expression (\s and \b, not [[:space:]] and \<).
+    output_mode "content" returns `path:line: text`."""
     type_glob = TYPES.get(type, f"*.{type}")  # an unlisted type like rb means *.rb
     root, files = turn.path(path), await in_thread(find_files, turn, path, glob, type_glob)
-    request = {
-        "source": re.escape(pattern) if fixed_strings else pattern,
-        "mode": output_mode,
-        "flags": int(re.IGNORECASE) if case_insensitive else 0,
-        "most": head_limit + 1,
-        "context": context,
-        "most_bytes": 1_000_000_000 if root.is_file() else 2_000_000,
-    }
+    source = re.escape(pattern) if fixed_strings else pattern
+    if case_insensitive:
+        source = f"(?i){source}"
+    most_bytes = 1_000_000_000 if root.is_file() else 2_000_000
+    request = (source, most_bytes, head_limit, output_mode, context)
     items, hits, skipped = await search_files(files, request)
-    nothing = f"No match for {pattern!r} in {len(files):,} files of {root}."
-    if not fixed_strings and re.search(r"\[:|\\[<>]", pattern):  # [[:space:]], \<word\>
-        nothing += r" In Python's `re`, [:space:] is \s, [:alpha:] is [A-Za-z], and \< is \b."
-    text = first_lines(items, head_limit) or nothing
+    text = (
+        first_lines(items, head_limit)
+        or f"No match for {pattern!r} in {len(files):,} files of {root}."
+    )
     if skipped:
-        more = f" and {len(skipped) - 10} more" if len(skipped) > 10 else ""
-        hint = "a large file is searched if it is named in path"
-        text = f"NOT searched: {', '.join(skipped[:10])}{more} ({hint})\n{text}"
-    where = counted(len(hits), "file", "files")
-    return ToolResult(text, shown=f"{counted(sum(hits), 'match', 'matches')} in {where}")
+        names = shorten(", ".join(skipped), 1_000)
+        text = f"NOT searched: {names} (a large file is searched if it is named in path)\n{text}"
+    ended = f"{counted(sum(hits), 'match', 'matches')} in {counted(len(hits), 'file', 'files')}"
+    return ToolResult(text, shown=ended)
 
 
 async def search_files(files, request):
@@ -1272,13 +1240,10 @@ async def search_files(files, request):
     SEARCH_SECONDS. Returns the lines to show, the number of matches in each file that has some, and
     what was not searched: ["a.py:3: x = 1"], [1], ["a.log (binary)"]"""
     size = max(1_000, len(files) // (os.cpu_count() or 1) + 1)
-    parts = [files[start : start + size] for start in range(0, len(files), size)]
-    lines, hits, skipped = [], [], []
-    for answer in await asyncio.gather(*(search_part(part, request) for part in parts)):
-        lines += answer["lines"]
-        hits += answer["hits"]
-        skipped += answer["skipped"]
-    return lines, hits, skipped
+    starts = range(0, len(files) or 1, size)
+    parts = [search_part(files[start : start + size], request) for start in starts]
+    answers = await asyncio.gather(*parts)
+    return [list(itertools.chain(*lists)) for lists in zip(*answers, strict=True)]
 
 
 async def search_part(files, request):
@@ -1290,50 +1255,50 @@ async def search_part(files, request):
     )
     program = {function.__name__: function.__code__ for function in CHILD_FUNCTIONS}
     work = marshal.dumps([CHILD_VALUES, program, files, request])
-    searching = asyncio.ensure_future(in_thread(process.communicate, work))
+    searching = in_thread(process.communicate, work)
     try:
-        await asyncio.wait([searching], timeout=SEARCH_SECONDS)
+        output, errors = await asyncio.wait_for(searching, SEARCH_SECONDS)
+    except TimeoutError:
+        why = f"The search was stopped after {SEARCH_SECONDS} s: simplify the pattern."
+        raise ToolError(why) from None
     finally:  # kill the child even if the turn is cancelled, so that `communicate` returns
         process.kill()
-    output, errors = await searching
-    if not output.endswith(b"\n") and errors:  # for example "re.error: missing ) at position 3"
+    if not output:  # for example "re.error: missing ) at position 3"
         why = errors.decode(errors="replace").splitlines()[-1]
         raise ToolError(f"The search failed: {why}. Correct the pattern, or set fixed_strings.")
-    if not output.endswith(b"\n"):  # the child was killed
-        raise ToolError(f"The search was stopped after {SEARCH_SECONDS} s: simplify the pattern.")
     return json.loads(output)
 
 
-def search_child(files, request):
-    """The main function of the child: print the answer to a request."""
+def search_child(files, source, most_bytes, most, mode, context):
+    """The main function of the child: print the answer as JSON (see `search_files`)."""
     # end this child even if its parent has died
     faulthandler.dump_traceback_later(SEARCH_SECONDS + 10, exit=True)
     shown, hits, skipped = [], [], []  # `hits`: the number of matches, for each file with matches
-    find = re.compile(request["source"], request["flags"]).search
+    find = re.compile(source).search
     for name, path in files:
-        data, problem = try_to_read(path, request["most_bytes"])
+        data, problem = try_to_read(path, most_bytes)
         if is_binary(data):
             problem = "binary"
         if problem:
             skipped.append(f"{name} ({problem})")
             continue
-        lines = plain_text(data).split("\n") if data else []
+        lines = lines_of(data)
         found = [number for number, line in enumerate(lines) if find(line)]
         if found:
             hits.append(len(found))
-            shown += shown_lines(name, lines, found, request)
-        if len(shown) >= request["most"]:
+            shown += shown_lines(name, lines, found, mode, context)
+        if len(shown) > most:
             break
-    print(json.dumps({"lines": shown, "hits": hits, "skipped": skipped}))
+    print(json.dumps([shown, hits, skipped]))
 
 
-def shown_lines(name, lines, found, request):
+def shown_lines(name, lines, found, mode, context):
     """Format each match as `name:12: text` and each context line as `name-13- text`."""
-    if request["mode"] == "files_with_matches":
+    if mode == "files_with_matches":
         return [name]
-    if request["mode"] == "count":
+    if mode == "count":
         return [f"{name}: {len(found)}"]
-    marks, context = {}, request["context"]
+    marks = {}
     for hit in found:
         for near in range(max(hit - context, 0), min(hit + context + 1, len(lines))):
             marks[near] = ":" if near == hit else marks.get(near, "-")
@@ -1343,15 +1308,23 @@ def shown_lines(name, lines, found, request):
 
 # The child gets compiled functions, because importing all of tools.py takes 200 ms, and because
 # the file may have been edited since this program has started.
-CHILD_FUNCTIONS = (open_file, plain_text, is_binary, search_child, try_to_read, shown_lines)
-CHILD_VALUES = {name: globals()[name] for name in ("READING", "UTF8_MARK", "UTF16_MARKS")}
-CHILD_VALUES["SEARCH_SECONDS"] = SEARCH_SECONDS
+CHILD_FUNCTIONS = (
+    open_file,
+    plain_text,
+    lines_of,
+    is_binary,
+    search_child,
+    try_to_read,
+    shown_lines,
+)
+CHILD_NAMES = ("READING", "UTF8_MARK", "UTF16_MARKS", "SEARCH_SECONDS")
+CHILD_VALUES = {name: globals()[name] for name in CHILD_NAMES}
 CHILD = """import faulthandler, json, marshal, os, re, stat, sys, types
 values, program, files, request = marshal.load(sys.stdin.buffer)
 globals().update(values)
 for name, code in program.items():
     globals()[name] = types.FunctionType(code, globals())
-search_child(files, request)"""
+search_child(files, *request)"""
 
 
 FILE_TOOLS = [read_file, write_file, edit_file, notebook_edit, list_dir, glob, grep]
@@ -1413,7 +1386,7 @@ def check_command(command: str, turn: Turn, *, confined: bool = False):
     or to the agent's records. If the fence is on, existing paths outside the allowed folders are
     refused. A recursive delete may only name things below the working folder, unless the command
     is `confined` to a sandbox."""
-    programs, named, written = programs_of(command), set(), set()
+    programs, written = programs_of(command), set()
     here = turn.cwd.resolve()  # where the next program runs; None: unknown
     found = ["."]  # what the last `find` has found; `rm {}` deletes it
     for number, words in enumerate(programs, 1):
@@ -1431,8 +1404,11 @@ def check_command(command: str, turn: Turn, *, confined: bool = False):
             programs[number:number] = programs_of(script)  # these programs run next
         if name in ("cd", "pushd", "popd"):
             here = real_path(names[0], here, turn) if names else None
-        if name == "find":
-            found = found_by(arguments)
+        if name == "find":  # a b -type f → a, b; . -name c → ./found*
+            before_tests = itertools.takewhile(lambda word: word[:1] not in "-(!", arguments)
+            found = list(before_tests) or ["."]
+            if re.search(CHOOSES, line.partition(" -delete")[0]):
+                found = [f"{start}/found*" for start in found]
             targets = found if "-delete" in arguments else []
         else:
             targets = names or ["."] if re.match(REMOVES, line) else []  # as in `xargs rm -r`
@@ -1446,19 +1422,11 @@ def check_command(command: str, turn: Turn, *, confined: bool = False):
             outputs = names[-1:]
         for word in outputs:  # on Windows, `join` would make C:/dev/null of /dev/null
             written.add(word if word[:1] == "/" else os.path.join(here or "", word))
-        named.update(words)
         if "/" in names and name not in ("awk", "cut", "sed", "tr"):
-            named.add("/.")
+            words.append("/.")
     check_paths(written, turn, writes=True)
+    named = {word for words in programs for word in words}
     check_paths(named - written, turn, writes=False)
-
-
-def found_by(arguments):
-    """The start folders of `find`, or patterns in them: a b -type f → a, b; . -name c → ./found*"""
-    starts = list(itertools.takewhile(lambda word: word[:1] not in "-(!", arguments)) or ["."]
-    if re.search(CHOOSES, " ".join(arguments).partition(" -delete")[0]):
-        return [f"{start}/found*" for start in starts]
-    return starts
 
 
 def real_path(name, here, turn):
@@ -1475,9 +1443,8 @@ def check_deleted(name, here, turn):
     folder = re.match(BEFORE_PATTERN, name)[0]
     rest = name[len(folder) :]
     real = real_path(folder, here, turn)
-    is_named = re.search(r"\w", re.sub(r"\[[^]]*", "", rest)) or (
-        re.search(r"\w", folder) and real != turn.cwd.resolve()
-    )
+    chosen = rest if real == turn.cwd.resolve() else name
+    is_named = re.search(r"\w", re.sub(r"\[[^]]*", "", chosen))
     records = [turn.workspace.resolve() / name for name in AGENT_FILES]
     held = os.path.join(real or "", rest, "*")
     is_kept = any(fnmatch.fnmatch(f"{path}/", held) for path in (*turn.secret, *records))
@@ -1555,22 +1522,22 @@ POWERSHELL = [  # it joins all words after -Command to one command
     "-Command",
     "[Console]::OutputEncoding = [Text.Encoding]::UTF8;",
 ]
-SHELLS = {"bash": ["-c"], "sh": ["-c"], "powershell": POWERSHELL}
+SHELL_OPTIONS = {"bash": ["-c"], "sh": ["-c"], "powershell": POWERSHELL}
 # Git's installer puts C:\Program Files\Git\cmd on PATH, and bash is in Git\bin. The bash.exe of
 # C:\Windows\System32 starts WSL, where paths have other names; C:\Windows\bin does not exist.
 NOT_OF_BASH = r"(?i)[\\/](cmd|system32|windowsapps)[\\/]?(?=[;:]|\Z)"
 
 
 def find_shell():
-    """The first of SHELLS that is installed, with its options; [] if there is none."""
+    """The first of SHELL_OPTIONS that is installed, with its options; [] if there is none."""
     path = re.sub(NOT_OF_BASH, "/bin", os.environ.get("PATH", os.defpath))
-    for name, options in SHELLS.items():
+    for name, options in SHELL_OPTIONS.items():
         if found := shutil.which(name, path=path):
             return [found, *options]
     return []
 
 
-def job_object(process: subprocess.Popen):
+def job_object(process):
     """Put a new process and all that it will start into a group. Returns a function that kills the
     group. Windows kills it when this program ends, even by a kill. (`taskkill /T` would not find
     the children of a process that has ended, which bash has many of.)"""
@@ -1644,10 +1611,7 @@ class Exec(Tool):
         turn: Turn,
     ):
         confined = bool(self.sandbox)  # the sandbox itself hides everything outside its folders
-        fenced = replace(turn, restrict=turn.restrict or confined)
-        folder = fenced.path(working_dir, write=True)
-        if not folder.is_dir():
-            raise ToolError(f"There is no folder {folder}.")
+        folder = turn.path(working_dir, write=True)
         inside = replace(turn, cwd=folder, restrict=turn.restrict and not confined)
         shell, checked = find_shell(), command
         if not shell:
@@ -1656,8 +1620,9 @@ class Exec(Tool):
             checked = command.translate(str.maketrans("\\,", "/ "))
         await in_thread(check_command, checked, inside, confined=confined)
         environment = clean_environment(*self.allowed_env)
-        folders = filter(None, (environment.get("PATH"), self.path_append))
-        environment["PATH"] = os.pathsep.join(folders)
+        if self.path_append:
+            path = environment.get("PATH", os.defpath)
+            environment["PATH"] = f"{path}{os.pathsep}{self.path_append}"
         argv = [*shell, command]
         if self.sandbox:
             argv = [*await in_thread(self._bwrap, turn), "--chdir", str(folder), *argv]
@@ -1685,7 +1650,7 @@ class Exec(Tool):
                     f"The sandbox may not open {folder}: it is a link, or HOME, the workspace or "
                     "keys are in it. Start in another folder."
                 )
-        records = [home / name for name in sorted({name.split("/")[0] for name in AGENT_FILES})]
+        records = [home / name for name in ("cron", "memory", "sessions", ".nanobot")]
         for folder in records:
             folder.mkdir(0o700, exist_ok=True)  # so that no command can create this folder
         shown = [*SYSTEM, *filter(None, self.path_append.split(os.pathsep))]
@@ -1706,7 +1671,7 @@ class Job:
 
     watchdog = None  # stays None on Windows, where `job_object` makes the group
 
-    def __init__(self, argv: list[str], folder: Path, environment: dict[str, str]):
+    def __init__(self, argv, folder, environment):
         options = {"cwd": folder, "env": environment, "start_new_session": True}
         self.process = subprocess.Popen(
             argv,
@@ -1725,7 +1690,7 @@ class Job:
         atexit.register(self.kill)  # kill the command when this program exits
         self.output, self.is_late = Capture(self.process.stdout), False
 
-    async def run(self, seconds: float):
+    async def run(self, seconds):
         """Wait for the end of the command, or kill it after `seconds`. Returns its output."""
         try:
             await asyncio.wait_for(in_thread(self.process.wait), seconds)
@@ -1752,7 +1717,7 @@ class Job:
             time.sleep(0.005)
         self.process.wait(5)
 
-    def signal_group(self, number: int):
+    def signal_group(self, number):
         """Signal the process group (signal 0: only a test); returns False if the group is empty."""
         if not self.watchdog:
             if number:
@@ -1884,7 +1849,6 @@ def web_url(text):
 
     Raises ToolError for other schemes, and for URLs that two programs could read differently.
     """
-    text = text.strip()
     with contextlib.suppress(ValueError):  # an invalid host or port: http://[::1/, http://a:x
         url = urllib.parse.urlsplit(text)
         host = url.netloc.encode("idna").decode()
@@ -1917,10 +1881,9 @@ class Web:
         self.proxy = urllib.parse.urlsplit(proxy)
         if proxy and not (self.proxy.scheme == "http" and self.proxy.port):
             raise ValueError("Write the proxy like http://proxy.example:3128 (no SOCKS, no https)")
-        self.login = {}
-        if login := urllib.parse.unquote(self.proxy.netloc.rpartition("@")[0]):  # ada:secret
-            code = base64.b64encode(login.encode()).decode()
-            self.login = {"Proxy-Authorization": f"Basic {code}"}
+        login = urllib.parse.unquote(self.proxy.netloc.rpartition("@")[0])  # ada:secret
+        code = base64.b64encode(login.encode()).decode()
+        self.login = {"Proxy-Authorization": f"Basic {code}"} if login else {}
 
     async def ask(self, url: str, redirects: int = 0, **request):
         """Return http.client's response and the body. Options: `trusted`, `body`, `headers`."""
@@ -1961,8 +1924,10 @@ class Web:
         for address, _ in addresses:
             ip = ipaddress.ip_address(address)
             if not (trusted or is_in(ip, self.whitelist) or is_public(ip)):
-                advice = "The user may allow this address in tools.ssrfWhitelist."
-                raise ToolError(f"Refused: {url.hostname} is {ip}, which is not public. {advice}")
+                raise ToolError(
+                    f"Refused: {url.hostname} is {ip}, which is not public. "
+                    "The user may allow this address in tools.ssrfWhitelist."
+                )
         for address in addresses:
             with contextlib.suppress(OSError):  # if this fails, try the next address
                 return socket.create_connection(address, timeout=15)
@@ -1991,7 +1956,7 @@ TAG = rf"(?i)<(/?[a-z][\w:-]*){ATTRIBUTES}|<(/?[a-z][\w:-]*)([^<>]*)>?|<[!?/][^<
 LINK = rf"(?is)<a\b{ATTRIBUTES}(.*?)(?:</a\b[^<>]*>?|(?=<a\b)|\Z)"
 NOT_TEXT = (
     r"(?is)<(script|style|template|(?:svg|iframe)(?![^<>]*/>))\b.*?(?:</\1\b[^<>]*>?|\Z)"
-    r"|<!--.*?(?:-->|\Z)|&#\d{8,};?|[\0\1]|<h\d\b[^<>]*>\s*</h\d>"
+    r"|<!--.*?(?:-->|\Z)|&#\d{8,};?|\0|<h\d\b[^<>]*>\s*</h\d>"
 )
 # removes <nav>menu</nav>, but not <aside class=footnote> or an element that is never closed
 BESIDE = r"(?is)<(nav|select|(?:footer|aside)(?![^<>]*note))\b.*?(?:(</\1\b[^<>]*>?)|\Z)"
@@ -2003,13 +1968,14 @@ BLOCK = (
 ROW = r"(?i)<tr\b.*?(?=<tr\b|</tr\b|</?table\b|\Z)"
 MARKS = {
     "br": "\n",
+    "li": "\n- ",
     "tr": "\n",
     "td": " | ",
     "th": " | ",
     "code": "`",
     "/code": "`",
-    "sup": "^",
-}  # 10<sup>6</sup> → 10^6
+    "sup": "^",  # 10<sup>6</sup> → 10^6
+}
 
 
 def page_text(source: str, url: str = ""):
@@ -2020,50 +1986,49 @@ def page_text(source: str, url: str = ""):
     source = re.sub(NOT_TEXT, "", source)
     source = re.sub(BESIDE, lambda match: "\n" if match[2] else match[0], source)
     source = re.sub(LINK, functools.partial(link_text, url=url), source)
-    codes = iter(re.findall(CODE, source))
-    source = re.sub(r"\s+", " ", re.sub(CODE, "<p>\1<p>", source))  # chr(1) marks a code block
+    blocks = []
+    for number, block in enumerate(re.split(CODE, source)):
+        # `split` returns prose, what the group of CODE has matched, prose …
+        blocks.append(code_text(block) if number % 2 else prose_text(block))
+    return "\n\n".join(filter(None, blocks))
+
+
+def code_text(source):
+    code = re.sub(TAG, "", re.sub(r"(?i)<br\b[^<>]*>", "\n", source))
+    return "```\n" + html.unescape(code).strip("\n") + "\n```"
+
+
+def prose_text(source):
+    source = re.sub(r"\s+", " ", source)
     source = re.sub(ROW, lambda row: re.sub(rf"(?i)<({BLOCK}|br|li)\b", r" \g<0>_", row[0]), source)
-    depth = 0  # how many lists are open
-
-    def mark_of(tag):
-        nonlocal depth
-        name = (tag[1] or tag[3] or "").lower()
-        if name in ("/ul", "/ol") and depth > 0:
-            depth -= 1
-        gap = "\f" if depth else "\n\n"  # adjacent \f become one line break
-        if name in ("ul", "ol"):
-            depth += 1
-        if name == "li":
-            return "\f- "
-        if re.fullmatch(r"h\d", name):
-            return f"{gap}{'#' * int(name[1])} "
-        return gap if re.fullmatch(BLOCK, name) else MARKS.get(name, "")
-
-    def block_of_code(_: re.Match):
-        code = re.sub(TAG, "", re.sub(r"(?i)<br\b[^<>]*>", "\n", next(codes)))
-        return "```\n" + html.unescape(code).strip("\n") + "\n```"
-
-    text = re.sub(r" ?(?:\f ?)+", "\n", re.sub(TAG, mark_of, source))
-    text = "\n".join(" ".join(line.split()) for line in html.unescape(text).split("\n"))
+    text = html.unescape(re.sub(TAG, mark_of, source))
+    text = "\n".join(" ".join(line.split()) for line in text.split("\n"))
     text = re.sub(r"(?m)^(#+|-)\n+(?=.)", r"\1 ", text)  # <li><p>a
     text = re.sub(r"\n{3,}", "\n\n", re.sub(r"(?m)^[| ]+\n", "", text))
-    return re.sub("\1", block_of_code, text).strip()
+    return text.replace("\n\n- ", "\n- ").strip()
+
+
+def mark_of(tag):
+    """The text that stands for a tag: <h2> → ⏎ ⏎ ##, <td> → |, <p> → ⏎ ⏎, <b> → nothing."""
+    name = (tag[1] or tag[3] or "").lower()
+    if re.fullmatch(r"h\d", name):
+        return f"\n\n{'#' * int(name[1])} "
+    return "\n\n" if re.fullmatch(BLOCK, name) else MARKS.get(name, "")
 
 
 def link_text(match, url):
     """<a href="b?x=1"> <b>go</b> </a> → [go](https://example.com/b?x=1)"""
     words = re.sub(TAG, "", re.sub(rf"(?i)<({BLOCK}|br|t[dh])\b", r" \g<0>", match[2])).split()
-    text, href, target = " ".join(words), attribute(match[1], "href"), ""
+    text, href, target = " ".join(words), href_of(match[1]), ""
     with contextlib.suppress(ValueError):  # if the URL is invalid, no link is made
         target = urllib.parse.urljoin(url, href) if href else ""
     is_link = text and target.startswith("http")
     return f"[{text}]({html.escape(target)})" if is_link else match[2]
 
 
-def attribute(attributes, name):
+def href_of(attributes):
     """Read the href in ` class=x href="/b?x=1&amp;y=2"` → /b?x=1&y=2, or "" if it is missing."""
-    value = rf"""(?i)(?<![\w-]){name}\s*=\s*("[^"]*"|'[^']*'|[^\s"'>]+)"""
-    match = re.search(value, attributes)
+    match = re.search(r"""(?i)(?<![\w-])href\s*=\s*("[^"]*"|'[^']*'|[^\s"'>]+)""", attributes)
     return html.unescape(match[1].strip("\"' ")) if match else ""
 
 
@@ -2112,7 +2077,7 @@ def readable(response, body):
     kind = response.getheader("Content-Type", "").lower()
     text = decode_page(body, kind).replace("\r\n", "\n")
     if "\0" in text[:8_192] or re.match("(audio|video|font)/|application/pdf", kind):
-        return f"(not text but {kind.partition(';')[0][:80] or 'binary'}, {len(body):,} bytes)"
+        return f"(not text but {kind[:80] or 'binary'}, {len(body):,} bytes)"
     if "html" in kind or re.match(r"\s*<(!doctype html|html)\b", text, re.I):
         text = page_text(text, response.url) or "(no text: the page may need JavaScript)"
     return f"\n{text}"
@@ -2122,7 +2087,7 @@ class SearchService(NamedTuple):
     url: str  # for a path without a host, like /search, the user must set baseUrl
     query: str = "q"  # the name of the parameter for the search words
     count: str = "count"
-    headers: dict[str, str] = {}  # {key} is replaced by the user's key
+    headers: dict = {}  # {key} is replaced by the user's key
     results: str = ""  # the path to the results in the JSON, or "" for DuckDuckGo's HTML
     snippet: str = "snippet"  # the name of the JSON field with a short text from the page
 
@@ -2180,13 +2145,14 @@ class WebSearch(Tool):
             raise ToolError(f"{self.provider} needs the setting tools.web.search.{missing}.")
         response, body = await self._ask(service, query, count)
         page = body.decode(errors="replace")
-        results = search_results(page, service.results)[:count] if response.status == 200 else []
-        is_captcha = not results and re.search(r"\banomaly[.-](js|modal)", page)
+        is_captcha = re.search(r"duckduckgo\.com/anomaly|\banomaly-modal", page)
         if response.status != 200 or is_captcha:
             advice = ADVICE.get(response.status, "The service may take this program for a robot.")
-            advice += " The user may change tools.web.search."
-            raise ToolError(f"{self.provider} answered {response.status}. {advice}")
-        lines = [UNTRUSTED]
+            raise ToolError(
+                f"{self.provider} answered {response.status}. {advice} "
+                "The user may change tools.web.search."
+            )
+        lines, results = [UNTRUSTED], search_results(page, service.results)[:count]
         if not results:
             lines.append("(no results: use other words)")
         for number, result in enumerate(results, 1):
@@ -2233,7 +2199,7 @@ def duckduckgo_results(page):
     # <a rel="nofollow" class="result__a" href="…">Title</a>
     pattern = r"(?s)<a ([^<>]*\bresult__(a|snippet)\b[^<>]*)>(.{0,2000}?)</a>"
     for attributes, part, text in re.findall(pattern, page):
-        address = attribute(attributes, "href")
+        address = href_of(attributes)
         if part == "a" and "duckduckgo.com/y.js" not in address:  # y.js links are ads
             parameters = urllib.parse.parse_qs(urllib.parse.urlsplit(address).query)
             results.append({"title": text, "url": parameters.get("uddg", [address])[0]})
@@ -2255,19 +2221,21 @@ class MCPTool(Tool):
         self.server, self.name, self.method = server, name, MCP_METHODS[kind]
         self.request = {"uri": item["uri"]} if kind == "resources" else {"name": item["name"]}
         self.read_only = kind != "tools"
-        about = item.get("description") or f"{kind[:-1]} {item['name']} of {server.name}"
-        self.description = about[:2_000]
-        schema = {"properties": {}, **item.get("inputSchema", {}), "type": "object"}
-        if arguments := item.get("arguments"):  # only prompts have arguments
-            texts = {each["name"]: StringSchema(each.get("description")) for each in arguments}
-            required = [each["name"] for each in arguments if each.get("required")]
-            schema = ObjectSchema(texts, required=required)
-        self.parameters = schema
+        self.description = item.get("description", "")[:2_000]
+        arguments = item.get("arguments", [])  # of a prompt; only tools have an inputSchema
+        texts = {each["name"]: StringSchema(each.get("description")) for each in arguments}
+        required = [each["name"] for each in arguments if each.get("required")]
+        schema = ObjectSchema(texts, required)
+        self.parameters = {**schema, **item.get("inputSchema", {}), "type": "object"}
 
     async def execute(self, /, **arguments):
         if "uri" not in self.request:
             arguments = {**self.request, "arguments": arguments}
         return mcp_result(await self.server.call(self.method, arguments or self.request, self.name))
+
+
+def as_json(answer):
+    return answer.model_dump(mode="json", by_alias=True, exclude_none=True)
 
 
 def mcp_result(answer):
@@ -2302,7 +2270,7 @@ class MCPServer:
     time_limit = 25.0  # seconds to connect, because `npx -y …` may first download the server
     retry_after = 30.0  # seconds between attempts: a hanging server must not slow every turn
 
-    def __init__(self, name: str, settings, registry: ToolRegistry):
+    def __init__(self, name, settings, registry):
         self.name, self.settings, self.registry = name, settings, registry
         self.tools = []  # the names of this server's tools in the registry
         self.client = self.task = self.scope = self.stderr = None
@@ -2328,7 +2296,7 @@ class MCPServer:
         try:
             await asyncio.wait([work], timeout=limit)
             if work.done():
-                return work.result().model_dump(mode="json", by_alias=True, exclude_none=True)
+                return as_json(work.result())
         except Exception as failure:
             if getattr(failure, "code", 0) not in MCP_LOST:
                 raise ToolError(f"{name} failed: {str(failure) or failure!r}") from None
@@ -2369,8 +2337,8 @@ class MCPServer:
         handshake = "legacy" if self.settings.command else "auto"
         async with contextlib.AsyncExitStack() as stack:
             self.scope = stack.enter_context(anyio.fail_after(self.time_limit))
-            connection = Client(await self._transport(stack), mode=handshake)
-            client = await stack.enter_async_context(connection)
+            transport = await self._transport(stack)
+            client = await stack.enter_async_context(Client(transport, mode=handshake))
             await self._offer(client)
             self.scope.deadline, self.client, self.problem = math.inf, client, ""
             self.ready.set()
@@ -2410,37 +2378,36 @@ class MCPServer:
         if self.stderr:
             text += ": " + (await in_thread(self.stderr.text)).split("\n")[-1]
         shown = "".join(filter(str.isprintable, text[:400])).rstrip(":. ")
-        advice = f"Check tools.mcpServers.{self.name}; the connection is retried."
-        return f"MCP server {self.name}: {shown}. {advice}"
+        return (
+            f"MCP server {self.name}: {shown}. "
+            f"Check tools.mcpServers.{self.name}; the connection is retried."
+        )
 
     async def _offer(self, client):
         """Register the server's tools, resources and prompts; earlier entries are removed."""
         while self.tools:
             self.registry.unregister(self.tools.pop())
-        left_out = []
         for kind in MCP_METHODS:
             for item in await self._list(client, kind):
                 infix = "" if kind == "tools" else f"{kind[:-1]}_"  # mcp_notes_resource_today
                 name = f"mcp_{self.name}_{infix}{item['name']}"[:64]
                 name = re.sub("[^A-Za-z0-9_-]", "_", name)
                 wanted = {"*", item["name"], name} & set(self.settings.enabled_tools)
-                if kind == "tools" and not wanted:
+                is_taken = self.registry.get(name)  # a.b and a/b: the first one stays
+                if is_taken or (kind == "tools" and not wanted):
                     continue
-                if len(self.tools) >= MAX_MCP_TOOLS or self.registry.get(name):
-                    left_out.append(item["name"][:64])
-                    continue
+                if len(self.tools) == MAX_MCP_TOOLS:
+                    log.warning("MCP server %s has too many tools, from %s on", self.name, name)
+                    return
                 self.registry.register(MCPTool(self, name, kind, item))
                 self.tools.append(name)
-        if left_out:
-            why = "too many, or the name is in use"
-            log.warning("MCP server %s, left out (%s): %s", self.name, why, ", ".join(left_out))
 
     async def _list(self, client, kind):
         items, cursor = [], None
         has_more = getattr(client.server_capabilities, kind)
         while has_more:  # endless pages end at `time_limit`
             page = await getattr(client, f"list_{kind}")(cursor=cursor)
-            items += page.model_dump(mode="json", by_alias=True, exclude_none=True)[kind]
+            items += as_json(page)[kind]
             has_more = cursor = page.next_cursor
         return items
 
@@ -2456,7 +2423,7 @@ class MCPServers:
         self.servers = [
             MCPServer(name, its, registry) for name, its in settings.items() if not its.disabled
         ]
-        self.told_problems: set[str] = set()
+        self.told_problems = set()
 
     async def connect(self, patience: float = 5.0):
         """Before a turn: connect to all unconnected servers; wait `patience` seconds at most."""

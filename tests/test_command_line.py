@@ -349,7 +349,7 @@ def test_a_gateway_without_a_model_does_not_start_and_a_program_is_warned():
         ("walks --offline", 2, ["did you mean `nanobot walk`?"]),
         ("", 2, ["-m TEXT", "standard input"]),
         ("agent --app", 2, ["unknown argument '--app'", "--approve"]),
-        ("web --ofline", 2, ["did you mean --offline?"]),
+        ("web --ofline", 2, ["The closest one: --offline"]),
         ("web --offline --no-open --port 80000", 1, ["Port 80000", "Change or omit --port"]),
         ("cron add", 2, ["'add'", "list", "remove"]),
         ("cron remove r9", 1, ["r9"]),
