@@ -97,8 +97,6 @@ class Session:
 
     def take(self, line: dict):
         """Update the state with one journal line. Messages after a damaged `upto` are kept."""
-        uptos = [line[name] for name in ("n", "upto") if isinstance(line.get(name), int)]
-        self.highest = max([self.highest, *uptos])
         if isinstance(line.get("id"), str):
             self.known_ids.append(line["id"])
         match line:
@@ -107,7 +105,7 @@ class Session:
                 self.summary = str(line.get("summary") or "")
                 self.messages = [message for message in self.messages if message["n"] > self.saved]
             case {"mark": "remembered", "upto": int(upto)}:
-                self.remembered = upto
+                self.remembered = min(upto, self.highest)
             case {"mark": "delivered", "upto": int(upto)}:
                 self.undelivered = [answer for answer in self.undelivered if answer["n"] > upto]
             case {"mark": "new"}:
@@ -119,7 +117,8 @@ class Session:
                 self.resumed += 1
             case {"mark": "session", "created_at": str(created_at)}:
                 self.created_at = created_at
-            case {"n": int(), "role": str()}:
+            case {"n": int(n), "role": str()}:
+                self.highest = max(self.highest, n)
                 self.messages.append(line)
                 is_report = "report" in line
                 if is_report or (is_answer(line) and line.get("content")):
@@ -130,7 +129,7 @@ class Session:
                     self.resumed = 0
                     if line["role"] == "user":
                         self.turn_ends.add(self.last)
-                self.newest, self.last = line, line["n"]
+                self.newest, self.last = line, n
 
     async def synced(self):
         await asyncio.to_thread(fsync, self.path)
@@ -343,15 +342,14 @@ class MemoryStore:
 
     def recent_history(self) -> list[str]:
         """The entries that Dream has not read yet, and the last five anyway. They share 1,800
-        tokens: what a short entry does not need is left for the longer ones."""
+        tokens: what an entry does not need is left for the newer ones."""
         count = min(max(len(self.unread()), 5), 50)
         entries = self.entries()[-count:]
-        texts = [f"[{entry['timestamp']}] {entry['content']}" for entry in entries]
-        room, left = 1_800, len(texts)
-        for number in sorted(range(left), key=lambda number: estimate(texts[number])):
-            texts[number] = fitted(texts[number], room // left)
-            room -= estimate(texts[number])
-            left -= 1
+        texts, room = [], 1_800
+        for number, entry in enumerate(entries):
+            share = room // (len(entries) - number)
+            texts.append(fitted(f"[{entry['timestamp']}] {entry['content']}", share))
+            room -= estimate(texts[-1])
         return texts
 
     def archive_old(self, keep=1_000):
@@ -579,19 +577,18 @@ def remember_terminals(sessions):
     """Write a history entry, without a model, about each conversation that a person typed at a
     terminal, except in the last hour: it may go on. Requests still have its messages.
 
-    {"cursor": 8, "timestamp": "2026-11-22 18:03", "used": 1795366980.0,
+    {"cursor": 8, "timestamp": "2026-11-22 18:03",
      "content": "In /home/ada/plan:\nuser: Add the costs.\nassistant: calls edit_file({…})\n…"}
     """
     store = sessions.store
-    with locked(store.folder / ".terminals"):  # two programs may start at the same time
+    lock = store.folder / ".terminals"  # two programs may start at the same time
+    with locked(lock):
         now = time.time()
-        earlier = [entry.get("used", 0.0) for entry in store.entries()]
-        # the marks decide; a day's slack because clocks are set back. The first time: of a month
-        done = max([now - 30 * 86_400, *(moment for moment in earlier if moment < now)])
+        last_run = min(lock.stat().st_mtime, now)  # the clock may have been set back
         for key, used in reversed(sessions.by_last_use()):
-            if not done - 86_400 < used < now - 3_600:
-                continue
-            first = sessions.first_line(key)
+            # the marks decide; older sessions are not opened. A day's slack: clocks are set back
+            is_due = last_run - 86_400 < used < now - 3_600
+            first = sessions.first_line(key) if is_due else {}
             if not first.get("typed"):
                 continue
             session = sessions.load(key)
@@ -601,9 +598,10 @@ def remember_terminals(sessions):
                 text = in_short(said)
                 if session.is_open:
                     text += "\n(not answered: the program ended)"
-                store.append_history(f"{moment} In {first.get('folder')}:\n{text}", used=used)
+                store.append_history(f"{moment} In {first.get('folder')}:\n{text}")
                 session.mark("remembered", upto=session.highest)
                 os.utime(session.path, (used, used))  # the mark is no use of the conversation
+        os.utime(lock)
 
 
 def in_short(messages):
@@ -674,7 +672,6 @@ def is_journal_line(line: dict):
     calls = line.get("tool_calls") or []
     has_calls = isinstance(calls, list) and all(has(call, function=dict) for call in calls)
     is_message = has({"n": 1} | line, n=int, role=str, content=str | list | None)
-    is_message = is_message and line.get("n", 1) > 0  # a damaged digit may have become a minus
     return is_message and has_calls and ("content" in line or bool(calls))
 
 
@@ -1052,8 +1049,6 @@ class Dream:
             batch = self.store.unread()[: self.max_batch]
             if not batch:
                 return "There is nothing new to dream about."
-            with contextlib.suppress(OSError):  # if it fails, the second commit fails, too
-                await asyncio.to_thread(repository.commit, OUTSIDE)
             outcome = await self._dream(batch, repository)
             self.failures = self.failures + 1 if outcome == "failed" else 0
             if outcome != "completed" and self.failures < 3:
@@ -1080,6 +1075,9 @@ class Dream:
             files.append(f"# {path}\n\n{fitted(self.store.text_of(path), self.budget // 8)}")
         question = "\n\n".join([time.strftime("Today: %Y-%m-%d, %A"), *files, "# History", *lines])
         response = await self.ask(request(self.find_prompt, question), [])
+        # what others have changed until now is no part of the dream
+        with contextlib.suppress(OSError):  # if it fails, the second commit fails, too
+            await asyncio.to_thread(repository.commit, OUTSIDE)
         if response.finish_reason == "error":
             return "failed" if response.is_overflow else UNREACHABLE
         answer = re.sub(THOUGHTS, "", response.content or "")
@@ -1092,9 +1090,6 @@ class Dream:
             if not skill.problem
         ]
         question = "\n\n".join(["# Findings", *findings, *files, "# Skills", *known])
-        # what a turn has saved meanwhile is no part of the dream
-        with contextlib.suppress(OSError):
-            await asyncio.to_thread(repository.commit, OUTSIDE)
         result = await self.run_agent(request(self.edit_prompt, question), self.refuse)
         outcomes = {"completed": "completed", "error": UNREACHABLE}
         return outcomes.get(result.stop_reason, "failed")
@@ -1293,7 +1288,8 @@ def skill_of(path: Path, data: bytes):
     )
 
 
-ESCAPED = {"'": "''", '"': '\\"'}  # a quote inside quotes: 'it''s late'   "say \\"hi\\""
+QUOTED = r"""(["'])((?:\\.|''|(?!\1).)*)"""  # 'it''s late'   "say \\"hi\\" # twice"
+ESCAPED = {"'": "''", '"': '\\"'}  # a quote inside quotes
 
 
 def fields_of(front: str):
@@ -1303,10 +1299,9 @@ def fields_of(front: str):
     for line in re.sub(r"\n[ \t]+", " ", front).split("\n"):
         key, _, value = line.partition(":")
         value = value.strip()
-        quote = value[:1]
-        if quote in ESCAPED:
-            value = value[1:].replace(ESCAPED[quote], "\0").partition(quote)[0]
-            value = value.replace("\0", quote)
+        quoted = re.match(QUOTED, value)
+        if quoted:
+            value = quoted[2].replace(ESCAPED[quoted[1]], quoted[1])
         else:
             value = value.lstrip(">|+-").partition(" #")[0]
         fields[key] = value.strip()

@@ -357,7 +357,7 @@ def test_of_a_journal_with_one_damaged_byte_every_other_line_goes_on(tmp_path, w
     """Not of its numbers: nothing shows that a number was another one."""
     path = damaged_sample(tmp_path, with_new)
     whole = path.read_bytes()
-    numbers = re.finditer(rb'(?:(?<="n": )|(?<="upto": ))\d+', whole)
+    numbers = re.finditer(rb'(?:(?<="n":)|(?<="upto":)) \d+', whole)
     skipped = {place for number in numbers for place in range(*number.span())}
     changes = []
     for place, byte in enumerate(whole):
