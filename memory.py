@@ -41,7 +41,7 @@ log = logging.getLogger("nanobot.memory")
 MOMENT = "%Y-%m-%dT%H:%M:%S%z"
 to_json = json.JSONEncoder(ensure_ascii=False).encode
 Ask = Callable[[list[dict], list[dict]], Awaitable[Any]]
-Read = Callable[[Path], bytes]  # reads a file for a request, or raises OSError
+Read = Callable[[Path], bytes]  # reads a file for a request; raises OSError or ValueError
 
 
 # ---- Journal and inbox: a message is stored on disk before the agent uses it ----
@@ -74,8 +74,12 @@ class Session:
 
     def append(self, *messages: dict):
         """Append all messages or none. Until `synced` returns, a power cut may lose messages."""
-        numbered = enumerate(messages, self.highest + 1)
-        self._write([{"n": n} | without_images(message) for n, message in numbered])
+        self._write(
+            [
+                {"n": n} | without_images(message)
+                for n, message in enumerate(messages, self.highest + 1)
+            ]
+        )
 
     def mark(self, name: str, **details):
         """`name`: new, continue, resumed, ended (why), saved (upto, summary), delivered or
@@ -97,12 +101,13 @@ class Session:
 
     def take(self, line: dict):
         """Update the state with one journal line. Messages after a damaged `upto` are kept."""
-        if isinstance(line.get("id"), str):
+        if "id" in line:
             self.known_ids.append(line["id"])
         match line:
             case {"mark": "saved", "upto": int(upto)}:
-                self.saved = max(self.saved, min(upto, self.last))
-                self.summary = str(line.get("summary") or "")
+                self.highest = max(self.highest, upto)  # later messages are not saved
+                self.saved = min(upto, self.last)
+                self.summary = line.get("summary", "")
                 self.messages = [message for message in self.messages if message["n"] > self.saved]
             case {"mark": "remembered", "upto": int(upto)}:
                 self.remembered = min(upto, self.highest)
@@ -111,8 +116,8 @@ class Session:
             case {"mark": "new"}:
                 self.start = self.last
                 self.turn_ends.add(self.start)
-            case {"mark": "ended"}:
-                self.ended[self.last] = str(line.get("why") or "interrupted")
+            case {"mark": "ended", "why": why}:
+                self.ended[self.last] = why
             case {"mark": "resumed"}:
                 self.resumed += 1
             case {"mark": "session", "created_at": str(created_at)}:
@@ -152,8 +157,7 @@ class Session:
             if "report" in message:
                 reports.append(message)
             elif message["role"] == "user":
-                recent = reports[-50:]
-                quotes = [quoted(report, 2_500 // len(recent)) for report in recent]
+                quotes = [quoted(report, 2_500 // len(reports)) for report in reports[-50:]]
                 sent.append(as_sent(message, self.gap_after(before), *quotes))
                 before, reports = message, []
             elif before:  # skip a turn if its user message is lost
@@ -258,7 +262,9 @@ class Inbox:
                 fsync(self.path)
 
     def read(self) -> list[dict]:
-        return read_records(self.path, is_inbox_line)
+        return read_records(
+            self.path, partial(has, id=str, kind=str, content=str, media=list | None)
+        )
 
     def remove(self, ids: set[str]):
         with locked(self.lock):
@@ -287,7 +293,6 @@ class MemoryStore:
         self.history = self.folder / "history.jsonl"
         self.archive = self.folder / "history-archive.jsonl"
         self.lock = self.folder / ".lock"
-        self._entries = (0, [])  # size and entries of the history file
 
     def text_of(self, path: Path) -> str:
         """Read a text file; a missing file gives "". Raises OSError if the file cannot be read."""
@@ -305,20 +310,16 @@ class MemoryStore:
             if self.read_facts() != instead_of:
                 return False
             text = text.strip()
-            before = instead_of.strip()
-            if not text or (len(before) > 300 and len(text) < len(before) // 2):
+            is_too_short = len(instead_of) > 300 and len(text) < len(instead_of) // 2
+            if not text or is_too_short:
                 log.warning("MEMORY.md is not changed: the new text is empty or far too short")
-            elif text != before:
+            else:
                 write_atomically(self.facts, text + "\n")
             return True
 
     def entries(self) -> list[dict]:
-        """All history entries, cached until the file size changes (5 ms for 1,000 entries)."""
-        size = file_size(self.history)
-        if size != self._entries[0]:
-            is_entry = partial(has, cursor=int, timestamp=str, content=str)
-            self._entries = (size, read_records(self.history, is_entry))
-        return self._entries[1]
+        """All history entries. Reading 1,000 of them takes 5 ms."""
+        return read_records(self.history, partial(has, cursor=int, timestamp=str, content=str))
 
     def append_history(self, text: str, **origin):
         """Append an entry. The text may begin with its time, such as `[2026-04-03 00:02]`."""
@@ -343,11 +344,12 @@ class MemoryStore:
     def recent_history(self) -> list[str]:
         """The entries that Dream has not read yet, and the last five anyway. They share 1,800
         tokens: what an entry does not need is left for the newer ones."""
-        count = min(max(len(self.unread()), 5), 50)
-        entries = self.entries()[-count:]
+        recent = self.unread()[-50:]
+        if len(recent) < 5:
+            recent = self.entries()[-5:]
         texts, room = [], 1_800
-        for number, entry in enumerate(entries):
-            share = room // (len(entries) - number)
+        for number, entry in enumerate(recent):
+            share = room // (len(recent) - number)
             texts.append(fitted(f"[{entry['timestamp']}] {entry['content']}", share))
             room -= estimate(texts[-1])
         return texts
@@ -402,8 +404,7 @@ class Consolidator:
         half of the budget is used. Returns a line for the user, or ""."""
         if tokens <= 0.8 * self.budget:
             return ""
-        upto = session.end_of_oldest(tokens - self.budget // 2)
-        return await self.move(session, upto)
+        return await self.move(session, session.end_of_oldest(tokens - self.budget // 2))
 
     async def after_turn(self, session: Session) -> str:
         """Runs in the background. Move all turns older than `/new`. If more than `window` messages
@@ -414,14 +415,13 @@ class Consolidator:
                 session.mark("saved", upto=upto)
         conversation = session.conversation()
         if len(conversation) > self.window:
-            kept = self.window // 2
-            upto = conversation[-kept - 1]["n"]
+            upto = conversation[-self.window // 2]["n"]
         return await self.move(session, upto)
 
     async def move(self, session: Session, upto: int) -> str:
         """Move turns up to message `upto` in at most five rounds, because a user may be waiting.
-        Returns `12 older messages moved to the memory; memory: 2 lines removed, 1 added`. Raises
-        SessionBusy."""
+        Returns `12 older messages moved to the memory; memory: 1 file changed, 2 insertions(+)`.
+        Raises SessionBusy."""
         before, told = session.saved, ""
         async with self.one_at_a_time:
             for _ in range(5):
@@ -433,6 +433,7 @@ class Consolidator:
                 if saved is None or session.size != file_size(session.path):
                     break  # the model cannot be reached, or another program changed the file
                 entry, summary, changes = saved
+                summary = str(summary or "\n\n".join([*earlier, entry]))[-4_000:]
                 told += changes
                 origin = {"session": session.key, "created_at": session.created_at, "upto": end}
                 with self.sessions.lock(session.key):  # no `await`, so no cancellation here
@@ -459,11 +460,10 @@ class Consolidator:
         return end, fitted(text, room)  # even a single turn may be too long
 
     async def save(self, earlier: list[str], text: str) -> tuple | None:
-        """Returns (entry, summary, `; memory: 1 line removed, 2 added`), or None if the model is
-        not reachable. Without a valid call, the entry is a short piece of the text. `earlier`: the
-        summary of the conversation so far."""
+        """Returns (entry, summary or "", `; memory: 1 file changed, 2 insertions(+)`), or None if
+        the model is not reachable. Without a valid call, the entry is a short piece of the text.
+        `earlier`: the summary of the conversation so far."""
         repository = MemoryRepository(self.store.workspace)
-        entry, summary, changes = f"[RAW] {fitted(text, 400)}", "", ""
         for _ in range(3):  # retry if MEMORY.md has changed, or if the answer was cut off
             facts = self.store.read_facts()
             question = "\n\n".join(["# MEMORY.md", facts, "# Conversation", *earlier, text])
@@ -472,19 +472,19 @@ class Consolidator:
                 return None
             if response.finish_reason in ("length", "content_filter"):
                 continue
-            calls = [call.arguments for call in response.tool_calls]
-            valid = [each for each in calls if has(each, history_entry=str, memory_update=str)]
-            found = re.sub(THOUGHTS, "", valid[0]["history_entry"]).strip() if valid else ""
-            if not found:
+            valid = [
+                call.arguments
+                for call in response.tool_calls
+                if has(call.arguments, history_entry=str, memory_update=str)
+            ]
+            entry = re.sub(THOUGHTS, "", valid[0]["history_entry"]).strip() if valid else ""
+            if not entry:
                 break
             await asyncio.to_thread(repository.record, OUTSIDE)
-            if not self.store.write_facts(valid[0]["memory_update"], facts):
-                continue
-            counts = await asyncio.to_thread(repository.record, "saved from a conversation")
-            changes = f"; memory: {counts}" if counts else ""
-            entry, summary = found, valid[0].get("summary")
-            break
-        return entry, str(summary or "\n\n".join([*earlier, entry]))[-4_000:], changes
+            if self.store.write_facts(valid[0]["memory_update"], facts):
+                told = await asyncio.to_thread(repository.record, "saved from a conversation")
+                return entry, valid[0].get("summary"), f"; memory: {told}" if told else ""
+        return f"[RAW] {fitted(text, 400)}", "", ""
 
 
 # ---- Shorten a request until it fits the context window ----
@@ -492,11 +492,11 @@ class Consolidator:
 
 class Governed:
     """Shortens a copy of a conversation to `budget` tokens. The result is in `messages`, `tokens`
-    and `notes`. First a list of calls replaces the oldest turns and steps, then pictures go, at
+    and `notes`. First a list of calls replaces the oldest messages, then pictures go, at
     last parts of results. The system prompt, the summary and this turn's user messages stay.
 
     user "Find the bug"                 user "Find the bug"
-    assistant calls read_file({…})   →  user "[2 earlier messages left out. The calls, and …:]\\n
+    assistant calls read_file({…})   →  user "[2 messages left out. The calls, and …:]\\n
     tool "1| import os\\n2| import re"        assistant: calls read_file({…})\\n
     assistant calls grep({…})                 tool read_file: 1| import os"
     tool "a.py:7: …"                    assistant calls grep({…}) …
@@ -519,15 +519,13 @@ class Governed:
                 self.tokens = total_tokens(self.messages) + beside
 
     def _leave_out(self, excess, list_size):
-        """Leave out the oldest turns, then the oldest steps of this turn."""
+        """Leave out the oldest messages; a call and its results stay together."""
         kept, left_out = [], []
         freed = 0
         for n, message in enumerate(self.messages[: self.limit]):
-            is_user = message["role"] == "user"
-            is_boundary = is_user if n <= self.begin else message["role"] != "tool"
-            if is_boundary and freed >= excess + list_size:
+            if message["role"] != "tool" and freed >= excess + list_size:
                 break
-            is_own = is_user and n >= self.begin
+            is_own = message["role"] == "user" and n >= self.begin
             if is_own or message["role"] == "system" or "is_summary" in message:
                 kept.append(message)
             else:
@@ -536,17 +534,15 @@ class Governed:
         if not left_out:
             return
         rest = self.messages[len(kept) + len(left_out) :]
-        told = (
-            f"[{counted(len(left_out), 'earlier message')} left out. The calls, and the first line"
-        )
-        lines = [f"{told} of each message:]"]
+        told = f"{counted(len(left_out), 'message')} left out"
+        lines = [f"[{told}. The calls, and the first line of each message:]"]
         for message in left_out:
             text = str(without_images(message).get("content") or "")
             first_line = text.strip().partition("\n")[0]
             lines.append(fitted(readable(message | {"content": first_line}), 100))
         text = fitted("\n".join(lines), int(min(list_size, max(freed - excess - 10, 50))))
         self.messages = [*kept, {"role": "user", "content": text}, *rest]
-        self.notes.append(f"{counted(len(left_out), 'message')} left out (~{freed:,} tokens)")
+        self.notes.append(f"{told} (~{freed:,} tokens)")
 
     def _remove_pictures(self, *_):
         shorter = [without_images(message) for message in self.messages]
@@ -559,12 +555,11 @@ class Governed:
         results = [message for message in self.messages if message["role"] == "tool"]
         room = int(total_tokens(results) - excess)
         for n, message in enumerate(self.messages):
-            text = str(message.get("content") or "")
             if message["role"] == "tool":
-                cut = fitted(text, max(room // len(results) - 20, 10))
-                if cut != text:
-                    cut += "\n[not all of it: ask for a part]"
-                    self.messages[n] = {**message, "content": cut}
+                cut = fitted(message["content"], max(room // len(results) - 20, 10))
+                if cut != message["content"]:
+                    content = f"{cut}\n[not all of it: ask for a part]"
+                    self.messages[n] = {**message, "content": content}
         self.notes.append(f"{counted(len(results), 'tool result')} cut")
 
 
@@ -598,7 +593,7 @@ def remember_terminals(sessions):
                 text = in_short(said)
                 if session.is_open:
                     text += "\n(not answered: the program ended)"
-                store.append_history(f"{moment} In {first.get('folder')}:\n{text}")
+                store.append_history(f"{moment} In {first['folder']}:\n{text}")
                 session.mark("remembered", upto=session.highest)
                 os.utime(session.path, (used, used))  # the mark is no use of the conversation
         os.utime(lock)
@@ -621,6 +616,8 @@ def in_short(messages):
 def read_records(path: Path, is_valid: Callable):
     """The valid records of a file, in order. An invalid line is copied once to `*.corrupt`."""
     raw = patiently(path.read_bytes) if path.exists() else b""
+    aside = path.with_name(f"{path.name}.corrupt")
+    known = aside.read_bytes() if aside.exists() else b""
     records, damaged = [], []
     for line in raw.split(b"\n"):  # str.splitlines() would also split at U+2028 and \x85
         try:
@@ -629,27 +626,19 @@ def read_records(path: Path, is_valid: Callable):
             record = None
         if isinstance(record, dict) and is_valid(record):
             records.append(record)
-        elif line.strip(b"\0 \t\r"):
+        elif line.strip(b"\0 \t\r") and line not in known:
             damaged.append(line)
-    aside = path.with_name(f"{path.name}.corrupt")
-    known = aside.read_bytes() if aside.exists() else b""
-    lines = [line for line in damaged if line not in known]
-    if lines:
-        skipped = counted(len(lines), "unreadable line")
+    if damaged:
+        skipped = counted(len(damaged), "unreadable line")
         log.warning("%s: %s skipped, and copied to %s", path, skipped, aside.name)
         with open_private(aside) as file:
-            file.write(b"\n".join(lines) + b"\n")
+            file.write(b"\n".join(damaged) + b"\n")
     return records
 
 
 def has(record, **kinds):
     """True if `record` is a dict where each key of `kinds` has a value of the type `kinds[key]`."""
     return isinstance(record, dict) and all(isinstance(record.get(k), kinds[k]) for k in kinds)
-
-
-def is_inbox_line(line: dict):
-    has_keys = has({"media": []} | line, id=str, kind=str, content=str, media=list)
-    return has_keys and all(isinstance(path, str) for path in line.get("media", []))
 
 
 def journal_lines(path: Path):
@@ -669,26 +658,27 @@ def is_journal_line(line: dict):
     """True for a mark, and for a message that a request can have."""
     if "mark" in line or "_type" in line:
         return True
+    is_message = has(
+        line, n=int | None, role=str, content=str | list | None, tool_calls=list | None
+    )
+    if not is_message:
+        return False
     calls = line.get("tool_calls") or []
-    has_calls = isinstance(calls, list) and all(has(call, function=dict) for call in calls)
-    is_message = has({"n": 1} | line, n=int, role=str, content=str | list | None)
-    return is_message and has_calls and ("content" in line or bool(calls))
+    return all(has(call, function=dict) for call in calls) and ("content" in line or bool(calls))
 
 
 def numbered(lines):
     """Convert a journal of the system that this kit re-creates: all of its turns have ended.
 
-    {"_type": "metadata", "created_at": "2026-02-01T10:00:00", "last_consolidated": 2}
+    {"_type": "metadata", "last_consolidated": 2, …}
     {"role": "user", "content": "Hi"}    →    {"n": 1, "role": "user", "content": "Hi"}
     """
-    first = lines[0]
     messages = [line for line in lines if "_type" not in line]
     return [
-        {"mark": "session", "created_at": first.get("created_at")},
         *({"n": n} | message for n, message in enumerate(messages, 1)),
-        {"mark": "ended"},
+        {"mark": "ended", "why": "interrupted"},
         {"mark": "delivered", "upto": len(messages)},
-        {"mark": "saved", "upto": first.get("last_consolidated", 0)},
+        {"mark": "saved", "upto": lines[0].get("last_consolidated", 0)},
     ]
 
 
@@ -822,8 +812,6 @@ class SessionManager:
     def path(self, key: str):
         """`cli:direct` → `cli%3Adirect.jsonl`, or `cli_direct.jsonl` if this older name exists."""
         name = quote(key, " @+,=", errors="replace").replace(".", "%2E")
-        if os.name == "nt":  # for Windows, Work.jsonl and work.jsonl are one file: %57ork, %3Awork
-            name = re.sub("(?<!%)(?<!%.)[A-Z]", lambda letter: f"%{ord(letter[0]):X}", name)
         path = self.folder / f"{name}.jsonl"
         older = self.folder / f"{name.replace('%3A', '_')}.jsonl"
         return older if older.exists() and not path.exists() else path
@@ -880,10 +868,8 @@ class SessionManager:
             session.take(line)
         own = {"session": key, "created_at": session.created_at}.items()
         for entry in self.store.entries():
-            if entry.items() >= own and has(entry, upto=int):
-                session.highest = max(session.highest, entry["upto"])
-                if session.saved < entry["upto"] <= session.last:
-                    session.take(entry | {"mark": "saved"})
+            if entry.items() >= own and entry.get("upto", 0) > session.saved:
+                session.take(entry | {"mark": "saved"})
         session.size = size if lines else 0
         return session
 
@@ -932,12 +918,12 @@ def readable(message: dict):
     for call in message.get("tool_calls") or []:
         function = call["function"]
         parts.append(f"calls {function.get('name')}({function.get('arguments')})")
-    text = "\n".join(parts).strip()
     if message.get("cut"):
-        text += f" [broke off: {message['cut']}]"
+        parts.append(f"[broke off: {message['cut']}]")
     who = f"{message['role']} {message.get('name', '')}".strip()  # a result has its tool's name
     if message.get("timestamp"):
         who = f"[{message['timestamp']}] {who}"
+    text = "\n".join(parts).strip()
     return f"{who}: {text}"
 
 
@@ -963,7 +949,7 @@ def request(system: str, text: str):
 
 
 def counted(count: int, one: str, several: str = ""):
-    """Returns "0 steps", "1 step", "2 steps", "2 entries"."""
+    """Returns "0 steps", "1 step", "2,000 steps", "2 entries"."""
     return f"{count:,} {one}" if count == 1 else f"{count:,} {several or one + 's'}"
 
 
@@ -1135,7 +1121,7 @@ class MemoryRepository:
         """Run git. If git fails, raises OSError with the text `why`, or else with git's message."""
         if not shutil.which("git"):
             raise OSError("git is not installed.")
-        own = {
+        own = os.environ | {
             "GIT_DIR": ".nanobot/memory.git",
             "GIT_INDEX_FILE": ".nanobot/memory.git/index",
             "GIT_WORK_TREE": ".",
@@ -1145,18 +1131,21 @@ class MemoryRepository:
         done = subprocess.run(
             ["git", "-c", "user.name=nanobot", "-c", "user.email=nanobot@localhost", *arguments],
             cwd=self.workspace,
-            env=os.environ | own,
+            env=own,
             capture_output=True,
             encoding="utf-8",
             errors="replace",
         )
         if done.returncode:
-            remedy = f"If {self.folder} is damaged, remove it: the next dream begins a new one."
-            raise OSError(why or f"{done.stderr.strip()}. {remedy}")
+            raise OSError(
+                why
+                or f"{done.stderr.strip()}. If {self.folder} is damaged, remove it: the next dream "
+                "begins a new one."
+            )
         return done.stdout
 
     def commit(self, subject: str):
-        """Commit the files. Returns `2 lines removed, 1 added`, or "". Raises OSError."""
+        """Commit the files. Returns `1 file changed, 2 insertions(+)`, or "". Raises OSError."""
         if not (self.folder / "HEAD").exists():
             self.git("init", "-q")
             write_atomically(self.folder / "info" / "attributes", self.attributes)
@@ -1164,18 +1153,14 @@ class MemoryRepository:
         self.git("add", "-u")  # changed and deleted files
         names = [name for name in self.files if (self.workspace / name).exists()]
         self.git("add", "-f", "--", *names)
-        changed = self.git("diff", "--cached", "--numstat", "--no-renames", "--", *self.files)
-        if not changed:
-            return ""
-        counts = re.findall(r"(?m)^(\d+)\t(\d+)", changed)  # "1\t2\tmemory/MEMORY.md"
-        removed = sum(int(count) for _, count in counts)
-        told = f"{counted(removed, 'line')} removed, {sum(int(n) for n, _ in counts)} added"
-        self.git("commit", "-q", "-m", f"{subject}: {told}")
+        told = self.git("diff", "--cached", "--shortstat", "--", *self.files).strip()
+        if told:
+            self.git("commit", "-q", "-m", f"{subject}: {told}")
         return told
 
     def record(self, subject: str):
         """Commit if git works, and unless a dream is running, whose commit then contains these
-        changes, too. Returns `2 lines removed, 1 added`, or ""."""
+        changes, too. Returns `1 file changed, 2 insertions(+)`, or ""."""
         try:
             with self.lock():
                 return self.commit(subject)
@@ -1198,8 +1183,17 @@ class MemoryRepository:
             with self.lock():
                 self.commit(OUTSIDE)
                 patch = ".nanobot/undo.patch"  # not read here: its bytes must stay as they are
-                which = (f"--output={patch}", f"{sha or LAST_DREAM}^0", "--", *self.files)
-                self.git("diff-tree", "-p", "--binary", *which, why=UNKNOWN)
+                which = f"{sha or LAST_DREAM}^0"
+                self.git(
+                    "diff-tree",
+                    "-p",
+                    "--binary",
+                    f"--output={patch}",
+                    which,
+                    "--",
+                    *self.files,
+                    why=UNKNOWN,
+                )
                 files = [self.workspace / name for name in self.git("ls-files", "-z").split("\0")]
                 modes = {path: path.stat().st_mode for path in files if path.is_file()}
                 try:
@@ -1250,10 +1244,9 @@ class SkillsLoader:
     def _read(self, path):
         try:
             return skill_of(path, self.read(path))
-        except Exception as problem:  # a damaged skill must not stop the turn
-            why = f"{type(problem).__name__}: {problem}"
-            warn_once(f"{path} is left out: {why}")
-            return Skill(path.parent.name, path, problem=why)
+        except (OSError, ValueError) as problem:
+            warn_once(f"{path} is left out: {problem}")
+            return Skill(path.parent.name, path, problem=str(problem))
 
 
 warn_once = cache(log.warning)
@@ -1289,7 +1282,6 @@ def skill_of(path: Path, data: bytes):
 
 
 QUOTED = r"""(["'])((?:\\.|''|(?!\1).)*)"""  # 'it''s late'   "say \\"hi\\" # twice"
-ESCAPED = {"'": "''", '"': '\\"'}  # a quote inside quotes
 
 
 def fields_of(front: str):
@@ -1301,7 +1293,7 @@ def fields_of(front: str):
         value = value.strip()
         quoted = re.match(QUOTED, value)
         if quoted:
-            value = quoted[2].replace(ESCAPED[quoted[1]], quoted[1])
+            value = quoted[2].replace("''", "'").replace('\\"', '"')
         else:
             value = value.lstrip(">|+-").partition(" #")[0]
         fields[key] = value.strip()

@@ -30,7 +30,7 @@ from memory import (
     SessionManager,
     remember_terminals,
 )
-from memory import SkillsLoader, counted, estimate, total_tokens
+from memory import SkillsLoader, estimate, total_tokens
 from nanobot import AgentLoop, Config, JobRunner, Program
 from providers import LLMProvider, LLMResponse, OfflineProvider, ToolCallRequest, legal
 from tools import FILE_TOOLS, Tool, ToolRegistry, tool
@@ -904,14 +904,21 @@ def test_a_consolidation_is_a_commit_that_can_be_shown_and_undone_by_its_id(tmp_
 
     loop.tell = tell
     say(loop, "hi", "/new", "hi")
-    assert "2 older messages moved to the memory; memory: 1 line removed, 2 added" in shown
+    assert (
+        "2 older messages moved to the memory; memory: 1 file changed, 2 insertions(+), 1 deletion(-)"
+        in shown
+    )
     last, first = say(loop, "/dream-log")[0].split("\n")
-    assert last.endswith("saved from a conversation: 1 line removed, 2 added")
+    assert last.endswith(
+        "saved from a conversation: 1 file changed, 2 insertions(+), 1 deletion(-)"
+    )
     assert "edited by you or the agent" in first, "what the user wrote is a commit of its own"
     id_ = last.split()[0]
     assert "-- two\n+- three\n" in say(loop, f"/dream-log {id_}")[0]
     loop.memory.facts.write_text("- 1\n- three\n- four\n")  # the line before the change
-    assert say(loop, f"/dream-restore {id_}") == ["Undone: 2 lines removed, 1 added."]
+    assert say(loop, f"/dream-restore {id_}") == [
+        "Undone: 1 file changed, 1 insertion(+), 2 deletions(-)."
+    ]
     assert loop.memory.read_facts() == "- 1\n- two\n"
 
 
@@ -1100,7 +1107,7 @@ def test_a_turn_that_is_longer_than_the_window_keeps_what_it_did(tmp_path):
     assert say(loop, "<task> Read all pages") == ["Done."]
     _, task, *rest = model.asked[-1].messages
     lines = task["content"].partition("<task> Read all pages\n\n")[2].split("\n")
-    assert "earlier messages left out. The calls, and the first line" in lines[0] and rest
+    assert "messages left out. The calls, and the first line" in lines[0] and rest
     for n in range(1, 9):
         place = lines.index(f'assistant: calls read_file({{"path": "page{n}.txt"}})')
         assert lines[place + 1] == f"tool read_file: 1| Title {n}"
@@ -1300,14 +1307,17 @@ def test_a_dream_reads_what_is_unread_edits_and_is_one_commit_and_the_users_edit
         home, edit("green", "blue"), found="Here:\n- [MEMORY] blue\n[MEMORY-REMOVE] green\nAll."
     )
     assert say(loop, "/dream") == [
-        "Dreamt about 3 entries: 1 line removed, 1 added. /dream-log shows the changes."
+        "Dreamt about 3 entries: 1 file changed, 1 insertion(+), 1 deletion(-). /dream-log shows the changes."
     ]
     find, phase_2 = (request.messages[1]["content"] for request in loop.provider.asked[:2])
     assert "[2026-04-03 00:02] Thing 2." in find and GREEN in find
     assert "# Findings\n\n[MEMORY] blue\n\n[MEMORY-REMOVE] green" in phase_2
     assert loop.memory.read_facts() == BLUE and loop.memory.unread() == []
     first, second = say(loop, "/dream-log")[0].split("\n")
-    assert first.endswith("dream: 1 line removed, 1 added") and "edited by you" in second
+    assert (
+        first.endswith("dream: 1 file changed, 1 insertion(+), 1 deletion(-)")
+        and "edited by you" in second
+    )
     assert f"-{GREEN}+{BLUE}".strip() in say(loop, f"/dream-log {first.split()[0]}")[0]
 
 
@@ -1339,7 +1349,7 @@ def test_three_failures_in_a_row_skip_the_entries_and_an_endpoint_that_is_down_n
         assert "did not reach the model. Nothing is lost" in told_text
     *failed, skipped = say(dreamer(home, found="What a nice day."), *["/dream"] * 3)
     assert all(text.startswith("The dream failed") for text in failed)
-    assert skipped.startswith("Dreamt about 3 entries")
+    assert skipped.startswith("Dreamt about 3 ")
     assert "these entries are skipped" in caplog.text
 
 
@@ -1400,24 +1410,19 @@ def test_a_dreamer_edits_three_files_and_its_own_skills_only(home, own_home, tmp
 
 # ---- What was dreamt can be undone ----
 
-UNDONE = {  # before and after a dream, how many lines it changed, a setting of the user's
-    "lines that look like a diff's own": (b"- a\n-- x\n++ y\n", b"- a\n+++ z\n", (2, 1), ""),
-    "lines behind a missing line end": (b"old", b"new\nmore", (1, 2), ""),
-    "bytes that are no UTF-8": (b"caf\xe9\nold\n", b"caf\xe9\nnew\n", (1, 1), ""),
-    "line ends of Windows, which git may change": (
-        b"- a\r\n",
-        b"- b\r\n",
-        (1, 1),
-        "* text=auto eol=crlf",
-    ),
-    "what git could fill in": (b"- $Id$\n", b"- $Id$\n- b\n", (0, 1), "*.md ident"),
+UNDONE = {  # before and after a dream, a setting of the user's
+    "lines that look like a diff's own": (b"- a\n-- x\n++ y\n", b"- a\n+++ z\n", ""),
+    "lines behind a missing line end": (b"old", b"new\nmore", ""),
+    "bytes that are no UTF-8": (b"caf\xe9\nold\n", b"caf\xe9\nnew\n", ""),
+    "line ends that git may change": (b"- a\r\n", b"- b\r\n", "* text=auto eol=crlf"),
+    "what git could fill in": (b"- $Id$\n", b"- $Id$\n- b\n", "*.md ident"),
 }
 
 
 @needs_git
 @pytest.mark.parametrize("name", UNDONE)
 def test_what_a_dream_changed_is_undone_to_the_byte_with_modes_kept(home, name):
-    before, after, (removed, added), attributes = UNDONE[name]
+    before, after, attributes = UNDONE[name]
     (home / ".gitattributes").write_text(f"{attributes}\n")
     path, soul = home / "memory" / "MEMORY.md", home / "SOUL.md"
     path.write_bytes(before)
@@ -1425,9 +1430,9 @@ def test_what_a_dream_changed_is_undone_to_the_byte_with_modes_kept(home, name):
     repository = MemoryRepository(home)
     repository.record("other changes")
     path.write_bytes(after)
-    assert repository.commit("dream") == f"{counted(removed, 'line')} removed, {added} added"
+    assert repository.commit("dream")
     soul.write_text("later\n")
-    assert repository.restore() == f"Undone: {counted(added, 'line')} removed, {removed} added."
+    assert repository.restore().startswith("Undone: 1 file changed")
     assert (path.read_bytes(), path.stat().st_mode & 0o777) == (before, 0o600)
     assert soul.read_text() == "later\n", "what came later stays"
     assert "the commit is undone already" in repository.restore()
@@ -1440,7 +1445,9 @@ def test_what_a_dream_wrote_is_gone_when_it_is_undone_and_not_dreamt_again(home)
     )
     say(loop, "/dream")
     assert "Use to publish." in [skill.description for skill in loop.skills.load()]
-    assert say(loop, "/dream-restore") == ["Undone: 5 lines removed, 1 added."]
+    assert say(loop, "/dream-restore") == [
+        "Undone: 2 files changed, 1 insertion(+), 5 deletions(-)."
+    ]
     assert loop.memory.read_facts() == GREEN
     assert not (home / "skills" / "mine" / "SKILL.md").exists()
     assert say(loop, "/dream") == ["There is nothing new to dream about."]
@@ -1479,7 +1486,7 @@ def test_a_lock_that_a_killed_git_has_left_does_not_end_the_history(home):
     MemoryRepository(home).commit("first")
     (home / ".nanobot" / "memory.git" / "index.lock").touch()
     [told] = say(dreamer(home, edit("green", "blue")), "/dream")
-    assert "1 line removed, 1 added" in told and MemoryStore(home).read_facts() == BLUE
+    assert "1 insertion(+), 1 deletion(-)" in told and MemoryStore(home).read_facts() == BLUE
 
 
 @needs_git
@@ -1494,7 +1501,7 @@ def test_the_users_own_repository_and_settings_are_left_alone(home, own_home, mo
     monkeypatch.setenv("GIT_INDEX_FILE", str(outer / ".git" / "index"))
     loop = dreamer(home, edit("green", "blue"))
     _, log = say(loop, "/dream", "/dream-log")
-    assert "dream: 1 line removed, 1 added" in log
+    assert "dream: 1 file changed" in log
     assert not list(home.rglob(".git")) and not (outer / ".git" / "index").exists()
 
 
