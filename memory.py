@@ -90,13 +90,17 @@ class Session:
         if not self.size:
             first = {"mark": "session", "key": self.key, "created_at": self.created_at}
             lines = [first | self.origin, *lines]
-        moment = {"timestamp": time.strftime(MOMENT)}
-        lines = [line | moment | line for line in lines]  # a line's own time stays
+        # a line's own time stays
+        lines = [line | {"timestamp": time.strftime(MOMENT)} | line for line in lines]
         self.size += append_lines(self.path, lines)
         for line in lines:
             self.take(line)
             if self.on_event:
-                named = {name: line[name] for name in EVENT_KEYS if name in line}
+                named = {
+                    name: line[name]  # without the texts, which are in the requests and answers
+                    for name in ("n", "role", "cut", "report", "mark", "why", "upto")
+                    if name in line
+                }
                 self.on_event("journal", who="session", line=named)
 
     def take(self, line: dict):
@@ -164,8 +168,12 @@ class Session:
                 sent.append(as_sent(message))
                 before = message
         if before.get("cut"):  # `/continue`
-            request = f"{self.gap_after(before)} Go on where the answer stops."
-            sent.append({"role": "user", "content": request})
+            sent.append(
+                {
+                    "role": "user",
+                    "content": f"{self.gap_after(before)} Go on where the answer stops.",
+                }
+            )
         return sent
 
     def gap_after(self, message: dict) -> str:
@@ -178,8 +186,14 @@ class Session:
     def summary_messages(self) -> list[dict]:
         if not self.summary or self.saved <= self.start:
             return []
-        content = f"[Summary of the earlier part of this conversation]\n\n{self.summary}"
-        return [{"n": self.saved, "role": "user", "content": content, "is_summary": True}]
+        return [
+            {
+                "n": self.saved,
+                "role": "user",
+                "content": f"[Summary of the earlier part of this conversation]\n\n{self.summary}",
+                "is_summary": True,
+            }
+        ]
 
     def without_saved(self, messages: list[dict]) -> list[dict]:
         """Remove messages from a request if they are now in the long-term memory."""
@@ -212,10 +226,6 @@ class Session:
                 if excess <= 0:
                     break
         return found
-
-
-# the keys of a line in the events of a run: the texts are in the requests and answers
-EVENT_KEYS = ("n", "role", "cut", "report", "mark", "why", "upto")
 
 
 def is_answer(message: dict) -> bool:
@@ -262,9 +272,7 @@ class Inbox:
                 fsync(self.path)
 
     def read(self) -> list[dict]:
-        return read_records(
-            self.path, partial(has, id=str, kind=str, content=str, media=list | None)
-        )
+        return read_records(self.path, is_inbox_line)
 
     def remove(self, ids: set[str]):
         with locked(self.lock):
@@ -310,8 +318,7 @@ class MemoryStore:
             if self.read_facts() != instead_of:
                 return False
             text = text.strip()
-            is_too_short = len(instead_of) > 300 and len(text) < len(instead_of) // 2
-            if not text or is_too_short:
+            if not text or (len(instead_of) > 300 and len(text) < len(instead_of) // 2):
                 log.warning("MEMORY.md is not changed: the new text is empty or far too short")
             else:
                 write_atomically(self.facts, text + "\n")
@@ -492,7 +499,7 @@ class Consolidator:
 
 class Governed:
     """Shortens a copy of a conversation to `budget` tokens. The result is in `messages`, `tokens`
-    and `notes`. First a list of calls replaces the oldest messages, then pictures go, at
+    and `notes`. First a list of calls replaces the oldest turns and steps, then pictures go, at
     last parts of results. The system prompt, the summary and this turn's user messages stay.
 
     user "Find the bug"                 user "Find the bug"
@@ -519,13 +526,15 @@ class Governed:
                 self.tokens = total_tokens(self.messages) + beside
 
     def _leave_out(self, excess, list_size):
-        """Leave out the oldest messages; a call and its results stay together."""
+        """Leave out the oldest turns, then the oldest steps of this turn."""
         kept, left_out = [], []
         freed = 0
         for n, message in enumerate(self.messages[: self.limit]):
-            if message["role"] != "tool" and freed >= excess + list_size:
+            is_user = message["role"] == "user"
+            is_boundary = is_user if n <= self.begin else message["role"] != "tool"
+            if is_boundary and freed >= excess + list_size:
                 break
-            is_own = message["role"] == "user" and n >= self.begin
+            is_own = is_user and n >= self.begin
             if is_own or message["role"] == "system" or "is_summary" in message:
                 kept.append(message)
             else:
@@ -641,6 +650,11 @@ def has(record, **kinds):
     return isinstance(record, dict) and all(isinstance(record.get(k), kinds[k]) for k in kinds)
 
 
+def is_inbox_line(line: dict):
+    has_keys = has(line, id=str, kind=str, content=str, media=list | None)
+    return has_keys and all(isinstance(path, str) for path in line.get("media") or [])
+
+
 def journal_lines(path: Path):
     """The valid lines of a journal. A file without a valid line is renamed."""
     lines = read_records(path, is_journal_line)
@@ -658,10 +672,7 @@ def is_journal_line(line: dict):
     """True for a mark, and for a message that a request can have."""
     if "mark" in line or "_type" in line:
         return True
-    is_message = has(
-        line, n=int | None, role=str, content=str | list | None, tool_calls=list | None
-    )
-    if not is_message:
+    if not has(line, n=int | None, role=str, content=str | list | None, tool_calls=list | None):
         return False
     calls = line.get("tool_calls") or []
     return all(has(call, function=dict) for call in calls) and ("content" in line or bool(calls))
@@ -899,8 +910,10 @@ class SessionManager:
         if key in self._held:
             yield
             return
-        busy = f"Session {key} is in use by another program. Wait, or open another session with -s."
-        with locked(self.path(key).with_suffix(".lock"), busy):
+        with locked(
+            self.path(key).with_suffix(".lock"),
+            f"Session {key} is in use by another program. Wait, or open another session with -s.",
+        ):
             self._held.add(key)
             try:
                 yield
@@ -923,8 +936,7 @@ def readable(message: dict):
     who = f"{message['role']} {message.get('name', '')}".strip()  # a result has its tool's name
     if message.get("timestamp"):
         who = f"[{message['timestamp']}] {who}"
-    text = "\n".join(parts).strip()
-    return f"{who}: {text}"
+    return f"{who}: " + "\n".join(parts).strip()
 
 
 def text_of_turns(messages: list[dict]):
@@ -1077,8 +1089,7 @@ class Dream:
         ]
         question = "\n\n".join(["# Findings", *findings, *files, "# Skills", *known])
         result = await self.run_agent(request(self.edit_prompt, question), self.refuse)
-        outcomes = {"completed": "completed", "error": UNREACHABLE}
-        return outcomes.get(result.stop_reason, "failed")
+        return {"completed": "completed", "error": UNREACHABLE}.get(result.stop_reason, "failed")
 
     def refuse(self, name, arguments):
         """Returns why a call is refused, or "". Without this check, the text of a web page could
@@ -1121,17 +1132,17 @@ class MemoryRepository:
         """Run git. If git fails, raises OSError with the text `why`, or else with git's message."""
         if not shutil.which("git"):
             raise OSError("git is not installed.")
-        own = os.environ | {
-            "GIT_DIR": ".nanobot/memory.git",
-            "GIT_INDEX_FILE": ".nanobot/memory.git/index",
-            "GIT_WORK_TREE": ".",
-            "GIT_CONFIG_NOSYSTEM": "1",
-            "GIT_CONFIG_GLOBAL": os.devnull,
-        }
         done = subprocess.run(
             ["git", "-c", "user.name=nanobot", "-c", "user.email=nanobot@localhost", *arguments],
             cwd=self.workspace,
-            env=own,
+            env=os.environ
+            | {
+                "GIT_DIR": ".nanobot/memory.git",
+                "GIT_INDEX_FILE": ".nanobot/memory.git/index",
+                "GIT_WORK_TREE": ".",
+                "GIT_CONFIG_NOSYSTEM": "1",
+                "GIT_CONFIG_GLOBAL": os.devnull,
+            },
             capture_output=True,
             encoding="utf-8",
             errors="replace",
@@ -1183,13 +1194,12 @@ class MemoryRepository:
             with self.lock():
                 self.commit(OUTSIDE)
                 patch = ".nanobot/undo.patch"  # not read here: its bytes must stay as they are
-                which = f"{sha or LAST_DREAM}^0"
                 self.git(
                     "diff-tree",
                     "-p",
                     "--binary",
                     f"--output={patch}",
-                    which,
+                    f"{sha or LAST_DREAM}^0",
                     "--",
                     *self.files,
                     why=UNKNOWN,
