@@ -264,8 +264,6 @@ def approval_question(name, arguments, always=""):
     for key, mark in MARKED.items():
         if isinstance(rest.get(key), str):
             lines += [mark + line for line in rest.pop(key).split("\n")]
-    if len(lines) > 20:  # the lines of the call itself are marked
-        lines.append(f"(the call has {len(lines)} lines: scroll up to its beginning)")
     others = json.dumps(rest, ensure_ascii=False) if rest else ""
     question = "Run it? [y/n] (or n REASON) "
     if always:
@@ -342,6 +340,31 @@ def drop_earlier_keys():
                 termios.tcsetattr(keyboard, termios.TCSAFLUSH, usual)
 
 
+def read_pages(question):
+    """Like `read_answer`; but if the question is longer than the terminal, nothing scrolls away."""
+    *lines, prompt = question.split("\n")
+    columns, height = 80, 24
+    with contextlib.suppress(OSError):
+        size = os.get_terminal_size(sys.stdin.fileno())  # stdout may be a file
+        columns, height = size.columns or columns, size.lines or height
+    rows = []
+    for line in lines:
+        rows += rows_of(line, columns)
+    room = max(height - 1 - len(rows_of(prompt, columns)), 1)
+    while len(rows) > room:
+        page, rows = rows[:room], rows[room:]
+        read_answer("\n".join([*page, f"-- Enter shows {len(rows)} more lines -- "]))
+    return read_answer("\n".join([*rows, prompt]))
+
+
+def rows_of(line, columns):
+    """Break a line into pieces that fit into a row of the terminal, also if it is in Chinese, whose
+    characters are two columns wide."""
+    line = line.expandtabs()
+    width = columns if line.isascii() else max(columns // 2, 1)
+    return [line[start : start + width] for start in range(0, len(line), width)] or [""]
+
+
 def type_at(prompt):
     """Read a line from the keyboard. If stdout is not a terminal, print the prompt to stderr."""
     if not sys.stdout.isatty():
@@ -375,7 +398,7 @@ class Waiting:
     def __init__(self, err: TextIO, clock: Callable = time.monotonic):
         self.err = err
         self.clock = clock
-        self.can_draw = err.isatty()
+        self.can_draw = err.isatty() and os.environ.get("TERM") != "dumb"
         self.what = ""
         self.since = 0.0
         self.is_drawn = False
@@ -439,7 +462,7 @@ class BackgroundLoop:
         self.waiting = Waiting(io.StringIO())  # this draws nothing
         self._turn = self.loop.create_future()  # the current or the last turn
         self._turn.cancel()  # no turn is running
-        self._questions = queue.SimpleQueue()  # (answer, question), or None: the turn has ended
+        self._questions = queue.SimpleQueue()  # (answer, question, how to read), or None at the end
         on_thread(self._serve)
 
     def _serve(self):
@@ -449,7 +472,6 @@ class BackgroundLoop:
     def complete(self, work: Coroutine, hear: Callable | None = None):
         """Run `work`. On Ctrl-C, cancel `work`, wait for its end, and raise KeyboardInterrupt.
         `hear(text)` gets what the user types meanwhile."""
-
         questions = queue.SimpleQueue()  # a new queue contains no old question and no old None
         self._questions = questions
 
@@ -460,10 +482,10 @@ class BackgroundLoop:
         try:
             self.loop.call_soon_threadsafe(start)
             while asked := self._next(hear):
-                answer, question = asked
+                answer, question, read = asked
                 if answer.set_running_or_notify_cancel():  # false if `ask` was cancelled
                     self.waiting.erase()
-                    answer.set_result(read_answer(question))
+                    answer.set_result(read(question))
         except BaseException as stop:
             self.loop.call_soon_threadsafe(lambda: self._turn.cancel())
             while self._next():
@@ -488,10 +510,11 @@ class BackgroundLoop:
                     hear(text)
 
     async def ask(self, question: str, what: str = "", **details):
-        """Ask the person at the terminal for a line. `what` and `details` are for the web page.
-        Raises RuntimeError if no turn is running, or if it ends before the person answers."""
+        """Ask the person at the terminal for a line; without `what`, the call to be approved is
+        shown in pages. `details` are for the web page. Raises RuntimeError if no turn is running,
+        or if it ends before the person answers."""
         answer = Future()
-        self._questions.put((answer, question))
+        self._questions.put((answer, question, read_answer if what else read_pages))
         answered = asyncio.wrap_future(answer)
         try:
             await asyncio.wait([answered, self._turn], return_when="FIRST_COMPLETED")
@@ -600,6 +623,8 @@ class CLI(Channel):
         self.queued.append(text)
         self.waiting.erase("\x1b[A")  # Enter has moved the cursor down
         self._print_dim(f"queued: {text}")
+        if any(len(line.encode()) >= 4_095 for line in text.split("\n")):
+            self.note("A terminal passes on 4,095 bytes of a line. Send the rest after the turn.")
 
     def heard(self) -> list[dict]:
         """Take what the running turn gets from the queue; a command waits for the turn's end."""
@@ -639,6 +664,8 @@ class CLI(Channel):
         if self.queued:
             self.note(f"{prompt}{self.queued[0]}")
             return self.queued.pop(0)
+        if self.draft and (late := typed_lines()):  # typed after Ctrl-C, before this prompt
+            self.draft += f"\n{late}"
         # there is no readline on Windows; other systems have one without some of the functions
         missing = (ImportError, OSError, AttributeError)
         with contextlib.suppress(*missing):
@@ -647,10 +674,11 @@ class CLI(Channel):
             readline.parse_and_bind("set enable-bracketed-paste on")  # pasted lines are one message
             readline.set_startup_hook(self._insert_draft)
             if not readline.get_current_history_length():
+                history.parent.mkdir(parents=True, exist_ok=True)
                 history.touch(0o600)  # `append_history_file` needs the file to exist
                 readline.read_history_file(history)
         line = self.ask(prompt, type_at)
-        if line:
+        if line and self.live:
             with contextlib.suppress(*missing):
                 import readline
 
