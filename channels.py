@@ -31,12 +31,10 @@ import queue
 import re
 import secrets
 import select
-import shutil
 import signal
 import sys
 import threading
 import time
-import unicodedata
 import urllib.parse
 import zoneinfo
 from collections import defaultdict, deque
@@ -61,7 +59,7 @@ class InboundMessage:
     media: Sequence[Path] = ()
     message_id: str = ""  # set by the channel; the agent ignores a second message with the same id
     speaker: str = ""  # the sender's name; only in a group
-    stored: asyncio.Future | None = field(default=None, repr=False, compare=False)
+    stored: asyncio.Future | None = None  # done when the message is on disk
 
     @property
     def session_key(self) -> str:
@@ -76,8 +74,8 @@ class InboundMessage:
 class MessageBus:
     def __init__(self, sleep: Callable = asyncio.sleep):
         self.channels: dict[str, Channel] = {}
-        self._inbound: asyncio.Queue[InboundMessage] = asyncio.Queue()
-        self._listening: list[asyncio.Task] = []
+        self._inbound = asyncio.Queue()  # of InboundMessage
+        self._listening = []  # tasks
         self._waiting = defaultdict(deque)  # (channel, chat id, is it a file?) → messages
         self._deliveries = {}  # the same keys → tasks
         self._sleep = sleep
@@ -88,7 +86,7 @@ class MessageBus:
         self._listening.append(asyncio.create_task(channel.listen(self)))
 
     def shows_deltas(self, channel: str) -> bool:
-        return channel in self.channels and self.channels[channel].shows_deltas
+        return getattr(self.channels.get(channel), "shows_deltas", False)
 
     def publish(self, message: InboundMessage) -> asyncio.Future:
         """Queue a message. The future is done after `confirm()`, when the message is on disk."""
@@ -107,8 +105,9 @@ class MessageBus:
             self._waiting[key].append(message)
             if len(self._waiting[key]) == 1:  # otherwise, `deliver` is running already
                 channel = self.channels[message.channel]
-                delivery = deliver(channel, self._waiting[key], self._sleep)
-                self._deliveries[key] = asyncio.create_task(delivery)
+                self._deliveries[key] = asyncio.create_task(
+                    deliver(channel, self._waiting[key], self._sleep)
+                )
         elif message.kind == "final":
             log.warning("There is no channel %r: the answer is dropped", message.channel)
 
@@ -140,7 +139,7 @@ class OutboundMessage:
     reply_to: str = ""  # the message_id of the InboundMessage that is answered
     parts_sent: int = 0  # the number of parts already sent; a retry skips these parts
     failures: int = 0  # the number of failed attempts to send the message
-    on_delivered: Callable | None = field(default=None, repr=False, compare=False)
+    on_delivered: Callable | None = None
 
 
 class Refused(Exception):
@@ -266,11 +265,11 @@ def approval_question(name, arguments, always=""):
         if isinstance(rest.get(key), str):
             lines += [mark + line for line in rest.pop(key).split("\n")]
     others = json.dumps(rest, ensure_ascii=False) if rest else ""
-    call = "\n".join([f"{name} {others}".rstrip(), *lines])
     question = "Run it? [y/n] (or n REASON) "
     if always:
         question = f"Run it? [y/n/always] (n REASON; always: {always} until you quit) "
-    return escaped(JOINERS, printable(f"{call}\n{question}"))
+    lines = [f"{name} {others}".rstrip(), *lines, question]
+    return escaped(JOINERS, printable("\n".join(lines)))
 
 
 # ---- Signals and standard streams ----
@@ -304,15 +303,11 @@ def prepare_streams():
         if isinstance(stream, io.TextIOWrapper):  # false in a notebook
             stream.reconfigure(errors="replace")
             if os.name == "nt":
-                prepare_on_windows(stream)
-
-
-def prepare_on_windows(stream):
-    """Pipes and files are UTF-8, whatever the code page is; a console shows colours."""
-    os.system("")  # switches the escape codes on, else cmd.exe shows `←[2m`
-    if isinstance(getattr(stream.buffer, "raw", stream.buffer), io.FileIO):  # not a console
-        stream.reconfigure(encoding="utf-8")
-        stream.isatty = lambda: False  # Windows says that NUL is a terminal
+                os.system("")  # switches the escape codes on, else cmd.exe shows `←[2m`
+                raw = getattr(stream.buffer, "raw", stream.buffer)
+                if isinstance(raw, io.FileIO):  # not a console: UTF-8, whatever the code page is
+                    stream.reconfigure(encoding="utf-8")
+                    stream.isatty = lambda: False  # Windows says that NUL is a terminal
 
 
 # ---- The keyboard ----
@@ -348,7 +343,7 @@ def drop_earlier_keys():
 def read_pages(question):
     """Like `read_answer`; but if the question is longer than the terminal, nothing scrolls away."""
     *lines, prompt = question.split("\n")
-    columns, height = shutil.get_terminal_size()
+    columns, height = 80, 24
     with contextlib.suppress(OSError):
         size = os.get_terminal_size(sys.stdin.fileno())  # stdout may be a file
         columns, height = size.columns or columns, size.lines or height
@@ -363,16 +358,11 @@ def read_pages(question):
 
 
 def rows_of(line, columns):
-    """Break a line as a terminal does. Chinese characters are two columns wide."""
-    rows, used = [""], 0
-    for character in line.expandtabs():
-        width = 2 if unicodedata.east_asian_width(character) in "WF" else 1
-        if used + width > columns:
-            rows.append("")
-            used = 0
-        rows[-1] += character
-        used += width
-    return rows
+    """Break a line into pieces that fit into a row of the terminal, also if it is in Chinese, whose
+    characters are two columns wide."""
+    line = line.expandtabs()
+    width = columns if line.isascii() else max(columns // 2, 1)
+    return [line[start : start + width] for start in range(0, len(line), width)] or [""]
 
 
 def type_at(prompt):
@@ -406,9 +396,11 @@ class Waiting:
     does not count the seconds, because the user may be typing behind it."""
 
     def __init__(self, err: TextIO, clock: Callable = time.monotonic):
-        self.err, self.clock = err, clock
+        self.err = err
+        self.clock = clock
         self.can_draw = err.isatty() and os.environ.get("TERM") != "dumb"
-        self.what, self.since = "", 0.0
+        self.what = ""
+        self.since = 0.0
         self.is_drawn = False
         self._lock = threading.RLock()  # the main thread and the loop's thread both print
 
@@ -416,19 +408,24 @@ class Waiting:
         """In a second, show what the turn waits for, such as `the model`."""
         with self._lock:
             self.erase()
-            self.what, self.since = what, self.clock()
+            self.what = what
+            self.since = self.clock()
 
     def end(self):
         self.begin("")
 
     def draw(self):
         with self._lock:
-            is_due = self.what and self.clock() >= self.since + 1.0
-            if self.can_draw and is_due and not self.is_drawn:
+            is_wanted = self.can_draw and self.what and not self.is_drawn
+            if is_wanted and self.clock() >= self.since + 1.0:
                 self.is_drawn = True
                 what = printable(" ".join(self.what.split()))[:50]
-                line = f"\r\x1b[K\x1b[2mwaiting for {what} … \x1b[0m"
-                print(line, end="", file=self.err, flush=True)
+                print(
+                    f"\r\x1b[K\x1b[2mwaiting for {what} … \x1b[0m",
+                    end="",
+                    file=self.err,
+                    flush=True,
+                )
 
     def erase(self, up: str = ""):
         """`up` moves the cursor to the line, if it is not there."""
@@ -465,7 +462,7 @@ class BackgroundLoop:
         self.waiting = Waiting(io.StringIO())  # this draws nothing
         self._turn = self.loop.create_future()  # the current or the last turn
         self._turn.cancel()  # no turn is running
-        self._questions = queue.SimpleQueue()  # the questions of this turn
+        self._questions = queue.SimpleQueue()  # (answer, question, how to read), or None at the end
         on_thread(self._serve)
 
     def _serve(self):
@@ -475,22 +472,23 @@ class BackgroundLoop:
     def complete(self, work: Coroutine, hear: Callable | None = None):
         """Run `work`. On Ctrl-C, cancel `work`, wait for its end, and raise KeyboardInterrupt.
         `hear(text)` gets what the user types meanwhile."""
-        questions = queue.SimpleQueue()  # a new queue contains no old question
+        questions = queue.SimpleQueue()  # a new queue contains no old question and no old None
+        self._questions = questions
 
         def start():
-            self._questions, self._turn = questions, self.loop.create_task(work)
+            self._turn = self.loop.create_task(work)
             self._turn.add_done_callback(lambda _: questions.put(None))
 
         try:
             self.loop.call_soon_threadsafe(start)
-            while asked := self._next(questions, hear):
+            while asked := self._next(hear):
                 answer, question, read = asked
                 if answer.set_running_or_notify_cancel():  # false if `ask` was cancelled
                     self.waiting.erase()
                     answer.set_result(read(question))
         except BaseException as stop:
             self.loop.call_soon_threadsafe(lambda: self._turn.cancel())
-            while self._next(questions):
+            while self._next():
                 pass  # do not answer questions: `ask` fails when the turn has ended
             if isinstance(stop, EOFError):  # Ctrl-D at a question
                 raise KeyboardInterrupt from None
@@ -499,12 +497,12 @@ class BackgroundLoop:
             self.waiting.end()
         return self._turn.result()
 
-    def _next(self, questions, hear=None):
+    def _next(self, hear=None):
         """Return a question, or None if the turn has ended. Without a timeout, `get` would ignore
         Ctrl-C if the system sent the signal to another thread."""
         while True:
             try:
-                return questions.get(timeout=0.2)
+                return self._questions.get(timeout=0.2)
             except queue.Empty:
                 self.waiting.draw()
             finally:  # also before a question, which drops earlier key presses
@@ -514,7 +512,7 @@ class BackgroundLoop:
     async def ask(self, question: str, what: str = "", **details):
         """Ask the person at the terminal for a line; without `what`, the call to be approved is
         shown in pages. `details` are for the web page. Raises RuntimeError if no turn is running,
-        or if the turn ends before the person answers."""
+        or if it ends before the person answers."""
         answer = Future()
         self._questions.put((answer, question, read_answer if what else read_pages))
         answered = asyncio.wrap_future(answer)
@@ -565,8 +563,8 @@ class CLI(Channel):
         err: TextIO | None = None,
         kinds: Sequence = ("progress", "tool_hint", "retry"),  # printed to `err`
     ):
-        super().__init__(allow_from=["*"])
-        self.out, self.err = out or sys.stdout, err or sys.stderr
+        self.out = out or sys.stdout
+        self.err = err or sys.stderr
         self.kinds = kinds
         self.live = self.out.isatty()
         self.waiting = Waiting(self.err)
@@ -590,13 +588,11 @@ class CLI(Channel):
 
     def _print(self, text):
         """Print `text`: unchanged to a pipe or file, with visible escape codes on a terminal."""
-        shown = printable(text) if self.live else encodable(text)
-        self.waiting.print(shown, self.out)
+        self.waiting.print(printable(text) if self.live else encodable(text), self.out)
 
     def _end_text(self, text):
-        rest = not_yet_shown(text, self._streamed)
+        self._print(not_yet_shown(text, self._streamed).removesuffix("\n") + "\n")
         self._streamed = ""
-        self._print(rest.removesuffix("\n") + "\n")
 
     def note(self, text: str):
         """Print lines to stderr, on a terminal dim, or red and green if they are of a diff. First,
@@ -724,15 +720,14 @@ class CLI(Channel):
 def not_yet_shown(text, streamed):
     """("Hello.", "Hel") → "lo."; ("Bye.", "Hel") → "\\nBye.": a different text gets a new line."""
     shown = streamed.strip()  # providers remove blanks at both ends of the final text
-    if shown and text.lstrip().startswith(shown):
-        return text.lstrip().removeprefix(shown)
-    return f"\n{text}" if shown else text
+    if not shown:
+        return text
+    rest = text.lstrip()
+    return rest.removeprefix(shown) if rest.startswith(shown) else f"\n{text}"
 
 
 # ---- Piped text that is too long for a message ----
 # `nanobot -m "what went wrong?" < server.log` must not put 50 MB into the journal.
-
-MOST_PIPED = 100_000  # the maximum number of characters of standard input in a message
 
 
 def is_partly_read(stream):
@@ -749,7 +744,7 @@ def text_of_pipe(begun, stream, folder):
     the bytes that were read already."""
     data = begun + stream.read()
     text = data.decode("utf-8-sig", errors="replace")  # PowerShell sends a BOM
-    if len(text) <= MOST_PIPED:
+    if len(text) <= 100_000:
         return text.strip()
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     path = folder / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.txt"
@@ -803,8 +798,7 @@ class BotAPI:
     async def call(self, method: str, seconds: float = 60, **fields):
         """The method's result. Raises TelegramError if a retry may help (with a wrong token, after
         a minute), and Refused if a retry cannot help (400, 403 "bot was blocked", 413)."""
-        body = json.dumps(fields).encode()
-        return await self._ask(method, body, "application/json", seconds)
+        return await self._ask(method, json.dumps(fields).encode(), "application/json", seconds)
 
     async def upload(self, kind: str, chat_id: str, path: Path):
         """Send a file as a "photo" or a "document". Raises the errors of `call`, also Refused if
@@ -822,8 +816,9 @@ class BotAPI:
         )
         data = await in_thread(path.read_bytes)
         body = head.encode() + data + f"\r\n--{boundary}--\r\n".encode()
-        form = f"multipart/form-data; boundary={boundary}"
-        return await self._ask(f"send{kind.title()}", body, form, 300)
+        return await self._ask(
+            f"send{kind.title()}", body, f"multipart/form-data; boundary={boundary}", 300
+        )
 
     async def _ask(self, method, body, form, seconds):
         status, data = await self._exchange(f"bot{self.token}/{method}", seconds, body, form)
@@ -836,15 +831,18 @@ class BotAPI:
         if "ok" not in answer:
             raise TelegramError(problem)
         if status in (401, 404):
-            raise TelegramError(BAD_TOKEN, 60)
+            raise TelegramError(
+                "Telegram does not know this bot token. Copy it again from @BotFather into "
+                "channels.telegram.token (and check apiBase, if it is set), then restart nanobot",
+                60,
+            )
         if status in (400, 403, 413):
             raise Refused(problem)
         raise TelegramError(problem, answer.get("parameters", {}).get("retry_after", 0))
 
     async def download(self, path: str):
         """Download a file by the `file_path` from getFile; the server sends at most 20 MB."""
-        address = f"file/bot{self.token}/{urllib.parse.quote(path)}"
-        status, data = await self._exchange(address, 300)
+        status, data = await self._exchange(f"file/bot{self.token}/{urllib.parse.quote(path)}", 300)
         if status != 200:
             raise TelegramError(f"HTTP {status}")
         return data
@@ -854,8 +852,7 @@ class BotAPI:
         import urllib.request
 
         def fetch():
-            headers = {"Content-Type": form}
-            request = urllib.request.Request(f"{self.base}/{address}", body, headers)
+            request = urllib.request.Request(f"{self.base}/{address}", body, {"Content-Type": form})
             try:
                 response = urllib.request.urlopen(request, timeout=seconds)
             except urllib.error.HTTPError as refusal:  # it has a status and a body, too
@@ -879,14 +876,6 @@ class BotAPI:
 # ---- Telegram as a channel ----
 # The server sends each message again until `getUpdates` asks for a higher offset.
 
-RIVAL = (  # 409 "Conflict: terminated by other getUpdates request; make sure that only one bot …"
-    "Another program also reads this bot's messages. Stop that program, or give it another bot."
-)
-BAD_TOKEN = (
-    "Telegram does not know this bot token. Copy it again from @BotFather into "
-    "channels.telegram.token (and check apiBase, if it is set), then restart nanobot"
-)
-
 
 class Telegram(Channel):
     """The user's own Telegram bot. Files that people send are saved in `media_folder`.
@@ -895,9 +884,6 @@ class Telegram(Channel):
     name = "telegram"
     poll_seconds = 50  # if no message arrives within this time, the server returns []
     slack_seconds = 15  # getUpdates times out so many seconds after the server should answer
-    album_seconds = 2.0  # seconds to wait for the other pictures of an album
-    most_typing = 75  # at most 75 "typing" signals for each message: 75 × 4 s = 5 minutes
-    typing_seconds = 4.0  # seconds between two "typing" signals, which Telegram shows for 5 s
 
     def __init__(
         self,
@@ -913,7 +899,8 @@ class Telegram(Channel):
         super().__init__(allow_from)
         self.api = BotAPI(token, api_base)
         self.group_policy, self.media_folder, self.sleep = group_policy, media_folder, sleep
-        self.keep_strangers, self._strangers = keep_strangers, []  # 8 (Ann), 9 (Bob)
+        self.keep_strangers = keep_strangers
+        self._strangers = []  # 8 (Ann), 9 (Bob)
         self.bot = {}  # the bot's id and username, from getMe
         self._offset = 0  # all updates with a lower id are on disk
         self._storing = {}  # update id → task that ends with `confirm()`
@@ -931,29 +918,31 @@ class Telegram(Channel):
                 pause = max(10, getattr(failure, "retry_after", 0))
                 if str(failure) != told:  # log each new problem once
                     told = str(failure)
-                    hint = RIVAL if "terminated by" in told else f"Retried every {pause} s."
+                    hint = f"Retried every {pause} s."
+                    if "terminated by" in told:  # 409 "Conflict: terminated by other getUpdates …"
+                        hint = (
+                            "Another program also reads this bot's messages. Stop that program, or "
+                            "give it another bot."
+                        )
                     log.warning("Telegram: %s. %s", told, hint)
-                self.bot = {}  # `_introduce` runs again and deletes a webhook
+                self.bot = {}  # `_poll` deletes a webhook again
                 await self.sleep(pause)
-
-    async def _introduce(self):
-        """Get the bot's username for groups. Delete the webhook, because it blocks getUpdates."""
-        if not re.fullmatch(r"\d+:[\w-]+", self.api.token):  # 110201543:AAHdqTcvCH1vGWJxfSeofSAs0
-            raise TelegramError(BAD_TOKEN, 60)
-        self.bot = await self.api.call("getMe")
-        await self.api.call("deleteWebhook")
 
     async def _poll(self, bus):
         """Publish the new messages. Set the offset to the first update that is not on disk yet.
         The server repeats all updates from the offset on; `_storing` has the known ones."""
-        if not self.bot:
-            await self._introduce()
+        if not self.bot:  # groups need the bot's username; a webhook blocks getUpdates
+            self.bot = await self.api.call("getMe")
+            await self.api.call("deleteWebhook")
         updates = await self._get_updates(self.poll_seconds)
-        new = [update for update in updates if self._is_new(update)]
-        if any("media_group_id" in update["message"] for update in new):
-            await self.sleep(self.album_seconds)
+        if any("media_group_id" in update.get("message", {}) for update in updates):
+            await self.sleep(2.0)
             updates = await self._get_updates(0)  # the same updates, now with the whole album
-            new = [update for update in updates if self._is_new(update)]
+        new = [update for update in updates if self._is_new(update)]
+
+        def album_of(update):  # all messages of an album have one id
+            return update["message"].get("media_group_id", update["update_id"])
+
         for _, group in itertools.groupby(new, album_of):
             album = list(group)
             storing = asyncio.create_task(self._take([each["message"] for each in album], bus))
@@ -1056,9 +1045,9 @@ class Telegram(Channel):
 
     async def _type(self, chat_id):
         with contextlib.suppress(TelegramError, Refused):  # "typing" is not important
-            for _ in range(self.most_typing):
+            for _ in range(75):  # five minutes; Telegram shows each signal for 5 s
                 await self.api.call("sendChatAction", chat_id=chat_id, action="typing")
-                await self.sleep(self.typing_seconds)
+                await self.sleep(4.0)
 
     async def send(self, message: OutboundMessage):
         """Send the text in parts, then the files. A retry skips the parts already sent."""
@@ -1068,8 +1057,10 @@ class Telegram(Channel):
             self._stop_typing(message.chat_id)
         target = {"chat_id": message.chat_id}
         if own := re.fullmatch(r"(\d+)/\d+", message.reply_to):
-            reply = {"message_id": int(own[1]), "allow_sending_without_reply": True}
-            target["reply_parameters"] = reply
+            target["reply_parameters"] = {
+                "message_id": int(own[1]),
+                "allow_sending_without_reply": True,
+            }
         parts = [*split_html(as_html(message.content)), *map(Path, message.media)]
         while message.parts_sent < len(parts):  # not after `MessageBus.stop_sending`
             part = parts[message.parts_sent]
@@ -1096,18 +1087,10 @@ class Telegram(Channel):
                 with contextlib.suppress(Refused):  # 400 PHOTO_INVALID_DIMENSIONS
                     return await self.api.upload("photo", message.chat_id, path)
             return await self.api.upload("document", message.chat_id, path)
-        except (Refused, OSError) as failure:
-            problem = failure
-        except TelegramError as failure:
-            if message.failures < 4:
+        except (TelegramError, Refused, OSError) as failure:
+            if isinstance(failure, TelegramError) and message.failures < 4:  # five attempts
                 raise
-            problem = f"five attempts have failed, the last with {failure}"
-        await self._send_text(as_html(f"[{path.name} cannot be sent: {problem}]"), target)
-
-
-def album_of(update):
-    """The id that all messages of an album have in common, or else the update's own id."""
-    return update["message"].get("media_group_id", update["update_id"])
+            await self._send_text(as_html(f"[{path.name} cannot be sent: {failure}]"), target)
 
 
 def name_of(sender):
@@ -1136,8 +1119,7 @@ def words_in(message):
 
 def with_quote(message):
     """The text after the text that it replies to. A command stays as it is."""
-    text, quote = words_in(message), message.get("quote", {})  # a part that the user has chosen
-    quoted = quote.get("text") or words_in(message.get("reply_to_message", {}))
+    text, quoted = words_in(message), words_in(message.get("reply_to_message", {}))
     if not quoted or text.startswith("/"):
         return text
     return f"[in reply to: {quoted[:1_000]}]\n{text}"
@@ -1147,15 +1129,17 @@ def file_in(message):
     """{"photo": [{small}, {"file_id": "A", …}]} → {"file_id": "A", …}; no file → {}"""
     if message.get("photo"):
         return message["photo"][-1]  # the last picture is the largest
-    keys = ("document", "voice", "audio", "video", "video_note")
-    return next((message[key] for key in keys if message.get(key)), {})
+    for key in ("document", "voice", "audio", "video", "video_note"):
+        if message.get(key):
+            return message[key]
+    return {}
 
 
 def is_call(message, bot):
     """True if a message mentions the bot ("@my_bot, what…", "/stop@my_bot") or replies to it."""
     author = message.get("reply_to_message", {}).get("from", {})
-    name = rf"@{re.escape(bot['username'])}(?!\w)"
-    return author.get("id") == bot["id"] or bool(re.search(name, words_in(message), re.IGNORECASE))
+    name = rf"(?i)@{re.escape(bot['username'])}(?!\w)"
+    return author.get("id") == bot["id"] or re.search(name, words_in(message))
 
 
 # ---- Telegram: Markdown becomes HTML, in parts of at most 4,096 characters ----
@@ -1165,7 +1149,7 @@ def is_call(message, bot):
 
 # ```py ↵ a = 1 ↵ ```   not ```npm install```; an unclosed block extends to the end of the text
 FENCE = (
-    r"(?m)^[ \t]*```(?=[^`\n]*\n)(?:(?P<language>[\w+-]*)[ \t]*\n)?"
+    r"(?m)^[ \t]*```(?=[^`\n]*\n)(?:(?P<language>[\w+-]{0,40})[ \t]*\n)?"
     r"(?P<block>(?:.*\n)*?.*?)(?:^[ \t]*```[ \t]*$|\Z)"
 )
 CODE = r"(?<!`)(?P<ticks>`{1,3})(?!`)(?P<code>.{1,2000}?)(?<!`)(?P=ticks)(?!`)"  # `a`   ``a ` b``
@@ -1193,7 +1177,7 @@ def as_html(markdown):
 
     def put_aside(match: re.Match):
         if match["words"]:
-            aside.append(f'<a href="{match["address"]}">{match["words"]}</a>')
+            aside.append(f'<a href="{match["address"][:1_000]}">{match["words"]}</a>')
         elif match["code"]:
             aside.append(f"<code>{match['code']}</code>")
         else:
@@ -1237,14 +1221,13 @@ def split_html(text, limit=4_096):
 
 
 def beginning(text, limit):
-    """At most `limit` UTF-16 units from the start of `text`, but more than tags that open."""
+    """At most `limit` UTF-16 units from the start of `text`: more than the tags that open there,
+    because no tag has more than 1,100 characters."""
     head = text.encode("utf-16-le")[: 2 * limit].decode("utf-16-le", "ignore")
     if head == text:
         return text
     atoms = re.match(f"{ATOM}*", head)
-    words = re.match(WHOLE_WORDS, atoms[0]) or atoms
-    shortest = re.match(f"(?:{TAG})*{ATOM}", text)
-    return max(words[0], shortest[0], key=len)
+    return (re.match(WHOLE_WORDS, atoms[0]) or atoms)[0]
 
 
 # ---- The calendar: the next time that matches a cron expression ----
@@ -1302,8 +1285,8 @@ def next_run(expr: str, after: float, zone: tzinfo):
     weekdays = {number % 7 for number in weekdays}  # Sunday is 0 or 7
     folds = [0, 1] if len(hours) == 24 else [0]  # 1: the second 02:30 of a day
     times = list(itertools.product(hours, minutes, folds))
-    has_star = "*" in parts[2] + parts[4]
-    suffices = all if has_star else any  # 0 9 13 * fri: each 13th, and each Friday
+    # 0 9 13 * fri: each 13th, and each Friday
+    suffices = all if "*" in parts[2] + parts[4] else any
     for number in range(-1, 9 * 366):  # "0 0 29 2 *", a leap day: 2096, 2104; not 2100
         day = datetime.fromtimestamp(after, zone) + timedelta(days=number)
         in_week = day.isoweekday() % 7 in weekdays
@@ -1354,16 +1337,17 @@ class CronJob:
 
     def schedule(self):
         """0 9 * * * Europe/Berlin   2026-11-21T17:00:00+01:00   every 3600 s"""
-        cron = f"{self.cron_expr} {self.tz}".strip()
-        return self.at or cron or f"every {self.every_seconds} s"
+        return self.at or f"{self.cron_expr} {self.tz}".strip() or f"every {self.every_seconds} s"
 
 
 def zone_named(name, default):
     try:
         return zoneinfo.ZoneInfo(name) if name else default
     except (KeyError, ValueError, OSError):  # "Mars/Olympus", "../x", "Europe"
-        hint = "use a name like Europe/Berlin; if Windows finds no zone, run: pip install tzdata"
-        raise CronError(f"there is no time zone {name!r}: {hint}") from None
+        raise CronError(
+            f"there is no time zone {name!r}: use a name like Europe/Berlin; "
+            "if Windows finds no zone, run: pip install tzdata"
+        ) from None
 
 
 @dataclass
@@ -1428,12 +1412,13 @@ class CronService:
         jobs = []
         for row in self.store.read():
             try:
-                values = {
-                    each.name: each.type(row[each.name])
-                    for each in fields(CronJob)
-                    if row.get(each.name) is not None
-                }
-                job = CronJob(**values)
+                job = CronJob(
+                    **{
+                        each.name: each.type(row[each.name])
+                        for each in fields(CronJob)
+                        if row.get(each.name) is not None
+                    }
+                )
                 job.due(1e6, self.zone)  # raises an error if the schedule is invalid
                 jobs.append(job)
             except Exception as problem:
@@ -1464,8 +1449,9 @@ class CronService:
             due = job.due(after, self.zone)
             is_due = due is not None and due <= now and job.enabled
             if is_due and job.id not in busy and self.is_wanted(job):
-                run = self._run(job, f"{job.id}@{due:.0f}", now)
-                self.running[job.id] = asyncio.create_task(run)
+                self.running[job.id] = asyncio.create_task(
+                    self._run(job, f"{job.id}@{due:.0f}", now)
+                )
 
     async def _run(self, job, name, began):
         """Run a job and record the run. A run that ends with the program is repeated later."""
@@ -1489,8 +1475,11 @@ class CronService:
 
     def add_system(self, id: str, every_seconds: float, enabled: bool = True):
         """Add a system job, or change its settings. The tool `cron` lists, but never removes it."""
-        settings = {"channel": "system", "every_seconds": every_seconds, "enabled": enabled}
-        self.store.edit(id, settings, is_new=True)
+        self.store.edit(
+            id,
+            {"channel": "system", "every_seconds": every_seconds, "enabled": enabled},
+            is_new=True,
+        )
 
     def cron(
         self,
@@ -1516,38 +1505,40 @@ class CronService:
             return self._remove(job_id)
         if turn.channel == "cron":
             raise CronError("A running job cannot add jobs. Do what the job's message says.")
-        if len([given for given in (every_seconds, cron_expr, at, in_seconds) if given]) != 1:
+        count = sum(map(bool, (every_seconds, cron_expr, at, in_seconds)))
+        if count != 1 or not message.strip():
             raise CronError(
-                "Give exactly one of `every_seconds`, `cron_expr`, `at` and `in_seconds`."
+                "Give a message and exactly one of `every_seconds`, `cron_expr`, `at` and "
+                "`in_seconds`."
             )
         now = self.now()
         if in_seconds:
             at = datetime.fromtimestamp(now + in_seconds, UTC).isoformat()
-        job = CronJob(
-            secrets.token_hex(4),
-            message.strip(),
-            every_seconds,
-            cron_expr,
-            tz,
-            at,
-            turn.channel,
-            turn.chat_id,
-            after=now,
+        return self._add(
+            CronJob(
+                secrets.token_hex(4),
+                message.strip(),
+                every_seconds,
+                cron_expr,
+                tz,
+                at,
+                turn.channel,
+                turn.chat_id,
+                str(turn.cwd)
+                if turn.channel == "cli"
+                else "",  # a chat's run in the gateway's folder
+                now,
+            )
         )
-        if turn.channel == "cli":  # a chat's jobs run in the gateway's own folder
-            job.folder = str(turn.cwd)
-        return self._add(job)
 
     def _add(self, job):
-        if not job.message:
-            raise CronError("message is empty: write what the job has to do.")
         try:
             due = job.due(job.after, self.zone)
             if due is None:
                 raise CronError(f"it never runs. It is now {self._shown(job.after)}")
             if job.at:  # stored with its offset, because other programs may have other zones
-                moment = datetime.fromtimestamp(due).astimezone(self.zone)
-                job.at, job.tz = moment.isoformat(timespec="seconds"), ""
+                at = datetime.fromtimestamp(due).astimezone(self.zone)
+                job.at, job.tz = at.isoformat(timespec="seconds"), ""
             added = f"Added job {self._line(job)}"
         except (ValueError, OverflowError, OSError) as problem:  # OSError: the year 30000, Windows
             raise CronError(f"No job was added for {job.schedule()!r}: {problem}.") from None
@@ -1555,17 +1546,15 @@ class CronService:
         return added
 
     def _remove(self, job_id):
-        known = [job.id for job in self.jobs() if job.channel != "system"]
-        if job_id not in known:
+        if job_id not in [job.id for job in self.jobs() if job.channel != "system"]:
             raise CronError(f"No job {job_id!r} can be removed: `list` shows the ids.")
         self.store.edit(job_id, None)
         return f"Removed job {job_id}."
 
     def _line(self, job):
         """1a2b3c4d · 0 9 * * * · next Sun 2026-11-22 09:00 CET · telegram:42 · water plants"""
-        now = self.now()
         due = job.due(job.after, self.zone)
-        coming = f"next {self._shown(max(due, now))}" if due and job.enabled else "off"
+        coming = f"next {self._shown(max(due, self.now()))}" if due and job.enabled else "off"
         failed = f" · failed: {job.error}" if job.error else ""
         return (
             f"{job.id} · {job.schedule()} · {coming} · {job.channel}:{job.chat_id} · "
@@ -1613,9 +1602,6 @@ NO_COOKIE = (
 )
 
 
-EVERYBODY = "memory"  # the session of the memory's events; all windows show them
-
-
 class WebPage(Channel):
     """A page on 127.0.0.1 for people with an address; each browser window shows one chat.
 
@@ -1640,7 +1626,6 @@ class WebPage(Channel):
         as_json: Callable,
         port: int = 0,
     ):
-        super().__init__(["local"])
         # recorded runs, which may be a stranger's, have no cookie and reach no server
         self.runs = runs, "sandbox allow-scripts"
         self.html = html, "connect-src 'self'"
@@ -1653,7 +1638,8 @@ class WebPage(Channel):
         self.questions = {}  # id → future with the answer
         self.server = self._server(port)
         port = self.server.server_port
-        self.host, self.cookie = f"127.0.0.1:{port}", f"nanobot_{port}={secrets.token_urlsafe(24)}"
+        self.host = f"127.0.0.1:{port}"
+        self.cookie = f"nanobot_{port}={secrets.token_urlsafe(24)}"
         self.unused = {}  # the path of an address that no browser has used → True
         self.renew()
 
@@ -1682,7 +1668,8 @@ class WebPage(Channel):
         return Server(("127.0.0.1", port), Handler)
 
     async def start(self, bus: MessageBus):
-        self.bus, self.loop = bus, asyncio.get_running_loop()
+        self.bus = bus
+        self.loop = asyncio.get_running_loop()
         on_thread(self.server.serve_forever)
 
     async def send(self, message: OutboundMessage):
@@ -1716,8 +1703,8 @@ class WebPage(Channel):
             return ""
         number, answer = secrets.token_hex(8), asyncio.Future()
         self.questions[number] = answer
-        details |= {"session": self.turn_of.get(), "what": what, "text": text}
-        self._add(EVERYBODY, kind="ask", id=number, **details)
+        details |= {"session": self.turn_of.get(), "what": what, "text": text, "id": number}
+        self._add("memory", kind="ask", **details)
         question = self.events[-1]
         polls = -1
         try:
@@ -1726,20 +1713,18 @@ class WebPage(Channel):
                 await asyncio.wait([answer], timeout=3.0)
         finally:
             self.questions.pop(number, None)
-            with contextlib.suppress(ValueError):  # later windows do not show it
+            if question in self.events:  # later windows do not show it
                 self.events.remove(question)
-            self._add(EVERYBODY, kind="asked", id=number)
+            self._add("memory", kind="asked", id=number)
         return answer.result() if answer.done() else None
 
     async def take(self, path: str, body: dict):
-        """Handle a request from the page. Raises OSError if a message is not on disk yet, which
-        will be retried; KeyError if a question was answered already."""
+        """Handle a request from the page; a message until it is on disk. Raises KeyError if a
+        question was answered already."""
         if path == "/say":
-            chat_id, number = page_chat(body["chat"]), str(body["id"])[:64]
-            said = InboundMessage(self.name, "local", chat_id, str(body["text"]), (), number)
-            stored, _ = await asyncio.wait([self.bus.publish(said)], timeout=5.0)
-            if not stored:
-                raise OSError("the disk is full, or the file of this session cannot be written")
+            said = InboundMessage(self.name, "local", page_chat(body["chat"]), str(body["text"]))
+            said.message_id = str(body["id"])[:64]
+            await self.bus.publish(said)
         elif path == "/step":
             self.chats[page_chat(body["chat"])] = bool(body["on"])
         else:
@@ -1754,12 +1739,12 @@ class WebPage(Channel):
         while True:
             time.sleep(0.1)
             self.polls += 1
-            if text := text_behind(journal, position).rpartition("\n")[0]:
-                position += len(text.encode("utf-8", "surrogateescape")) + 1
-                lines = text.split("\n")
-                yield self._json(kind="lines", lines=lines[-most:])
+            if data := bytes_behind(journal, position).rpartition(b"\n")[0]:
+                position += len(data) + 1
+                text = data.decode("utf-8", errors="replace")
+                yield self._json(kind="lines", lines=text.split("\n")[-most:])
             for number, owner, event in list(self.events):
-                if number > seen and owner in (EVERYBODY, chat_id):
+                if number > seen and owner in ("memory", chat_id):  # all windows show "memory"
                     seen = number
                     yield event
             if self.drafts[chat_id] != draft:
@@ -1768,13 +1753,13 @@ class WebPage(Channel):
             yield ""
 
 
-def text_behind(path, position):
+def bytes_behind(path, position):
     try:
         with open(path, "rb") as file:
             file.seek(position)
-            return file.read().decode("utf-8", "surrogateescape")
+            return file.read()
     except FileNotFoundError:
-        return ""
+        return b""
 
 
 def page_chat(name):
@@ -1847,10 +1832,11 @@ class PageRequest:
             size = int(self.headers.get("Content-Length", 0))
             if not 0 <= size <= 1_000_000 or self.headers.get_content_type() != "application/json":
                 return self._reply(413, "Send JSON of at most 1,000,000 bytes.")
-            taking = self.page.take(self.path, json.loads(self.rfile.read(size)))
-            asyncio.run_coroutine_threadsafe(taking, self.page.loop).result(10)
+            asyncio.run_coroutine_threadsafe(
+                self.page.take(self.path, json.loads(self.rfile.read(size))), self.page.loop
+            ).result(5)
             self._reply(204, "")
-        except OSError as problem:
-            self._reply(202, f"waiting: {problem}")
+        except OSError:  # also TimeoutError; the page tries again
+            self._reply(202, "waiting: the disk is full, or the file cannot be written")
         except Exception as problem:  # for example, invalid JSON
             self._reply(400, f"not accepted: {problem}")

@@ -41,7 +41,7 @@ log = logging.getLogger("nanobot.memory")
 MOMENT = "%Y-%m-%dT%H:%M:%S%z"
 to_json = json.JSONEncoder(ensure_ascii=False).encode
 Ask = Callable[[list[dict], list[dict]], Awaitable[Any]]
-Read = Callable[[Path], bytes]  # reads a file for a request, or raises OSError
+Read = Callable[[Path], bytes]  # reads a file for a request; raises OSError or ValueError
 
 
 # ---- Journal and inbox: a message is stored on disk before the agent uses it ----
@@ -74,8 +74,12 @@ class Session:
 
     def append(self, *messages: dict):
         """Append all messages or none. Until `synced` returns, a power cut may lose messages."""
-        numbered = enumerate(messages, self.highest + 1)
-        self._write([{"n": n} | without_images(message) for n, message in numbered])
+        self._write(
+            [
+                {"n": n} | without_images(message)
+                for n, message in enumerate(messages, self.highest + 1)
+            ]
+        )
 
     def mark(self, name: str, **details):
         """`name`: new, continue, resumed, ended (why), saved (upto, summary), delivered or
@@ -86,40 +90,44 @@ class Session:
         if not self.size:
             first = {"mark": "session", "key": self.key, "created_at": self.created_at}
             lines = [first | self.origin, *lines]
-        moment = {"timestamp": time.strftime(MOMENT)}
-        lines = [line | moment | line for line in lines]  # a line's own time stays
+        # a line's own time stays
+        lines = [line | {"timestamp": time.strftime(MOMENT)} | line for line in lines]
         self.size += append_lines(self.path, lines)
         for line in lines:
             self.take(line)
             if self.on_event:
-                named = {name: line[name] for name in EVENT_KEYS if name in line}
+                named = {
+                    name: line[name]  # without the texts, which are in the requests and answers
+                    for name in ("n", "role", "cut", "report", "mark", "why", "upto")
+                    if name in line
+                }
                 self.on_event("journal", who="session", line=named)
 
     def take(self, line: dict):
         """Update the state with one journal line. Messages after a damaged `upto` are kept."""
-        uptos = [line[name] for name in ("n", "upto") if isinstance(line.get(name), int)]
-        self.highest = max([self.highest, *uptos])
-        if isinstance(line.get("id"), str):
+        if "id" in line:
             self.known_ids.append(line["id"])
         match line:
             case {"mark": "saved", "upto": int(upto)}:
-                self.saved = max(self.saved, min(upto, self.last))
-                self.summary = str(line.get("summary") or "")
+                self.highest = max(self.highest, upto)  # later messages are not saved
+                self.saved = min(upto, self.last)
+                self.summary = line.get("summary", "")
                 self.messages = [message for message in self.messages if message["n"] > self.saved]
             case {"mark": "remembered", "upto": int(upto)}:
-                self.remembered = upto
+                self.remembered = min(upto, self.highest)
             case {"mark": "delivered", "upto": int(upto)}:
                 self.undelivered = [answer for answer in self.undelivered if answer["n"] > upto]
             case {"mark": "new"}:
                 self.start = self.last
                 self.turn_ends.add(self.start)
-            case {"mark": "ended"}:
-                self.ended[self.last] = str(line.get("why") or "interrupted")
+            case {"mark": "ended", "why": why}:
+                self.ended[self.last] = why
             case {"mark": "resumed"}:
                 self.resumed += 1
             case {"mark": "session", "created_at": str(created_at)}:
                 self.created_at = created_at
-            case {"n": int(), "role": str()}:
+            case {"n": int(n), "role": str()}:
+                self.highest = max(self.highest, n)
                 self.messages.append(line)
                 is_report = "report" in line
                 if is_report or (is_answer(line) and line.get("content")):
@@ -130,7 +138,7 @@ class Session:
                     self.resumed = 0
                     if line["role"] == "user":
                         self.turn_ends.add(self.last)
-                self.newest, self.last = line, line["n"]
+                self.newest, self.last = line, n
 
     async def synced(self):
         await asyncio.to_thread(fsync, self.path)
@@ -153,16 +161,19 @@ class Session:
             if "report" in message:
                 reports.append(message)
             elif message["role"] == "user":
-                recent = reports[-50:]
-                quotes = [quoted(report, 2_500 // len(recent)) for report in recent]
+                quotes = [quoted(report, 2_500 // len(reports)) for report in reports[-50:]]
                 sent.append(as_sent(message, self.gap_after(before), *quotes))
                 before, reports = message, []
             elif before:  # skip a turn if its user message is lost
                 sent.append(as_sent(message))
                 before = message
         if before.get("cut"):  # `/continue`
-            request = f"{self.gap_after(before)} Go on where the answer stops."
-            sent.append({"role": "user", "content": request})
+            sent.append(
+                {
+                    "role": "user",
+                    "content": f"{self.gap_after(before)} Go on where the answer stops.",
+                }
+            )
         return sent
 
     def gap_after(self, message: dict) -> str:
@@ -175,8 +186,14 @@ class Session:
     def summary_messages(self) -> list[dict]:
         if not self.summary or self.saved <= self.start:
             return []
-        content = f"[Summary of the earlier part of this conversation]\n\n{self.summary}"
-        return [{"n": self.saved, "role": "user", "content": content, "is_summary": True}]
+        return [
+            {
+                "n": self.saved,
+                "role": "user",
+                "content": f"[Summary of the earlier part of this conversation]\n\n{self.summary}",
+                "is_summary": True,
+            }
+        ]
 
     def without_saved(self, messages: list[dict]) -> list[dict]:
         """Remove messages from a request if they are now in the long-term memory."""
@@ -209,10 +226,6 @@ class Session:
                 if excess <= 0:
                     break
         return found
-
-
-# the keys of a line in the events of a run: the texts are in the requests and answers
-EVENT_KEYS = ("n", "role", "cut", "report", "mark", "why", "upto")
 
 
 def is_answer(message: dict) -> bool:
@@ -288,7 +301,6 @@ class MemoryStore:
         self.history = self.folder / "history.jsonl"
         self.archive = self.folder / "history-archive.jsonl"
         self.lock = self.folder / ".lock"
-        self._entries = (0, [])  # size and entries of the history file
 
     def text_of(self, path: Path) -> str:
         """Read a text file; a missing file gives "". Raises OSError if the file cannot be read."""
@@ -306,20 +318,15 @@ class MemoryStore:
             if self.read_facts() != instead_of:
                 return False
             text = text.strip()
-            before = instead_of.strip()
-            if not text or (len(before) > 300 and len(text) < len(before) // 2):
+            if not text or (len(instead_of) > 300 and len(text) < len(instead_of) // 2):
                 log.warning("MEMORY.md is not changed: the new text is empty or far too short")
-            elif text != before:
+            else:
                 write_atomically(self.facts, text + "\n")
             return True
 
     def entries(self) -> list[dict]:
-        """All history entries, cached until the file size changes (5 ms for 1,000 entries)."""
-        size = file_size(self.history)
-        if size != self._entries[0]:
-            is_entry = partial(has, cursor=int, timestamp=str, content=str)
-            self._entries = (size, read_records(self.history, is_entry))
-        return self._entries[1]
+        """All history entries. Reading 1,000 of them takes 5 ms."""
+        return read_records(self.history, partial(has, cursor=int, timestamp=str, content=str))
 
     def append_history(self, text: str, **origin):
         """Append an entry. The text may begin with its time, such as `[2026-04-03 00:02]`."""
@@ -343,15 +350,15 @@ class MemoryStore:
 
     def recent_history(self) -> list[str]:
         """The entries that Dream has not read yet, and the last five anyway. They share 1,800
-        tokens: what a short entry does not need is left for the longer ones."""
-        count = min(max(len(self.unread()), 5), 50)
-        entries = self.entries()[-count:]
-        texts = [f"[{entry['timestamp']}] {entry['content']}" for entry in entries]
-        room, left = 1_800, len(texts)
-        for number in sorted(range(left), key=lambda number: estimate(texts[number])):
-            texts[number] = fitted(texts[number], room // left)
-            room -= estimate(texts[number])
-            left -= 1
+        tokens: what an entry does not need is left for the newer ones."""
+        recent = self.unread()[-50:]
+        if len(recent) < 5:
+            recent = self.entries()[-5:]
+        texts, room = [], 1_800
+        for number, entry in enumerate(recent):
+            share = room // (len(recent) - number)
+            texts.append(fitted(f"[{entry['timestamp']}] {entry['content']}", share))
+            room -= estimate(texts[-1])
         return texts
 
     def archive_old(self, keep=1_000):
@@ -404,8 +411,7 @@ class Consolidator:
         half of the budget is used. Returns a line for the user, or ""."""
         if tokens <= 0.8 * self.budget:
             return ""
-        upto = session.end_of_oldest(tokens - self.budget // 2)
-        return await self.move(session, upto)
+        return await self.move(session, session.end_of_oldest(tokens - self.budget // 2))
 
     async def after_turn(self, session: Session) -> str:
         """Runs in the background. Move all turns older than `/new`. If more than `window` messages
@@ -416,14 +422,13 @@ class Consolidator:
                 session.mark("saved", upto=upto)
         conversation = session.conversation()
         if len(conversation) > self.window:
-            kept = self.window // 2
-            upto = conversation[-kept - 1]["n"]
+            upto = conversation[-self.window // 2]["n"]
         return await self.move(session, upto)
 
     async def move(self, session: Session, upto: int) -> str:
         """Move turns up to message `upto` in at most five rounds, because a user may be waiting.
-        Returns `12 older messages moved to the memory; memory: 2 lines removed, 1 added`. Raises
-        SessionBusy."""
+        Returns `12 older messages moved to the memory; memory: 1 file changed, 2 insertions(+)`.
+        Raises SessionBusy."""
         before, told = session.saved, ""
         async with self.one_at_a_time:
             for _ in range(5):
@@ -435,6 +440,7 @@ class Consolidator:
                 if saved is None or session.size != file_size(session.path):
                     break  # the model cannot be reached, or another program changed the file
                 entry, summary, changes = saved
+                summary = str(summary or "\n\n".join([*earlier, entry]))[-4_000:]
                 told += changes
                 origin = {"session": session.key, "created_at": session.created_at, "upto": end}
                 with self.sessions.lock(session.key):  # no `await`, so no cancellation here
@@ -461,11 +467,10 @@ class Consolidator:
         return end, fitted(text, room)  # even a single turn may be too long
 
     async def save(self, earlier: list[str], text: str) -> tuple | None:
-        """Returns (entry, summary, `; memory: 1 line removed, 2 added`), or None if the model is
-        not reachable. Without a valid call, the entry is a short piece of the text. `earlier`: the
-        summary of the conversation so far."""
+        """Returns (entry, summary or "", `; memory: 1 file changed, 2 insertions(+)`), or None if
+        the model is not reachable. Without a valid call, the entry is a short piece of the text.
+        `earlier`: the summary of the conversation so far."""
         repository = MemoryRepository(self.store.workspace)
-        entry, summary, changes = f"[RAW] {fitted(text, 400)}", "", ""
         for _ in range(3):  # retry if MEMORY.md has changed, or if the answer was cut off
             facts = self.store.read_facts()
             question = "\n\n".join(["# MEMORY.md", facts, "# Conversation", *earlier, text])
@@ -474,19 +479,19 @@ class Consolidator:
                 return None
             if response.finish_reason in ("length", "content_filter"):
                 continue
-            calls = [call.arguments for call in response.tool_calls]
-            valid = [each for each in calls if has(each, history_entry=str, memory_update=str)]
-            found = re.sub(THOUGHTS, "", valid[0]["history_entry"]).strip() if valid else ""
-            if not found:
+            valid = [
+                call.arguments
+                for call in response.tool_calls
+                if has(call.arguments, history_entry=str, memory_update=str)
+            ]
+            entry = re.sub(THOUGHTS, "", valid[0]["history_entry"]).strip() if valid else ""
+            if not entry:
                 break
             await asyncio.to_thread(repository.record, OUTSIDE)
-            if not self.store.write_facts(valid[0]["memory_update"], facts):
-                continue
-            counts = await asyncio.to_thread(repository.record, "saved from a conversation")
-            changes = f"; memory: {counts}" if counts else ""
-            entry, summary = found, valid[0].get("summary")
-            break
-        return entry, str(summary or "\n\n".join([*earlier, entry]))[-4_000:], changes
+            if self.store.write_facts(valid[0]["memory_update"], facts):
+                told = await asyncio.to_thread(repository.record, "saved from a conversation")
+                return entry, valid[0].get("summary"), f"; memory: {told}" if told else ""
+        return f"[RAW] {fitted(text, 400)}", "", ""
 
 
 # ---- Shorten a request until it fits the context window ----
@@ -498,7 +503,7 @@ class Governed:
     last parts of results. The system prompt, the summary and this turn's user messages stay.
 
     user "Find the bug"                 user "Find the bug"
-    assistant calls read_file({…})   →  user "[2 earlier messages left out. The calls, and …:]\\n
+    assistant calls read_file({…})   →  user "[2 messages left out. The calls, and …:]\\n
     tool "1| import os\\n2| import re"        assistant: calls read_file({…})\\n
     assistant calls grep({…})                 tool read_file: 1| import os"
     tool "a.py:7: …"                    assistant calls grep({…}) …
@@ -538,17 +543,15 @@ class Governed:
         if not left_out:
             return
         rest = self.messages[len(kept) + len(left_out) :]
-        told = (
-            f"[{counted(len(left_out), 'earlier message')} left out. The calls, and the first line"
-        )
-        lines = [f"{told} of each message:]"]
+        told = f"{counted(len(left_out), 'message')} left out"
+        lines = [f"[{told}. The calls, and the first line of each message:]"]
         for message in left_out:
             text = str(without_images(message).get("content") or "")
             first_line = text.strip().partition("\n")[0]
             lines.append(fitted(readable(message | {"content": first_line}), 100))
         text = fitted("\n".join(lines), int(min(list_size, max(freed - excess - 10, 50))))
         self.messages = [*kept, {"role": "user", "content": text}, *rest]
-        self.notes.append(f"{counted(len(left_out), 'message')} left out (~{freed:,} tokens)")
+        self.notes.append(f"{told} (~{freed:,} tokens)")
 
     def _remove_pictures(self, *_):
         shorter = [without_images(message) for message in self.messages]
@@ -561,12 +564,11 @@ class Governed:
         results = [message for message in self.messages if message["role"] == "tool"]
         room = int(total_tokens(results) - excess)
         for n, message in enumerate(self.messages):
-            text = str(message.get("content") or "")
             if message["role"] == "tool":
-                cut = fitted(text, max(room // len(results) - 20, 10))
-                if cut != text:
-                    cut += "\n[not all of it: ask for a part]"
-                    self.messages[n] = {**message, "content": cut}
+                cut = fitted(message["content"], max(room // len(results) - 20, 10))
+                if cut != message["content"]:
+                    content = f"{cut}\n[not all of it: ask for a part]"
+                    self.messages[n] = {**message, "content": content}
         self.notes.append(f"{counted(len(results), 'tool result')} cut")
 
 
@@ -579,19 +581,18 @@ def remember_terminals(sessions):
     """Write a history entry, without a model, about each conversation that a person typed at a
     terminal, except in the last hour: it may go on. Requests still have its messages.
 
-    {"cursor": 8, "timestamp": "2026-11-22 18:03", "used": 1795366980.0,
+    {"cursor": 8, "timestamp": "2026-11-22 18:03",
      "content": "In /home/ada/plan:\nuser: Add the costs.\nassistant: calls edit_file({…})\n…"}
     """
     store = sessions.store
-    with locked(store.folder / ".terminals"):  # two programs may start at the same time
+    lock = store.folder / ".terminals"  # two programs may start at the same time
+    with locked(lock):
         now = time.time()
-        earlier = [entry.get("used", 0.0) for entry in store.entries()]
-        # the marks decide; a day's slack because clocks are set back. The first time: of a month
-        done = max([now - 30 * 86_400, *(moment for moment in earlier if moment < now)])
+        last_run = min(lock.stat().st_mtime, now)  # the clock may have been set back
         for key, used in reversed(sessions.by_last_use()):
-            if not done - 86_400 < used < now - 3_600:
-                continue
-            first = sessions.first_line(key)
+            # the marks decide; older sessions are not opened. A day's slack: clocks are set back
+            is_due = last_run - 86_400 < used < now - 3_600
+            first = sessions.first_line(key) if is_due else {}
             if not first.get("typed"):
                 continue
             session = sessions.load(key)
@@ -601,9 +602,10 @@ def remember_terminals(sessions):
                 text = in_short(said)
                 if session.is_open:
                     text += "\n(not answered: the program ended)"
-                store.append_history(f"{moment} In {first.get('folder')}:\n{text}", used=used)
+                store.append_history(f"{moment} In {first['folder']}:\n{text}")
                 session.mark("remembered", upto=session.highest)
                 os.utime(session.path, (used, used))  # the mark is no use of the conversation
+        os.utime(lock)
 
 
 def in_short(messages):
@@ -623,6 +625,8 @@ def in_short(messages):
 def read_records(path: Path, is_valid: Callable):
     """The valid records of a file, in order. An invalid line is copied once to `*.corrupt`."""
     raw = patiently(path.read_bytes) if path.exists() else b""
+    aside = path.with_name(f"{path.name}.corrupt")
+    known = aside.read_bytes() if aside.exists() else b""
     records, damaged = [], []
     for line in raw.split(b"\n"):  # str.splitlines() would also split at U+2028 and \x85
         try:
@@ -631,16 +635,13 @@ def read_records(path: Path, is_valid: Callable):
             record = None
         if isinstance(record, dict) and is_valid(record):
             records.append(record)
-        elif line.strip(b"\0 \t\r"):
+        elif line.strip(b"\0 \t\r") and line not in known:
             damaged.append(line)
-    aside = path.with_name(f"{path.name}.corrupt")
-    known = aside.read_bytes() if aside.exists() else b""
-    lines = [line for line in damaged if line not in known]
-    if lines:
-        skipped = counted(len(lines), "unreadable line")
+    if damaged:
+        skipped = counted(len(damaged), "unreadable line")
         log.warning("%s: %s skipped, and copied to %s", path, skipped, aside.name)
         with open_private(aside) as file:
-            file.write(b"\n".join(lines) + b"\n")
+            file.write(b"\n".join(damaged) + b"\n")
     return records
 
 
@@ -650,8 +651,8 @@ def has(record, **kinds):
 
 
 def is_inbox_line(line: dict):
-    has_keys = has({"media": []} | line, id=str, kind=str, content=str, media=list)
-    return has_keys and all(isinstance(path, str) for path in line.get("media", []))
+    has_keys = has(line, id=str, kind=str, content=str, media=list | None)
+    return has_keys and all(isinstance(path, str) for path in line.get("media") or [])
 
 
 def journal_lines(path: Path):
@@ -671,27 +672,24 @@ def is_journal_line(line: dict):
     """True for a mark, and for a message that a request can have."""
     if "mark" in line or "_type" in line:
         return True
+    if not has(line, n=int | None, role=str, content=str | list | None, tool_calls=list | None):
+        return False
     calls = line.get("tool_calls") or []
-    has_calls = isinstance(calls, list) and all(has(call, function=dict) for call in calls)
-    is_message = has({"n": 1} | line, n=int, role=str, content=str | list | None)
-    is_message = is_message and line.get("n", 1) > 0  # a damaged digit may have become a minus
-    return is_message and has_calls and ("content" in line or bool(calls))
+    return all(has(call, function=dict) for call in calls) and ("content" in line or bool(calls))
 
 
 def numbered(lines):
     """Convert a journal of the system that this kit re-creates: all of its turns have ended.
 
-    {"_type": "metadata", "created_at": "2026-02-01T10:00:00", "last_consolidated": 2}
+    {"_type": "metadata", "last_consolidated": 2, …}
     {"role": "user", "content": "Hi"}    →    {"n": 1, "role": "user", "content": "Hi"}
     """
-    first = lines[0]
     messages = [line for line in lines if "_type" not in line]
     return [
-        {"mark": "session", "created_at": first.get("created_at")},
         *({"n": n} | message for n, message in enumerate(messages, 1)),
-        {"mark": "ended"},
+        {"mark": "ended", "why": "interrupted"},
         {"mark": "delivered", "upto": len(messages)},
-        {"mark": "saved", "upto": first.get("last_consolidated", 0)},
+        {"mark": "saved", "upto": lines[0].get("last_consolidated", 0)},
     ]
 
 
@@ -883,10 +881,8 @@ class SessionManager:
             session.take(line)
         own = {"session": key, "created_at": session.created_at}.items()
         for entry in self.store.entries():
-            if entry.items() >= own and has(entry, upto=int):
-                session.highest = max(session.highest, entry["upto"])
-                if session.saved < entry["upto"] <= session.last:
-                    session.take(entry | {"mark": "saved"})
+            if entry.items() >= own and entry.get("upto", 0) > session.saved:
+                session.take(entry | {"mark": "saved"})
         session.size = size if lines else 0
         return session
 
@@ -916,8 +912,10 @@ class SessionManager:
         if key in self._held:
             yield
             return
-        busy = f"Session {key} is in use by another program. Wait, or open another session with -s."
-        with locked(self.path(key).with_suffix(".lock"), busy):
+        with locked(
+            self.path(key).with_suffix(".lock"),
+            f"Session {key} is in use by another program. Wait, or open another session with -s.",
+        ):
             self._held.add(key)
             try:
                 yield
@@ -935,13 +933,12 @@ def readable(message: dict):
     for call in message.get("tool_calls") or []:
         function = call["function"]
         parts.append(f"calls {function.get('name')}({function.get('arguments')})")
-    text = "\n".join(parts).strip()
     if message.get("cut"):
-        text += f" [broke off: {message['cut']}]"
+        parts.append(f"[broke off: {message['cut']}]")
     who = f"{message['role']} {message.get('name', '')}".strip()  # a result has its tool's name
     if message.get("timestamp"):
         who = f"[{message['timestamp']}] {who}"
-    return f"{who}: {text}"
+    return f"{who}: " + "\n".join(parts).strip()
 
 
 def text_of_turns(messages: list[dict]):
@@ -966,7 +963,7 @@ def request(system: str, text: str):
 
 
 def counted(count: int, one: str, several: str = ""):
-    """Returns "0 steps", "1 step", "2 steps", "2 entries"."""
+    """Returns "0 steps", "1 step", "2,000 steps", "2 entries"."""
     return f"{count:,} {one}" if count == 1 else f"{count:,} {several or one + 's'}"
 
 
@@ -1052,8 +1049,6 @@ class Dream:
             batch = self.store.unread()[: self.max_batch]
             if not batch:
                 return "There is nothing new to dream about."
-            with contextlib.suppress(OSError):  # if it fails, the second commit fails, too
-                await asyncio.to_thread(repository.commit, OUTSIDE)
             outcome = await self._dream(batch, repository)
             self.failures = self.failures + 1 if outcome == "failed" else 0
             if outcome != "completed" and self.failures < 3:
@@ -1080,6 +1075,9 @@ class Dream:
             files.append(f"# {path}\n\n{fitted(self.store.text_of(path), self.budget // 8)}")
         question = "\n\n".join([time.strftime("Today: %Y-%m-%d, %A"), *files, "# History", *lines])
         response = await self.ask(request(self.find_prompt, question), [])
+        # what others have changed until now is no part of the dream
+        with contextlib.suppress(OSError):  # if it fails, the second commit fails, too
+            await asyncio.to_thread(repository.commit, OUTSIDE)
         if response.finish_reason == "error":
             return "failed" if response.is_overflow else UNREACHABLE
         answer = re.sub(THOUGHTS, "", response.content or "")
@@ -1092,12 +1090,8 @@ class Dream:
             if not skill.problem
         ]
         question = "\n\n".join(["# Findings", *findings, *files, "# Skills", *known])
-        # what a turn has saved meanwhile is no part of the dream
-        with contextlib.suppress(OSError):
-            await asyncio.to_thread(repository.commit, OUTSIDE)
         result = await self.run_agent(request(self.edit_prompt, question), self.refuse)
-        outcomes = {"completed": "completed", "error": UNREACHABLE}
-        return outcomes.get(result.stop_reason, "failed")
+        return {"completed": "completed", "error": UNREACHABLE}.get(result.stop_reason, "failed")
 
     def refuse(self, name, arguments):
         """Returns why a call is refused, or "". Without this check, the text of a web page could
@@ -1140,28 +1134,31 @@ class MemoryRepository:
         """Run git. If git fails, raises OSError with the text `why`, or else with git's message."""
         if not shutil.which("git"):
             raise OSError("git is not installed.")
-        own = {
-            "GIT_DIR": ".nanobot/memory.git",
-            "GIT_INDEX_FILE": ".nanobot/memory.git/index",
-            "GIT_WORK_TREE": ".",
-            "GIT_CONFIG_NOSYSTEM": "1",
-            "GIT_CONFIG_GLOBAL": os.devnull,
-        }
         done = subprocess.run(
             ["git", "-c", "user.name=nanobot", "-c", "user.email=nanobot@localhost", *arguments],
             cwd=self.workspace,
-            env=os.environ | own,
+            env=os.environ
+            | {
+                "GIT_DIR": ".nanobot/memory.git",
+                "GIT_INDEX_FILE": ".nanobot/memory.git/index",
+                "GIT_WORK_TREE": ".",
+                "GIT_CONFIG_NOSYSTEM": "1",
+                "GIT_CONFIG_GLOBAL": os.devnull,
+            },
             capture_output=True,
             encoding="utf-8",
             errors="replace",
         )
         if done.returncode:
-            remedy = f"If {self.folder} is damaged, remove it: the next dream begins a new one."
-            raise OSError(why or f"{done.stderr.strip()}. {remedy}")
+            raise OSError(
+                why
+                or f"{done.stderr.strip()}. If {self.folder} is damaged, remove it: the next dream "
+                "begins a new one."
+            )
         return done.stdout
 
     def commit(self, subject: str):
-        """Commit the files. Returns `2 lines removed, 1 added`, or "". Raises OSError."""
+        """Commit the files. Returns `1 file changed, 2 insertions(+)`, or "". Raises OSError."""
         if not (self.folder / "HEAD").exists():
             self.git("init", "-q")
             write_atomically(self.folder / "info" / "attributes", self.attributes)
@@ -1169,18 +1166,14 @@ class MemoryRepository:
         self.git("add", "-u")  # changed and deleted files
         names = [name for name in self.files if (self.workspace / name).exists()]
         self.git("add", "-f", "--", *names)
-        changed = self.git("diff", "--cached", "--numstat", "--no-renames", "--", *self.files)
-        if not changed:
-            return ""
-        counts = re.findall(r"(?m)^(\d+)\t(\d+)", changed)  # "1\t2\tmemory/MEMORY.md"
-        removed = sum(int(count) for _, count in counts)
-        told = f"{counted(removed, 'line')} removed, {sum(int(n) for n, _ in counts)} added"
-        self.git("commit", "-q", "-m", f"{subject}: {told}")
+        told = self.git("diff", "--cached", "--shortstat", "--", *self.files).strip()
+        if told:
+            self.git("commit", "-q", "-m", f"{subject}: {told}")
         return told
 
     def record(self, subject: str):
         """Commit if git works, and unless a dream is running, whose commit then contains these
-        changes, too. Returns `2 lines removed, 1 added`, or ""."""
+        changes, too. Returns `1 file changed, 2 insertions(+)`, or ""."""
         try:
             with self.lock():
                 return self.commit(subject)
@@ -1203,8 +1196,16 @@ class MemoryRepository:
             with self.lock():
                 self.commit(OUTSIDE)
                 patch = ".nanobot/undo.patch"  # not read here: its bytes must stay as they are
-                which = (f"--output={patch}", f"{sha or LAST_DREAM}^0", "--", *self.files)
-                self.git("diff-tree", "-p", "--binary", *which, why=UNKNOWN)
+                self.git(
+                    "diff-tree",
+                    "-p",
+                    "--binary",
+                    f"--output={patch}",
+                    f"{sha or LAST_DREAM}^0",
+                    "--",
+                    *self.files,
+                    why=UNKNOWN,
+                )
                 files = [self.workspace / name for name in self.git("ls-files", "-z").split("\0")]
                 modes = {path: path.stat().st_mode for path in files if path.is_file()}
                 try:
@@ -1255,10 +1256,9 @@ class SkillsLoader:
     def _read(self, path):
         try:
             return skill_of(path, self.read(path))
-        except Exception as problem:  # a damaged skill must not stop the turn
-            why = f"{type(problem).__name__}: {problem}"
-            warn_once(f"{path} is left out: {why}")
-            return Skill(path.parent.name, path, problem=why)
+        except (OSError, ValueError) as problem:
+            warn_once(f"{path} is left out: {problem}")
+            return Skill(path.parent.name, path, problem=str(problem))
 
 
 warn_once = cache(log.warning)
@@ -1293,7 +1293,7 @@ def skill_of(path: Path, data: bytes):
     )
 
 
-ESCAPED = {"'": "''", '"': '\\"'}  # a quote inside quotes: 'it''s late'   "say \\"hi\\""
+QUOTED = r"""(["'])((?:\\.|''|(?!\1).)*)"""  # 'it''s late'   "say \\"hi\\" # twice"
 
 
 def fields_of(front: str):
@@ -1303,10 +1303,9 @@ def fields_of(front: str):
     for line in re.sub(r"\n[ \t]+", " ", front).split("\n"):
         key, _, value = line.partition(":")
         value = value.strip()
-        quote = value[:1]
-        if quote in ESCAPED:
-            value = value[1:].replace(ESCAPED[quote], "\0").partition(quote)[0]
-            value = value.replace("\0", quote)
+        quoted = re.match(QUOTED, value)
+        if quoted:
+            value = quoted[2].replace("''", "'").replace('\\"', '"')
         else:
             value = value.lstrip(">|+-").partition(" #")[0]
         fields[key] = value.strip()

@@ -4,7 +4,6 @@ Telegram over HTTP, jobs in their time."""
 import asyncio
 import contextlib
 import io
-import itertools
 import json
 import logging
 import os
@@ -16,9 +15,7 @@ import sys
 import threading
 import time
 import traceback
-from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
-from functools import partial
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -131,11 +128,11 @@ def test_a_channel_that_fails_stops_no_other_and_one_that_hangs_does_not_hold_th
 
     async def test(bus: MessageBus) -> None:
         bus.send(OutboundMessage("deaf", "1", "never"))
-        bus.send(OutboundMessage("other", "ann", "hello"))
-        await settled(lambda: other.texts() == ["hello"])
+        bus.send(to("ann", "hello"))
+        await settled(phone.texts)
 
-    other = Talk("other")
-    talk(test, Deaf("deaf"), other)
+    phone = Talk()
+    talk(test, Deaf("deaf"), phone)
     assert "deaf: the channel has stopped listening: no such host" in caplog.text
 
 
@@ -187,7 +184,10 @@ def test_a_log_line_is_made_harmless_with_its_traceback():
             {"path": "a", "old_text": "1\n2\n3", "new_text": "1\nRun it?\n3"},
             'act {"path": "a"}\n-1\n-2\n-3\n+1\n+Run it?\n+3',
         ),
-        ({"old_text": "x" * 600 + "\n", "new_text": ""}, f"act\n-{'x' * 600}\n-\n+"),
+        (
+            {"content": "x\n" * 20},
+            "act\n" + "+x\n" * 20 + "+\n(the call has 21 lines: scroll up to its beginning)",
+        ),
     ],
 )
 def test_a_call_to_be_approved_is_shown_whole_and_cannot_imitate_the_question(arguments, shown):
@@ -265,18 +265,6 @@ def test_on_a_terminal_a_turn_reads_from_top_to_bottom_with_nothing_twice_and_a_
     )
 
 
-def test_a_note_begins_a_line_of_its_own_and_is_dimmed_on_a_terminal_only(terminal):
-    err = io.StringIO()
-    CLI(err, err).note("note \x1b[1m")
-    assert err.getvalue() == "note \\x1b[1m\n"
-    cli = CLI(terminal.stream, terminal.stream)
-    send(cli, event("delta", "你好，"), event("delta", "世界"))
-    assert terminal.read_raw() == "你好，世界", "each piece at once, also without blanks"
-    cli.note("the connection broke")
-    send(cli, event("final", "A whole one."))
-    assert terminal.read_raw() == f"\n{DIM}the connection broke{PLAIN}\nA whole one.\n"
-
-
 # ---- The keyboard ----
 
 READ_A_LINE = """
@@ -312,7 +300,7 @@ def typed(keys: bytes, history: Path, prompt: bytes = b"> ") -> str:
 
 def test_a_typed_line_is_read_and_another_program_recalls_it(tmp_path):
     pytest.importorskip("readline", reason="no line editing on this system")
-    history = tmp_path / "new" / ".nanobot" / "prompt-history"
+    history = tmp_path / "prompt-history"
     assert typed("Grüße 你\n".encode(), history) == "'Grüße 你'"
     assert typed(b"\n", history) == "''"
     assert typed(b"\x1b[A\n", history) == "'Grüße 你'", "one key up, past no empty line"
@@ -358,9 +346,8 @@ class Keyboard:
 @pytest.mark.parametrize(
     ("lines", "failures", "asked", "err"),
     [
-        (["hello\n", "\n", "  what?  \n"], [], ["hello", "what?"], "> > > > \n"),
         (["\x04\n", "hello\n"], [], [], "> \n"),  # Ctrl-D on Windows
-        ([KeyboardInterrupt(), "hello\n"], [], ["hello"], "> \n> > \n"),
+        ([KeyboardInterrupt(), "\n", " hello \n"], [], ["hello"], "> \n> > > \n"),
         (["one\n"], [LookupError("no model.")], ["one"], "> Sorry, that failed: no model.\n> \n"),
         (["one\n", "two\n"], [Terminated()], ["one"], "> "),
         ([OSError("the terminal is gone"), "one\n"], [], [], "> "),
@@ -374,8 +361,8 @@ def test_a_conversation_goes_on_until_somebody_leaves(
 
     def ask(text: str) -> None:
         said.append(text)
-        if failures:
-            raise failures.pop(0)
+        for failure in failures:
+            raise failure
 
     monkeypatch.setattr(sys, "stdin", Keyboard(*lines, ""))
     monkeypatch.setattr(sys, "stderr", shown)
@@ -433,25 +420,21 @@ def test_ctrl_c_waits_until_the_work_has_put_things_in_order_a_second_one_does_n
 def test_a_question_from_beside_the_turn_is_answered_or_refused_and_a_given_up_one_harms_nobody(
     monkeypatch, capsys
 ):
-    keyboard, asides = Keyboard(), []
+    keyboard = Keyboard()
     monkeypatch.setattr(sys, "stdin", keyboard)
 
     async def turn() -> str:
         given_up = asyncio.create_task(background.ask("given up? "))
         await asyncio.to_thread(keyboard.is_read.wait, 20)
-        asides.append(asyncio.create_task(background.ask("aside? ")))
+        aside = asyncio.create_task(background.ask("aside? "))
         await asyncio.sleep(0)
         given_up.cancel()
         for line in ("for nobody\n", "one\n", "two\n"):
             keyboard.lines.put(line)
-        return await background.ask("a line?\nturn? ")
-
-    async def outcome() -> str:
-        return await asides[0]
+        return await background.ask("a line?\nturn? "), await aside
 
     with BackgroundLoop() as background:
-        assert background.complete(turn()) == "two"
-        assert background.complete(outcome()) == "one"
+        assert background.complete(turn()) == ("two", "one")
         late = asyncio.run_coroutine_threadsafe(background.ask("more? "), background.loop)
         with pytest.raises(RuntimeError, match="Nobody can be asked: no turn is running"):
             late.result(timeout=10)
@@ -465,41 +448,25 @@ def test_what_is_waited_for_is_shown_after_a_second_and_is_gone_before_anything_
     clock, cli = SimpleNamespace(now=100.0), CLI(terminal.stream, terminal.stream)
     cli.waiting = waiting = Waiting(terminal.stream, lambda: clock.now)
 
-    def shown() -> str:
-        """A line that waits begins with `<`; `|` erases it."""
-        return terminal.read().replace("\r\x1b[K", "<").replace("\r\x1b[J", "|")
-
     def drawn_after(seconds: float) -> str:
+        """A line that waits begins with `<`; `|` erases it."""
         clock.now += seconds
         waiting.draw()
-        return shown()
+        return terminal.read().replace("\r\x1b[K", "<").replace("\r\x1b[J", "|")
 
     waiting.begin("the model")
     assert drawn_after(0.9) == ""
     assert drawn_after(1.2) == "<waiting for the model … "
     assert drawn_after(57) == "", "the user may be typing behind it"
     waiting.begin('read_file("a\x1b[2J.txt")\n')
-    assert drawn_after(1).startswith('|<waiting for read_file("a\\x1b[2J.txt")')
+    assert drawn_after(1) == '|<waiting for read_file("a\\x1b[2J.txt") … '
     send(cli, event("final", "The answer."))
-    assert shown() == "|The answer.\n"
-    assert drawn_after(1).startswith("<waiting for read_file")
+    assert drawn_after(0).startswith("|The answer.\n<waiting for read_file")
     waiting.end()
     assert drawn_after(10) == "|"
 
 
 # ---- What the program inherits, and what is piped in ----
-
-INHERITED = """
-import asyncio, os, sys
-from channels import CLI, OutboundMessage, prepare_streams
-prepare_streams()
-print("an error", file=sys.stderr)
-assert open(os.devnull).fileno() > 2
-cli = CLI()
-asyncio.run(cli.send(OutboundMessage("cli", "direct", "Hello.")))
-cli.note("a note")
-print(cli.read_piped(True, None))
-"""
 
 
 def test_pipes_are_utf8_whatever_the_code_page_is_and_the_null_device_is_no_terminal():
@@ -521,22 +488,6 @@ print("→ ü", [each.isatty() for each in (sys.stdin, sys.stdout, sys.stderr)],
             **source,
         )
         assert done.stdout == f"→ ü [False, False, False] {read}\n", done.stderr
-
-
-@pytest.mark.skipif(os.name != "posix", reason="a closed descriptor is a POSIX thing")
-@pytest.mark.parametrize("closed", [(1,), (0, 1, 2)])
-def test_closed_streams_are_nothing_to_read_and_nowhere_to_write(closed):
-    done = subprocess.run(
-        [sys.executable, "-c", INHERITED],
-        cwd=ROOT,
-        input="",
-        encoding="utf-8",
-        capture_output=True,
-        preexec_fn=lambda: [os.close(number) for number in closed],
-        timeout=30,
-    )
-    assert (done.returncode, done.stdout, "Traceback" in done.stderr) == (0, "", False)
-    assert ("a note" in done.stderr) == ("an error" in done.stderr) == (2 not in closed)
 
 
 # ---- Telegram ----
@@ -657,11 +608,9 @@ def test_an_update_is_confirmed_only_when_it_is_in_the_journal_and_comes_again_u
         async with Desk(server, tmp_path) as desk:
             again = await desk.next()
             assert (again.content, again.message_id) == ("two", message.message_id)
-            assert (await desk.take()).content == "three"
             again.confirm()
+            assert (await desk.take()).content == "three"
             await desk.until_confirmed()
-            server.say("four")
-            assert (await desk.take()).content == "four"
 
     in_telegram(test)
 
@@ -681,38 +630,37 @@ def test_strangers_get_no_sign_of_life(tmp_path):
 @telegram()
 async def test_in_a_group_only_what_is_for_the_bot(server, desk, caplog):
     bot, human = {"id": 99, "is_bot": True}, {"id": 8, "is_bot": False}
-    for is_heard, parts in [
-        (True, {"text": "what is this, @Kit_Bot?"}),
-        (True, {"text": "/stop@kit_bot"}),
-        (True, {"caption": "@kit_bot look"}),
-        (True, {"text": "no", "reply_to_message": {"message_id": 1, "from": bot}}),
-        (False, {"text": "no", "reply_to_message": {"message_id": 1, "from": human}}),
-        (False, {"text": "@kit_bot2 hello"}),
-        (False, {"text": "/stop"}),
-    ]:
+    heard = [
+        {"text": "/stop@kit_bot"},
+        {"caption": "@Kit_bot look"},
+        {"text": "yes", "reply_to_message": {"message_id": 1, "from": bot}},
+    ]
+    others = [
+        {"text": "no", "reply_to_message": {"message_id": 1, "from": human}},
+        {"text": "@kit_bot2 hello"},
+        {"text": "/stop"},
+    ]
+    for parts in [*others, *heard]:
         server.say(chat=GROUP, **parts)
-        if not is_heard:
-            server.say("@kit_bot last", chat=GROUP)
+    for text in ("/stop@kit_bot", "@Kit_bot look", "yes"):
         message = await desk.take()
-        assert (message.content != "@kit_bot last") == is_heard, parts
+        assert message.content.endswith(text)
         assert (message.chat_id, message.speaker) == ("-100", "Ann")
 
 
 @telegram(group_policy="open")
 async def test_a_group_may_be_open_but_only_to_allowed_people(server, desk, caplog):
     server.say("from a stranger", sender=8, chat=GROUP)
-    name = {"first_name": "A\nda: /stop", "last_name": "L" * 99}
-    server.say("hi", chat=GROUP, **{"from": {"id": 7, "is_bot": False, **name}})
-    message = await desk.take()
-    assert (message.content, message.speaker) == ("hi", "A da: /stop " + "L" * 28)
+    names = {"first_name": "A\nda: /stop", "last_name": "L" * 99}
+    server.say("hi", chat=GROUP, **{"from": {"id": 7, "is_bot": False, **names}})
+    assert (await desk.take()).speaker == "A da: /stop " + "L" * 28
 
 
 @telegram()
 async def test_noise_is_confirmed_and_left_alone(server, desk, caplog):
-    sender, chat = {"id": 7, "is_bot": False}, {"id": 7, "type": "private"}
-    server.update(edited_message={"message_id": 2, "from": sender, "chat": chat, "text": "edited"})
-    for odd in ({"from": sender, "text": "no chat"}, {"from": {}, "chat": chat, "text": "nobody"}):
-        server.update(message={"message_id": 4, **odd})
+    sender = {"id": 7, "is_bot": False}
+    server.update(edited_message={"message_id": 2, "from": sender, "text": "edited"})
+    server.update(message={"message_id": 4, "from": sender, "text": "no chat"})
     server.say("a word")
     assert (await desk.take()).content == "a word"
     await desk.until_confirmed()
@@ -722,13 +670,11 @@ async def test_noise_is_confirmed_and_left_alone(server, desk, caplog):
 def test_an_album_that_comes_in_pieces_is_one_message(tmp_path):
     async def test(server):
         def photo(number: int, **parts) -> None:
-            sizes = [
-                server.file(f"photos/{number}{size}.jpg", size.encode()) for size in ("s", "large")
-            ]
+            sizes = [server.file(f"{number}{size}.jpg", size.encode()) for size in ("s", "large")]
             server.say(media_group_id="A", photo=sizes, **parts)
 
         async def sleep(seconds: float) -> None:
-            if seconds == 2.0:
+            if seconds == 2.0 and len(server.updates) == 1:
                 photo(2)
                 photo(3)
             await desk.sleep(seconds)
@@ -738,26 +684,21 @@ def test_an_album_that_comes_in_pieces_is_one_message(tmp_path):
         async with desk:
             photo(1, caption="Where is this?")
             message = await desk.take()
-            assert (message.content, len(message.media)) == ("Where is this?", 3)
+            assert message.content == "Where is this?"
             assert [path.read_bytes() for path in message.media] == [b"large"] * 3
             await desk.until_confirmed()
-        assert desk.naps == [2.0], "an album waits 3 s at most"
 
     in_telegram(test)
 
 
 @telegram()
 async def test_files_come_in_under_names_of_their_own(server, desk, caplog):
-    for name in ("a b.pdf", "a b.pdf", "../../../evil", "é" * 200 + ".txt", f"x.{'y' * 99}"):
+    for name in ("a b.pdf", "a b.pdf", "../../../evil", "é" * 200 + ".txt"):
         server.say(caption="look", document=server.file("documents/1", b"one", file_name=name))
-    messages = [await desk.take() for _ in range(5)]
-    names = [message.media[0].name for message in messages]
-    assert names[:3] == ["U1-a_b.pdf", "U2-a_b.pdf", "U3-.._.._.._evil"]
-    assert names[3:] == ["U4-" + "é" * 56 + ".txt", "U5-" + "y" * 60], "the id stays"
-    for message in messages:
-        [path] = message.media
-        assert (path.parent, message.content) == (desk.bot.media_folder, "look")
-        assert path.read_bytes() == b"one"
+    paths = [(await desk.take()).media[0] for _ in range(4)]
+    names = ["U1-a_b.pdf", "U2-a_b.pdf", "U3-.._.._.._evil", "U4-" + "é" * 56 + ".txt"]
+    assert paths == [desk.bot.media_folder / name for name in names]
+    assert {path.read_bytes() for path in paths} == {b"one"}
 
 
 PLACE = {"latitude": 52.5, "longitude": 13.4}
@@ -787,16 +728,14 @@ async def test_what_is_no_text_becomes_a_line_and_a_reply_comes_with_what_it_quo
 @telegram()
 async def test_a_rival_a_webhook_and_an_outage_are_told_once_and_waited_for(server, desk, caplog):
     """A flood wait is kept to the second, and a 404 of a moment does not end the bot."""
-    flood = Refusal(429, "Too Many Requests: retry after 77", {"retry_after": 77})
-    for refusals, naps, hint in (
-        ([Refusal(409, CONFLICT)] * 3, [10] * 3, "Another program also reads this bot's messages"),
-        ([Refusal(500, "Internal Server Error")] * 13, [10] * 13, "Retried every 10 s"),
-        ([Refusal(404, "Not Found")], [60], "Retried every 60 s"),
-        ([flood], [77], "Retried every "),
+    for refusal, naps, hint in (
+        (Refusal(409, CONFLICT), [10] * 3, "Another program also reads this bot's messages"),
+        (Refusal(404, "Not Found"), [60] * 3, "Retried every 60 s"),
+        (Refusal(429, "Too Many", {"retry_after": 77}), [77] * 3, "Retried every "),
     ):
         desk.naps.clear()
         caplog.clear()
-        server.refuse("getUpdates", *refusals)
+        server.refuse("getUpdates", *[refusal] * 3)
         for text in ("one", "two"):  # the first call may be under way
             server.say(text)
             assert (await desk.take()).content == text
@@ -822,13 +761,13 @@ def test_typing_ends_with_the_answer_and_with_the_next_message(tmp_path):
 
     async def test(server):
         async with Desk(server, tmp_path, sleep=sleep) as desk:
-            for number in range(3):
+            for number in (1, 2):
                 server.say("hi")
                 await desk.take()
-                await settled(lambda number=number: states.count("begun") > number)
+                await settled(lambda number=number: states.count("begun") == number)
                 await desk.send("looking", kind="progress")
                 await desk.send("for somebody else", "8")
-            assert states == ["begun", "ended", "begun", "ended", "begun"]
+            assert states == ["begun", "ended", "begun"]
             await desk.send("It says hello.")
             await settled(lambda: states[-1] == "ended")
 
@@ -850,14 +789,12 @@ async def test_what_is_worth_a_message_is_sent_as_plain_text_only_if_the_html_wa
 ):
     for kind in ("delta", "retry", "progress", "tool_hint"):
         await desk.send(kind, kind=kind)
-    for blank in (" \n ", "```\n \n```"):
-        await desk.send(blank)
+    await desk.send("```\n \n```")
     assert server.texts() == ["progress", "tool_hint"]
-    server.requests.clear()
     server.refuse("sendMessage", Refusal(400, "Bad Request: can't parse entities: Unexpected end"))
     await desk.send("**a** < b")
-    assert server.texts() == ["<b>a</b> &lt; b", "a < b"]
-    assert "parse_mode" not in server.calls("sendMessage")[1]
+    assert server.texts()[2:] == ["<b>a</b> &lt; b", "a < b"]
+    assert "parse_mode" not in server.calls("sendMessage")[3]
     for refusal in (Refusal(500, "x"), Refusal(0, after=True), Refusal(400, body=b"a proxy")):
         server.requests.clear()
         server.refuse("sendMessage", refusal)
@@ -883,26 +820,12 @@ async def test_chats_that_block_flood_or_fail_delay_no_other_and_nothing_comes_t
     await desk.deliver("hello")
     assert server.texts("7") == ["hello"] and "chat 8 refuses a message" in caplog.text
     pauses = [nap for nap in desk.naps if nap != 3_600]
-    assert pauses[:8] == [1, 2, 4, 8, 16, 32, 60, 60] and desk.naps.count(3_600) > 6
+    assert pauses[:8] == [1, 2, 4, 8, 16, 32, 60, 60]
     server.chats.clear()
-    await desk.until(lambda: all("the end" in server.texts(chat) for chat in ("9", "10")))
     for chat in ("9", "10"):
-        texts = [text[:3] for text in server.texts(chat)]
-        assert [*dict.fromkeys(texts)] == ["aaa", "bbb", "ccc", "the"]
+        await desk.until(lambda chat=chat: "the end" in server.texts(chat))
+        assert [*dict.fromkeys(text[0] for text in server.texts(chat))] == [*"abct"]
     assert caplog.text.count("502 not the Bot API") == 1
-
-
-@telegram()
-async def test_a_second_try_goes_on_where_the_first_broke_off(server, desk, caplog):
-    file = desk.folder / "a.txt"
-    file.write_text("hello")
-    message = OutboundMessage("telegram", "7", "a" * 4_000 + "\n" + "b" * 4_000, media=[file])
-    server.refuse("sendDocument", Refusal(500, "x"))
-    with pytest.raises(TelegramError):
-        await desk.bot.send(message)
-    await desk.bot.send(message)
-    assert [text[0] for text in server.texts()] == ["a", "b"]
-    assert len(server.calls("sendDocument")) == 2
 
 
 @telegram()
@@ -916,15 +839,11 @@ async def test_photos_and_files_go_out_and_one_that_cannot_is_told_of(server, de
     photo.write_bytes(b"\x89PNG\r\n--\r\n")
     file.write_bytes(b"hello\r\n" * 100_000)
     assert await sent(photo, file) == ["sendPhoto", "sendDocument"]
-    first, second = [request for request in server.requests if request.files]
-    assert first.files == {"photo": ("a.PNG", b"\x89PNG\r\n--\r\n")}
-    assert second.files["document"][1] == b"hello\r\n" * 100_000
+    first, second = [request.files for request in server.requests if request.files]
+    assert first == {"photo": ("a.PNG", photo.read_bytes())}
+    assert second["document"][1] == file.read_bytes()
     server.refuse("sendPhoto", Refusal(400, "Bad Request: PHOTO_INVALID_DIMENSIONS"))
     assert await sent(photo) == ["sendPhoto", "sendDocument"]
-    server.refuse("sendPhoto", Refusal(500, "Internal Server Error"))
-    with pytest.raises(TelegramError):
-        await sent(photo)
-    assert server.calls("sendDocument") == [], "it may have arrived"
     await sent(desk.folder / "a&b")
     assert re.match(r"\[a&amp;b cannot be sent: \[(Errno|WinError) 2\]", server.texts()[-1])
 
@@ -944,14 +863,12 @@ async def test_a_file_that_is_too_large_is_not_uploaded_again_and_the_chat_is_to
     server, desk, caplog
 ):
     server.refuse("sendDocument", Refusal(413, "Request Entity Too Large"))
-    desk.bus.send(file_for("7", sparse(desk.folder / "small.zip", 1_000)))
-    desk.bus.send(file_for("7", sparse(desk.folder / "large.zip", 80_000_000)))
+    for name, size in (("small.zip", 1_000), ("large.zip", 80_000_000)):
+        desk.bus.send(file_for("7", sparse(desk.folder / name, size)))
     await desk.until(lambda: len(server.texts("7")) == 2)
-    assert server.texts("7") == [
-        "[small.zip cannot be sent: sendDocument: 413 Request Entity Too Large]",
-        "[large.zip cannot be sent: "
-        "it has 80,000,000 bytes, and Telegram accepts at most 50,000,000]",
-    ]
+    small, large = server.texts("7")
+    assert "small.zip cannot be sent: sendDocument: 413 Request Entity Too Large" in small
+    assert "large.zip cannot be sent: it has 80,000,000 bytes" in large
     assert len(server.calls("sendDocument")) == 1 and desk.naps == []
 
 
@@ -966,7 +883,7 @@ async def test_a_file_outlasts_an_outage_in_which_its_chat_waits_and_no_other(se
 
     desk.bot.sleep = sleep
     flood = Refusal(429, "Too Many Requests: retry after 33", {"retry_after": 33})
-    server.refuse("getFile", Refusal(502, body=b"<html>bad gateway"), Refusal(0), flood)
+    server.refuse("getFile", Refusal(502, body=b"<html>bad gateway"), flood)
     server.say(caption="this", document=server.file("a.bin", b"x"))
     server.say("after the file")
     server.say("elsewhere", sender=8)
@@ -975,13 +892,10 @@ async def test_a_file_outlasts_an_outage_in_which_its_chat_waits_and_no_other(se
     going_on.set()
     message = await desk.take()
     assert (message.content, message.media[0].read_bytes()) == ("this", b"x")
-    assert (await desk.take()).content == "after the file"
-    assert desk.naps == [10, 10, 33]
     server.refuse("getFile", Refusal(400, "Bad Request: file is too big"))
     server.say(caption="lost", document=server.file("a.bin", b"x"))
-    message = await desk.take()
-    assert message.content.startswith("lost\n") and message.media == []
-    assert "cannot be fetched: getFile: 400 Bad Request: file is too big" in message.content
+    assert (await desk.take()).content == "after the file" and desk.naps == [10, 33]
+    assert "file is too big" in (await desk.take()).content
 
 
 @telegram()
@@ -993,8 +907,7 @@ async def test_a_file_that_never_arrives_is_given_up_after_five_uploads_and_the_
     desk.bus.send(file_for("7", sparse(desk.folder / "b.zip", 1_000)))
     await desk.until(lambda: server.calls("sendDocument"))
     assert len(server.calls("sendPhoto")) == 5 and desk.naps == [1, 2, 4, 8]
-    (told,) = server.texts("7")
-    assert told.startswith("[a.png cannot be sent: five attempts have failed, the last with ")
+    assert server.texts("7")[0].startswith("[a.png cannot be sent: ")
 
 
 @telegram()
@@ -1012,7 +925,6 @@ def test_the_token_is_in_no_log_and_no_error(tmp_path, caplog, base):
     caplog.set_level(logging.DEBUG)
 
     async def test(server):
-        secret = server.token.partition(":")[2]
         server.refuse("getMe", Refusal(500, f"no such bot{server.token}"), Refusal(0))
         server.refuse("sendMessage", Refusal(500, f"bad /bot{server.token}/sendMessage"))
         desk = Desk(server, tmp_path, api_base=base.replace("{}", server.base_url))
@@ -1020,13 +932,9 @@ def test_the_token_is_in_no_log_and_no_error(tmp_path, caplog, base):
             await desk.send("x")
         async with desk:
             await settled(lambda: len(desk.naps) > 1)
-        error = failure.value
-        shown = "".join(traceback.format_exception(error))
-        while error := error.__context__:
-            shown += repr(error)
-        assert secret not in shown + caplog.text
-        if base == "{}":
-            assert str(failure.value) == "sendMessage: 500 bad /bot<token>/sendMessage"
+        shown = "".join(traceback.format_exception(failure.value))
+        assert server.token.partition(":")[2] not in shown + caplog.text
+        assert repr(failure.value.__context__) == "None"
 
     in_telegram(test)
 
@@ -1081,10 +989,10 @@ def test_whatever_the_markdown_its_parts_can_be_parsed_fit_and_lose_nothing():
         random = Random(seed)
         text = as_html("".join(random.choice(PIECES) for _ in range(100)))
         assert Parser(text).text == plain_text(text), seed
-        limit = (1, 20, 60, 300)[seed % 4]
+        limit = (100, 150, 300)[seed % 3]
         plain = [Parser(part).text for part in split_html(text, limit)]
         assert "".join("".join(plain).split()) == "".join(plain_text(text).split()), seed
-        assert limit < 60 or max(map(units, plain)) <= limit, seed
+        assert max(map(units, plain)) <= limit, seed
 
 
 WORST = [
@@ -1138,15 +1046,7 @@ def local(text: str) -> datetime:
     ("expr", "after", "expected"),
     [
         ("0 9 * * MON,Wed", "2026-11-23T10:00", "2026-11-25T09:00"),
-        ("0 9 * * sun-tue", "2026-11-21T10:00", "2026-11-22T09:00"),
         ("0 0 29 2 *", "2026-11-21T10:00", "2028-02-29T00:00"),
-        (
-            "0 9 13 * fri",
-            "2026-11-14T10:00",
-            "2026-11-20T09:00",
-        ),  # either day, if neither is a star,
-        ("0 9 */2 * mon", "2026-11-24T10:00", "2026-12-07T09:00"),  # else both have to fit
-        ("30 2 * * *", "2026-03-28T12:00", "2026-03-29T03:30"),  # 02:30 does not exist
         ("30 2 * * *", "2026-10-25T02:30", "2026-10-26T02:30"),  # 02:30 exists twice
     ],
 )
@@ -1157,7 +1057,6 @@ def test_when_an_expression_comes_next(expr, after, expected):
 @pytest.mark.parametrize(
     ("expr", "complaint"),
     [
-        ("60 * * * *", "minute: '60' is not like .*within 0-59"),
         ("0 22-2 * * *", "hour: '22-2' .*within 0-23; 22-2 is written as 22-23,0-2"),
         ("١ * * * *", "minute: '١' is not like"),
     ],
@@ -1169,45 +1068,37 @@ def test_a_bad_expression_says_what_is_wrong(expr, complaint):
 
 def random_field(random: Random, lowest: int, highest: int, most: int = 59) -> tuple[str, set[int]]:
     """A field as text, and the values that it means."""
-    low, high = (
-        random.randint(lowest, min(highest, most)),
-        random.randint(lowest, min(highest, most)),
-    )
+    low, high = sorted(random.randint(lowest, min(highest, most)) for _ in "lh")
     step = random.randint(1, 9)
-    low, high = min(low, high), max(low, high)
     return random.choice(
         [
-            ("*", set(range(lowest, highest + 1))),
-            (f"*/{step}", set(range(lowest, highest + 1, step))),
-            (f"{low}", {low}),
+            ("*", {*range(lowest, highest + 1)}),
+            (f"*/{step}", {*range(lowest, highest + 1, step)}),
             (f"{low},{high}", {low, high}),
-            (f"{low}-{high}/{step}", set(range(low, high + 1, step))),
+            (f"{low}-{high}/{step}", {*range(low, high + 1, step)}),
         ]
     )
 
 
-def by_the_minute(
-    texts: list[str], sets: list[set[int]], after: datetime, zone: ZoneInfo
-) -> datetime | None:
+def by_the_minute(texts: list[str], sets: list[set[int]], after: datetime, zone: ZoneInfo):
     """The oracle: look at the clock on the wall every minute, and at what it left out."""
+    minutes, hours, days, months, weekdays = sets
 
     def fits(wall: datetime) -> bool:
-        minutes, hours, days, months, weekdays = sets
-        in_time = wall.minute in minutes and wall.hour in hours and wall.month in months
-        in_month, in_week = (
-            wall.day in days,
-            bool({wall.isoweekday(), wall.isoweekday() % 7} & weekdays),
-        )
+        in_week = not weekdays.isdisjoint({wall.isoweekday(), wall.isoweekday() % 7})
+        is_day = [wall.day in days, in_week]
         is_either = texts[2][0] != "*" and texts[4][0] != "*"
-        return in_time and ((in_month or in_week) if is_either else (in_month and in_week))
+        in_time = wall.minute in minutes and wall.hour in hours and wall.month in months
+        return in_time and (any(is_day) if is_either else all(is_day))
 
     moment, minute = after.replace(second=0), timedelta(minutes=1)
     put_off = set()  # what a gap left out, as long behind it
     is_fixed = texts[1] not in ("*", "*/1")  # a job of every hour follows the clock
     for _ in range(3 * 24 * 60):
-        before, moment = moment.astimezone(zone), moment + minute
+        skipped = moment.astimezone(zone).replace(tzinfo=None) + minute
+        moment += minute
         wall = moment.astimezone(zone)
-        naive, skipped = wall.replace(tzinfo=None), before.replace(tzinfo=None) + minute
+        naive = wall.replace(tzinfo=None)
         gap = naive - skipped
         while is_fixed and skipped < naive:
             put_off |= {skipped + gap} if fits(skipped) else set()
@@ -1223,31 +1114,27 @@ def test_the_calendar_agrees_with_a_clock_that_is_looked_at_every_minute():
     changes = [
         ("Europe/Berlin", "2026-03-28"),
         ("Europe/Berlin", "2026-10-24"),
-        ("America/New_York", "2026-03-07"),
         ("Australia/Lord_Howe", "2026-04-04"),
         ("Africa/Cairo", "2026-04-23"),
-        ("Asia/Kolkata", "2026-01-01"),
         ("America/Nuuk", "2026-10-24"),
     ]
     random = Random(11)
-    for number in range(30):
-        name, day = changes[number % len(changes)]
-        times = [random_field(random, 0, 59), random_field(random, 0, 23, most=4)]
-        days = [random_field(random, 1, 31), ("*", set(range(1, 13))), random_field(random, 0, 7)]
-        fields = times + days
-        fields[2] = random.choice([fields[2], ("*", set(range(1, 32)))])
-        fields[4] = random.choice([fields[4], ("*", set(range(8)))])
+    for name, day in changes * 6:
+        zone = ZoneInfo(name)
+        fields = [
+            random_field(random, 0, 59),
+            random_field(random, 0, 23, most=4),
+            random.choice([random_field(random, 1, 31), ("*", {*range(1, 32)})]),
+            ("*", {*range(1, 13)}),
+            random.choice([random_field(random, 0, 7), ("*", {*range(8)})]),
+        ]
         texts, sets = [field[0] for field in fields], [field[1] for field in fields]
-        after = datetime.fromisoformat(f"{day}T00:00Z") + timedelta(
-            minutes=random.randint(0, 2_000)
-        )
-        expected = by_the_minute(texts, sets, after, ZoneInfo(name))
-        found = next_run(" ".join(texts), after.timestamp(), ZoneInfo(name))
-        moment = datetime.fromtimestamp(found, UTC)
-        if expected is None:
-            assert moment > after + timedelta(days=3), (texts, name, after)
-        else:
-            assert moment == expected, (texts, name, after)
+        after = datetime.fromisoformat(f"{day}T00:00Z")
+        after += timedelta(minutes=random.randint(0, 2_000))
+        latest = after + timedelta(days=3)
+        expected = by_the_minute(texts, sets, after, zone) or latest
+        found = datetime.fromtimestamp(next_run(" ".join(texts), after.timestamp(), zone), UTC)
+        assert found == expected or found > latest == expected, (texts, name, after)
 
 
 def test_the_zone_of_this_machine_has_its_rules(monkeypatch):
@@ -1329,12 +1216,11 @@ def test_every_cron_and_at_each_in_its_time_and_by_a_name_that_a_kill_does_not_c
     drink = office.add("drink", every_seconds=600)
     office.add("stretch", at="2026-11-21T12:25")
     before = office.path.read_bytes()
-    assert office.pass_time(1_800, step=60) == [
+    assert office.pass_time(1_200, step=60) == [
         ("drink", "21 12:10:00"),
         ("drink", "21 12:20:00"),
-        ("stretch", "21 12:25:00"),
-        ("drink", "21 12:30:00"),
     ]
+    assert office.pass_time(600, step=60)[0] == ("stretch", "21 12:25:00")
     assert [row["message"] for row in office.rows()] == ["drink"]
     assert office.names[0] == f"{drink}@{local('2026-11-21T12:10').timestamp():.0f}"
     assert len({*office.names}) == 4, "else a report is taken for a repetition and dropped"
@@ -1363,11 +1249,8 @@ def test_rows_written_by_hand_run_odd_ones_are_told_once_and_all_are_kept(tmp_pa
     office = Office(tmp_path)
     odd = [
         {},
-        {"id": "s1", "every_seconds": -1},
         {"id": "n", "every_seconds": "often"},
         {"id": "t", "cron_expr": "1 1 * * *", "tz": "Mars/Olympus"},
-        {"id": "q", "since": 5, "at": [1]},
-        {"id": "f", "cron_expr": "0 0 31 2 *"},
     ]
     by_hand = {"id": 1, "message": 7, "every_seconds": 60, "tz": None, "colour": "red"}
     office.write(*odd, by_hand, {"id": "p", "message": "past", "at": "2026-11-21T11:59"})
@@ -1376,16 +1259,7 @@ def test_rows_written_by_hand_run_odd_ones_are_told_once_and_all_are_kept(tmp_pa
     *rows, row = office.rows()
     assert rows == odd and row["colour"] == "red"
     assert caplog.text.count("is no job") == len(odd)
-    assert "cron: {'id': 's1', 'every_seconds': -1} is no job: the schedule" in caplog.text
     assert office.cron("remove", job_id="1") == "Removed job 1." and office.rows() == odd
-
-
-def test_jobs_that_are_added_side_by_side_are_all_kept(tmp_path):
-    office = Office(tmp_path)
-    with ThreadPoolExecutor(8) as threads:
-        add = partial(office.cron, "add", every_seconds=60)
-        list(threads.map(add, [f"job {number}" for number in range(20)]))
-    assert len(office.rows()) == 20
 
 
 def test_a_clock_that_was_ahead_stops_nothing(tmp_path):
@@ -1394,25 +1268,21 @@ def test_a_clock_that_was_ahead_stops_nothing(tmp_path):
     assert len(office.pass_time(60, step=60)) == 1
     office.now = START  # the same program: the clock is set back; the last run is repeated
     assert len(office.pass_time(130)) == 3
-    office.write(office.rows()[0] | {"after": local("2030-01-01T12:00").timestamp()})
-    assert len(Office(tmp_path).pass_time(121)) == 3
 
 
 def test_a_job_that_hangs_fails_or_is_stopped_keeps_its_times_and_holds_up_no_other(tmp_path):
-    office = Office(tmp_path)
+    office, names = Office(tmp_path), ("slow", "good", "bad", "stopped")
 
     async def fire(job: CronJob) -> None:
         if job.message == "slow":
             await asyncio.Event().wait()
         if job.message == "stopped":
-            asyncio.current_task().cancel()
-            await asyncio.sleep(0)
+            raise asyncio.CancelledError
         if job.message == "bad":
             raise ConnectionError("no model")
 
     async def test() -> None:
         office.fire = fire
-        names = ("slow", "good", "bad", "stopped")
         for name in names:
             office.add(name, every_seconds=60)
         for minute in range(1, 4):
@@ -1421,18 +1291,16 @@ def test_a_job_that_hangs_fails_or_is_stopped_keeps_its_times_and_holds_up_no_ot
             slow, *tasks = office.service.running.values()
             await asyncio.wait(tasks, timeout=PATIENCE)
         slow.cancel()
-        messages = [message for message, _ in office.fired]
-        assert [messages.count(name) for name in names] == [1, 3, 3, 3]
 
     asyncio.run(test())
-    *_, failed, _ = office.cron("list").splitlines()
-    assert failed.endswith(" · bad · failed: ConnectionError('no model')")
+    messages = [message for message, _ in office.fired]
+    assert [messages.count(name) for name in names] == [1, 3, 3, 3]
+    assert " · bad · failed: ConnectionError('no model')\n" in office.cron("list")
 
 
 def test_other_programs_changes_are_picked_up_and_not_undone(tmp_path):
     office, other = Office(tmp_path), Office(tmp_path)
     kept, removed = [office.add(name, every_seconds=60) for name in ("kept", "removed")]
-    assert len(office.pass_time(60, step=60)) == 2
 
     async def meanwhile(job: CronJob) -> None:  # while the jobs run
         if job.id == kept:
@@ -1457,113 +1325,68 @@ def test_system_jobs_keep_their_pace_are_listed_and_protected(tmp_path):
         return [moment[3:8] for _, moment in office.pass_time(seconds, step=600)]
 
     assert beats(START, 3_600, 1_800) == ["12:10", "12:40"]  # the first one at once
-    later = local("2026-11-21T15:30")  # it missed some: one at once, then in its rhythm
-    assert beats(later, 1_800, 1_200) == ["15:40", "16:00"]
     later = START + timedelta(days=30, minutes=50)
     assert beats(later, 600, 7_200) == ["13:00"], "a machine that is seldom on misses no dream"
     assert beats(START, 7_200, 7_200, enabled=False) == []
 
 
 def test_a_disk_that_refuses_makes_nothing_run_twice(tmp_path, caplog):
-    """Nothing can be written there, until the third attempt to record the runs."""
-    office, naps = Office(tmp_path), []
+    """Nothing can be written there, until the second attempt to record the runs."""
+    office = Office(tmp_path)
     once = office.add("once", at="2026-11-21T12:01")
     temporary = office.path.with_name(".jobs.json.tmp")
     temporary.mkdir()
 
     async def nap(seconds: float) -> None:
-        naps.append(seconds)
-        if len(naps) == 3:
-            temporary.rmdir()
         await office.service.tick()
+        temporary.rmdir()
 
     office.service.sleep = nap
     assert office.pass_time(60, step=60) == [("once", "21 12:01:00")]
     assert f"cron: the run of {once} cannot be recorded: " in caplog.text
-    assert len(naps) == 3 and office.pass_time(120, step=60) == office.rows() == []
+    assert office.pass_time(120, step=60) == office.rows() == []
 
 
 def test_a_run_that_ends_while_the_file_is_read_is_not_started_again(tmp_path):
     office = Office(tmp_path)
     office.add("drink", every_seconds=600)
-    read, may_read = office.service.store.read, threading.Event()
+    read = office.service.store.read
+
+    def read_until_it_ran() -> list:
+        rows = read()
+        while office.service.running:
+            time.sleep(0.001)
+        return rows
 
     async def test() -> None:
         office.now += timedelta(minutes=10)
         office.fire = lambda job: asyncio.sleep(0.05)
         await office.service.tick()
-        (run,) = office.service.running.values()
-
-        def slow_read() -> list:
-            rows = read()
-            may_read.wait(PATIENCE)
-            return rows
-
-        office.service.store.read = slow_read
+        office.service.store.read = read_until_it_ran
         tick = asyncio.create_task(office.service.tick())
         await asyncio.sleep(0)
-        office.service.store.read = read
-        await asyncio.wait([run], timeout=PATIENCE)
-        may_read.set()
+        office.service.store.read = read  # for the run that is recorded
         await tick
-        await asyncio.gather(*office.service.running.values())
 
     asyncio.run(test())
     assert len(office.fired) == 1
 
 
-@pytest.mark.parametrize("damage", [b"", b"[]", b"\x00" * 50, b"\xff\xfe{"])
+@pytest.mark.parametrize("damage", [b"", b"[]", b"\xff\xfe{"])
 def test_a_damaged_file_is_told_kept_and_never_taken_for_no_jobs(tmp_path, caplog, damage):
     office = Office(tmp_path)
     office.add("drink", every_seconds=60)
-    whole = office.path.read_bytes()
     office.path.write_bytes(damage)
     with pytest.raises(OSError, match="jobs.json is damaged: "):
         office.add("new", at="2027-01-01")
     assert office.pass_time(120) == []
     assert caplog.text.count("jobs.json is damaged: ") == 1
     assert office.path.read_bytes() == damage
-    office.path.write_bytes(whole)  # it was repaired
-    assert len(office.pass_time(61)) == 2
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="only POSIX can fork")
-def test_a_kill_between_any_two_steps_of_writing_leaves_all_or_nothing(tmp_path):
-    def change_and_die(store: JobStore, step: int) -> None:
-        steps = itertools.count()
-
-        def audit(event: str, arguments: tuple) -> None:
-            is_ours = event in ("open", "os.rename") and "jobs" in str(arguments[0])
-            if (is_ours or event == "fcntl.flock") and next(steps) == step:
-                os._exit(9)
-
-        sys.addaudithook(audit)
-        store.edit("new", {"message": "x" * 100_000}, is_new=True)
-        os._exit(0)
-
-    ends = []
-    for step in itertools.count():
-        path = tmp_path / str(step) / "jobs.json"
-        path.parent.mkdir()
-        path.write_text('{"jobs": [{"id": "old"}]}')
-        store = JobStore(path, locked, write_atomically)
-        child = os.fork()
-        if not child:
-            change_and_die(store, step)
-        status = os.waitpid(child, 0)[1]
-        ends.append([row["id"] for row in store.read()])
-        store.edit("next", {}, is_new=True)  # no lock and no rest is in the way
-        assert [row["id"] for row in store.read()] == [*ends[-1], "next"]
-        if status == 0:
-            break
-    assert step >= 3 and ends == sorted(ends)
-    assert (ends[0], ends[-1]) == (["old"], ["old", "new"])
 
 
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        ({"message": "x", "every_seconds": -5}, "the schedule is missing or negative"),
         (
             {"message": "x", "cron_expr": "0 9 * * *", "tz": "Mars/Olympus"},
             "no time zone 'Mars/Olympus'",
@@ -1572,7 +1395,6 @@ def test_a_kill_between_any_two_steps_of_writing_leaves_all_or_nothing(tmp_path)
             {"message": "x", "cron_expr": "0 0 31 2 *"},
             "No job was added for '0 0 31 2 \\*': it never runs",
         ),
-        ({"message": "x", "at": "tomorrow"}, "No job was added for 'tomorrow'"),
         ({"message": "x", "at": "2026-11-20"}, "never runs. It is now Sat 2026-11-21 12:00 CET"),
     ],
 )
@@ -1587,32 +1409,20 @@ def test_a_wish_that_cannot_be_met_says_why(tmp_path, arguments, complaint):
     ("schedule", "shown", "answer"),
     [
         ({"in_seconds": 600}, "2026-11-21T12:10:00+01:00", "Sat 2026-11-21 12:10 CET"),
-        (
-            {"at": "2026-11-21T17:00", "tz": "UTC"},
-            "2026-11-21T18:00:00+01:00",
-            "Sat 2026-11-21 18:00 CET",
-        ),
         ({"cron_expr": "0 9 1 1 *", "tz": "UTC"}, "0 9 1 1 * UTC", "Fri 2027-01-01 10:00 CET"),
     ],
 )
 def test_the_model_is_told_when_a_job_comes(tmp_path, schedule, shown, answer):
     office = Office(tmp_path)
-    message = "Remind Ada to stretch. " * 20
-    added = office.cron("add", message, **schedule)
-    id = office.rows()[0]["id"]
-    listed = f"{id} · {shown} · next {answer} · telegram:42 · {message.strip()}"
+    added = office.cron("add", "Stretch!", **schedule)
+    listed = f"{office.rows()[0]['id']} · {shown} · next {answer} · telegram:42 · Stretch!"
     assert (added, office.cron("list")) == (f"Added job {listed}", listed)
-    assert re.fullmatch("[0-9a-f]{8}", id)
 
 
-def test_the_tool_removes_and_makes_no_job_in_a_job(tmp_path):
-    office = Office(tmp_path)
-    id = office.add("water the plants", cron_expr="0 9 * * *")
-    in_a_job = SimpleNamespace(channel="cron", chat_id=id)
+def test_a_job_makes_no_job(tmp_path):
+    in_a_job = SimpleNamespace(channel="cron", chat_id="1")
     with pytest.raises(CronError, match="A running job cannot add jobs"):
-        office.service.cron("add", "more", every_seconds=60, turn=in_a_job)
-    assert office.service.cron("remove", job_id=id, turn=in_a_job) == f"Removed job {id}."
-    assert office.cron("list") == "There are no jobs."
+        Office(tmp_path).service.cron("add", "more", every_seconds=60, turn=in_a_job)
 
 
 # ---- Heartbeat ----

@@ -29,13 +29,12 @@ from memory import (
     SessionBusy,
     SessionManager,
     SkillsLoader,
-    counted,
     estimate,
     remember_terminals,
     total_tokens,
 )
 from nanobot import AgentLoop, Config, JobRunner, Program
-from providers import LLMProvider, LLMResponse, OfflineProvider, ToolCallRequest, legal
+from providers import LLMProvider, LLMResponse, ToolCallRequest, legal
 from tools import FILE_TOOLS, Tool, ToolRegistry, tool
 
 ROOT = Path(__file__).parent.parent
@@ -175,14 +174,11 @@ def chat(workspace: Path, model: LLMProvider, *texts: str) -> list[str]:
 # ---- The journal on disk ----
 
 
-def plain(line: dict) -> dict:
-    """Without times, and what is said of time and place."""
-    assert re.match(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d", line["timestamp"]), "every line has its time"
-    return {
-        key: value
-        for key, value in line.items()
-        if key not in ("timestamp", "runtime", "created_at")
-    }
+def brief(line: dict) -> str:
+    """`{"n": 1, "role": "user", "content": "Hi", …}` → `1 user Hi`"""
+    assert re.match(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d", line["timestamp"]), "each has its time"
+    keys = ("mark", "key", "n", "role", "id", "content", "upto")
+    return " ".join(str(line[key]) for key in keys if line.get(key))
 
 
 def test_a_conversation_stands_in_its_journal_like_this(tmp_path):
@@ -200,31 +196,23 @@ def test_a_conversation_stands_in_its_journal_like_this(tmp_path):
         gate.open.set()
         await chats.answered(1)
         await chats.at_rest()
-        for _ in range(2):
+        for _ in range(2):  # the second one is ignored
             await chats.say("/new", id_="504")
         await chats.answered(2)
         await chats.at_rest()
 
     serve(tmp_path, Model(talk), work, waiting_tool(gate))
     path = tmp_path / "sessions" / "desk%3A1.jsonl"
-    session, *lines = [plain(line) for line in lines_of(path)]
-    assert session == {"mark": "session", "key": "desk:1"} and "created_at" in lines_of(path)[0]
-    called = lines[1].pop("tool_calls")
-    assert lines == [
-        {"n": 1, "role": "user", "content": "Read a.txt", "id": "501"},
-        {"n": 2, "role": "assistant", "content": None},
-        {
-            "n": 3,
-            "role": "tool",
-            "tool_call_id": called[0]["id"],
-            "name": "slow",
-            "content": "done",
-        },
-        {"n": 4, "role": "user", "content": "And b.txt?", "id": "502"},
-        {"n": 5, "role": "assistant", "content": "a.txt says hello, b.txt too"},
-        {"mark": "delivered", "upto": 5},
-        {"mark": "new", "id": "504"},
-        {"mark": "delivered", "upto": 5},
+    assert [brief(line) for line in lines_of(path)] == [
+        "session desk:1",
+        "1 user 501 Read a.txt",
+        "2 assistant",
+        "3 tool done",
+        "4 user 502 And b.txt?",
+        "5 assistant a.txt says hello, b.txt too",
+        "delivered 5",
+        "new 504",
+        "delivered 5",
     ]
 
 
@@ -240,7 +228,7 @@ def test_a_write_that_fails_is_said_and_leaves_no_trace(tmp_path):
             session.append(user("x" * 20_000))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert session.path.read_bytes() == before and contents(session.messages) == ["before"]
+    assert session.path.read_bytes() == before
     session.append(user("after"))
     assert contents(loaded(tmp_path).messages) == ["before", "after"]
 
@@ -250,13 +238,10 @@ KEYS = [
     "telegram:-100",
     "x:../../etc",
     "x:..",
-    "x:a\\b",
     "x:A",
     "x:a",
-    "x:AÄaB",
     "x:aÄab",
     "x:ü 日本",
-    "x:a%3Ab",
     "x:%3A:B",
     "x:con",
     "x:" + "y" * 40,
@@ -269,14 +254,9 @@ def test_every_key_has_a_file_of_its_own_and_the_one_used_last_is_listed_first(t
     for age, key in enumerate(KEYS):
         sessions.get(key).append(user(f"in {key!a} \u2028 \x85 \ud800 \0"))
         os.utime(sessions.path(key), (1_000_000 - age, 1_000_000 - age))
-        assert sessions.path(key).parent == tmp_path / "sessions"
-    if os.name == "posix":
-        (sessions.folder / ".#x%3Aa.jsonl").symlink_to(
-            "me@host.4711:1775174400"
-        )  # Emacs, while it edits
+    if os.name == "posix":  # Emacs, while it edits
+        (sessions.folder / ".#x%3Aa.jsonl").symlink_to("me@host.4711:1775174400")
     assert SessionManager(tmp_path).list_keys() == KEYS
-    names = {os.path.normcase(sessions.path(key).name) for key in KEYS}
-    assert len(names) == len(KEYS), "also where upper and lower case are one"
     for key in KEYS:
         assert contents(loaded(tmp_path, key).messages) == [f"in {key!a} \u2028 \x85 ? \0"]
 
@@ -344,14 +324,9 @@ def check_damaged(workspace: Path, path: Path, whole: bytes, data: bytes) -> Non
     assert wanted & undamaged <= set(sent), "none is hidden"
     assert not hidden & undamaged & set(sent), "and none comes back"
     session.append(user("<11> go on"))
-    again = loaded(workspace, CHAT)
-    assert said(again.history())[-1].endswith("<11> go on")
-    numbers = [line["n"] for line in intact if "n" in line]
-    assert again.messages[-1]["n"] > max(numbers, default=0)
+    assert said(loaded(workspace, CHAT).history())[-1].endswith("<11> go on")
     aside = b"".join(each.read_bytes() for each in path.parent.glob("*.corrupt*"))
-    for line in data.split(b"\n")[:-1]:
-        is_kept = line in path.read_bytes() or line in aside
-        assert is_kept, "a line that cannot be read is put aside, not deleted"
+    assert all(line in path.read_bytes() + aside for line in data.split(b"\n")[:-1]), "is kept"
 
 
 @pytest.mark.parametrize("count", [150, pytest.param(0, marks=pytest.mark.slow)])
@@ -360,12 +335,12 @@ def test_of_a_journal_with_one_damaged_byte_every_other_line_goes_on(tmp_path, w
     """Not of its numbers: nothing shows that a number was another one."""
     path = damaged_sample(tmp_path, with_new)
     whole = path.read_bytes()
-    numbers = re.finditer(rb'(?:(?<="n": )|(?<="upto": ))\d+', whole)
-    skipped = {place for number in numbers for place in range(*number.span())}
     changes = []
-    for place, byte in enumerate(whole):
-        others = {byte ^ 1, byte ^ 0x20, byte ^ 0x80, ord("\n"), 0, ord("9"), ord("-")} - {byte}
-        changes += [(place, other) for other in sorted(others) if place not in skipped]
+    for text in re.finditer(rb'(?s)(?:(?<="n":)|(?<="upto":)) \d+|(.)', whole):
+        if text[1]:
+            byte = text[1][0]
+            others = {byte ^ 1, byte ^ 0x20, byte ^ 0x80, *b"\n\x009-"} - {byte}
+            changes += [(text.start(), other) for other in sorted(others)]
     for place, byte in random.Random(17).sample(changes, count or len(changes)):
         data = whole[:place] + bytes([byte]) + whole[place + 1 :]
         with told(f"byte {place} is {byte}: {data[max(place - 60, 0) : place + 30]}"):
@@ -388,10 +363,6 @@ ODD_LINES = [
     ("a number that is no JSON", '{"n": 2, "role": "user", "content": "x", "y": NaN}'),
     ("a function that is none", '{"n": 2, "role": "assistant", "tool_calls": [{"function": "f"}]}'),
     ("nested too deep", "[" * 50_000),
-    (
-        "a number with 5,000 digits",
-        '{"n": 2, "role": "user", "content": "x", "y": ' + "9" * 5_000 + "}",
-    ),
 ]
 
 
@@ -427,13 +398,7 @@ def test_a_file_in_which_nothing_can_be_read_is_moved_aside(tmp_path, caplog, ju
 
 MARKS = [
     ("a damaged upto hides nothing that comes later", {"mark": "saved", "upto": 99}, 2, [*"cd"]),
-    ("an upto that is no number is no mark", {"mark": "saved", "upto": "2"}, 0, [*"abcd"]),
-    (
-        "a delivery of what is not there hides nothing",
-        {"mark": "delivered", "upto": 99},
-        0,
-        [*"abcd"],
-    ),
+    ("a delivery of what is not there, too", {"mark": "delivered", "upto": 99}, 0, [*"abcd"]),
     ("a mark that nobody knows is skipped", {"mark": "folded", "upto": 4}, 0, [*"abcd"]),
 ]
 
@@ -452,8 +417,7 @@ def test_marks(tmp_path, law, mark, saved, left):
 
 def test_a_round_that_the_history_has_and_the_journal_not_is_marked_with_its_summary(tmp_path):
     """A kill between the two writes, or a `saved` mark that is damaged."""
-    memory = MemoryStore(tmp_path)
-    session = SessionManager(tmp_path, memory).get(KEY)
+    memory, session = MemoryStore(tmp_path), loaded(tmp_path)
     session.append(user("<aa>"), answer("one"), user("<bb>"), answer("two"))
     origin = {"session": KEY, "created_at": session.created_at}
     memory.append_history("They talked.", **origin, upto=2, summary="It was about aa.")
@@ -520,11 +484,9 @@ def test_a_journal_of_the_earlier_system_goes_on_where_it_was(tmp_path, key, sen
     before = session.path.read_bytes()
     assert contents(session.conversation()) == sent
     assert (session.unfinished, session.is_open) == (unfinished, False)
-    assert key in SessionManager(workspace).list_keys()
     model = Model()
     say(make_loop(workspace, model), "and now?", "/new", "afresh", key=key)
-    asked = " ".join(said(model.asked[0].messages))
-    assert asked.startswith(sent[0]) and asked.endswith("and now?")
+    assert sent[0] in said(model.asked[0].messages)[0]
     assert said(model.asked[-1].messages) == ["afresh"]
     assert session.path.read_bytes().startswith(before)
 
@@ -535,24 +497,6 @@ def test_an_import_sends_nothing_again_and_resumes_nothing(tmp_path):
 
 
 # ---- The inbox ----
-
-
-def waiting(id_: str) -> dict:
-    return {"id": id_, "kind": "user", "content": "x"}
-
-
-def test_an_inbox_keeps_order_ignores_known_ids_and_goes_when_it_is_empty(tmp_path):
-    inbox = Inbox(tmp_path / "sessions" / "desk%3A1.inbox")
-    for id_ in "12132":
-        inbox.append(waiting(id_))
-    inbox.remove({"2", "unknown"})
-    with open(inbox.path, "a") as file:
-        file.write('{"id": "4", "kind": "us')
-    inbox.append(waiting("5"))
-    ids = [line["id"] for line in Inbox(inbox.path).read()]
-    assert ids == ["1", "3", "5"], "a torn line costs only itself"
-    inbox.remove({*ids})
-    assert not inbox.path.exists() and inbox.read() == []
 
 
 APPEND = """
@@ -577,6 +521,9 @@ def test_programs_that_append_and_remove_at_once_lose_nothing(tmp_path):
         own = [each for each in seen if each.startswith(name)]
         assert own == [f"{name}.{n}" for n in range(40)], "in order"
     assert not path.exists()
+    for _ in range(2):
+        inbox.append({"id": "1", "kind": "user", "content": "x"})
+    assert len(inbox.read()) == 1, "a known id is ignored"
 
 
 # ---- Locks ----
@@ -602,21 +549,14 @@ def test_a_session_is_one_programs_and_a_killed_one_holds_nothing(tmp_path):
             say(make_loop(tmp_path, Model()), "hi")
         assert not sessions.path(KEY).exists(), "nothing of it is journalled"
         other.kill()
+    sessions.get(KEY)
     with sessions.lock(KEY):
         with sessions.lock(KEY):  # of the same program, inside a turn
             pass
         with pytest.raises(SessionBusy), SessionManager(tmp_path).lock(KEY):
             pytest.fail("the inner block released it")
     assert say(make_loop(tmp_path, Model()), "hi") == ["Fine."]
-
-
-def test_a_session_that_another_program_wrote_to_is_read_again(tmp_path):
-    ours, theirs = SessionManager(tmp_path), SessionManager(tmp_path)
-    ours.get(KEY).append(user("one"))
-    theirs.get(KEY).append(answer("two"))
-    ours.get(KEY).append(user("three"))
-    assert contents(theirs.get(KEY).messages) == ["one", "two", "three"]
-    assert [line["n"] for line in lines_of(ours.path(KEY))[1:]] == [1, 2, 3]
+    assert contents(sessions.get(KEY).messages) == ["hi", "Fine."], "it is read again"
 
 
 @posix
@@ -665,11 +605,8 @@ GIVEN_UP = (
     "Your last message was not answered: nanobot was interrupted. /continue resumes the turn."
 )
 OPEN_TURNS = [
-    ("a question without an answer", [], 0, 0, "Fine."),
-    ("a call without its result", [calling("c1")], 0, 0, "Fine."),
-    ("resumed once", [], 1, 0, "Fine."),
+    ("a call without its result, resumed once", [calling("c1")], 1, 23, "Fine."),
     ("resumed twice: it may be what kills the program", [], 2, 0, GIVEN_UP),
-    ("almost a day old", [], 0, 23, "Fine."),
     ("more than a day old", [], 0, 25, GIVEN_UP),
     ("answered, and perhaps not delivered", [answer("yes")], 0, 0, "yes"),
 ]
@@ -695,18 +632,9 @@ def test_what_the_next_gateway_does_with_a_killed_turn(tmp_path, what, lines, re
     model = Model()
     assert restarted(tmp_path, model) == [sent]
     assert len(model.asked) == (sent == "Fine.")
-    marks = [line.get("mark") for line in lines_of(session.path)]
-    assert marks.count("resumed") == resumes + (sent == "Fine.")
     assert chat(tmp_path, model, "/continue" if hours == 25 else "next") == ["Fine."]
     assert tokens_in(model.asked[-1].messages) == ["<q>"]
     assert ("not answered: interrupted" in str(model.asked[-1].messages)) is (resumes == 2)
-
-
-def test_a_terminal_session_waits_for_continue(tmp_path):
-    loaded(tmp_path).append(user("<q>"), calling("c1"))
-    model = Model()
-    assert chat(tmp_path, model) == model.asked == []
-    assert say(make_loop(tmp_path, model), "/continue") == ["Fine."]
 
 
 def test_a_gateway_that_ends_writes_no_end_and_its_turn_goes_on_at_the_next_start(tmp_path):
@@ -747,47 +675,7 @@ def test_stop_ends_a_turn_for_good_and_continue_takes_it_up(tmp_path):
     assert chat(tmp_path, model) == [] and len(model.asked) == 1, (
         "a restart does not begin it again"
     )
-    sent = chat(tmp_path, model, "/continue", "/continue", "<b>")
-    assert sent == ["<a>", "There is no interrupted turn to resume.", "<a> <b>"]
-
-
-def test_new_waits_for_what_came_before_it(tmp_path):
-    gate = Gate()
-
-    async def work(chats):
-        await chats.say("<a>")
-        await gate.reached.wait()
-        for text in ("<b>", "/new", "<c>"):
-            await chats.say(text)
-        gate.open.set()
-        await chats.answered(4)
-
-    def talk(request):
-        return gate.wait("one") if len(model.asked) == 1 else str(tokens_in(said(request.messages)))
-
-    model = Model(talk)
-    first, second, new, third = serve(tmp_path, model, work).finals()
-    assert (first, second, third) == ("one", "['<a>', '<b>']", "['<c>']")
-    assert new.startswith("A new conversation begins")
-
-
-FAILURES = [
-    ("the endpoint fails", DOWN, "Sorry, that failed: the endpoint is down"),
-    (
-        "an answer that broke off",
-        LLMResponse("Half", finish_reason="error", error="cut off"),
-        "Half\n\nSorry, that failed: cut off",
-    ),
-]
-
-
-@pytest.mark.parametrize(("what", "reply", "told_text"), FAILURES)
-def test_a_turn_that_fails_is_told_once_and_not_begun_again(tmp_path, what, reply, told_text):
-    model = Model(reply)
-    assert chat(tmp_path, model, "<q>") == [told_text]
-    assert chat(tmp_path, model) == [] and len(model.asked) == 1
-    session = loaded(tmp_path, CHAT)
-    assert session.unfinished and not session.is_open
+    assert chat(tmp_path, model, "/continue", "<b>") == ["<a>", "<a> <b>"]
 
 
 def test_a_thousand_ids_are_remembered_whatever_went_into_the_memory(tmp_path):
@@ -853,12 +741,10 @@ def test_after_a_turn_the_oldest_turns_move_until_half_the_window_is_left(tmp_pa
     say(loop, "seventh")
     [request] = model.saves
     assert saved_tokens(request) == tokens_in([f"<q.{n}><a.{n}>" for n in range(4)])
-    assert re.search(r"\[\d{4}-\d\d-\d\dT[\d:+-]+\] user: <q.0>", request.messages[1]["content"])
     session = loaded(tmp_path)
     assert (session.saved, len(session.messages)) == (8, 6)
     [entry] = MemoryStore(tmp_path).entries()
-    assert entry["timestamp"] == "2026-04-03 00:02"
-    assert {"session": KEY, "upto": 8, "summary": "About a boat."}.items() <= entry.items()
+    assert (entry["timestamp"], entry["upto"]) == ("2026-04-03 00:02", 8)
     say(make_loop(tmp_path, model, memory_window=12), "eighth")
     system, summary, *rest = model.asked[-1].messages
     assert "The boat is Vesta" in system["content"] and "They talked." in system["content"]
@@ -879,49 +765,40 @@ def test_a_turn_runs_within_80_percent_of_the_budget_and_its_system_prompt_stays
     (tmp_path / "large.txt").write_text("some words of a line\n" * 200)
     assert say(loop, "<task> read it") == ["Done."]
     assert len(model.saves) > 1, "before the turn, and between its steps"
-    systems = {request.messages[0]["content"] for request in model.asked}
-    assert len(systems) == 1, "although MEMORY.md has changed meanwhile"
+    first, *rest = [request.messages[0] for request in model.asked]
+    assert all(each == first for each in rest), "although MEMORY.md has changed meanwhile"
     for request in model.asked:
         size = total_tokens(request.messages) + estimate(json.dumps(request.tools))
         assert size <= 0.8 * (16_000 - 2_000 - 1_024) + 100
         assert "<task>" in str(request.messages) and "left out" not in str(request.messages)
 
 
-def test_what_goes_to_save_memory_has_calls_and_results_in_order(tmp_path):
-    loaded(tmp_path).append(*BEFORE_NEW)
-    model = Model(save=saving("They read a.txt."))
-    say(make_loop(tmp_path, model), "/new")
-    text = model.saves[0].messages[1]["content"].partition("# Conversation")[2]
-    wanted = "user: <33>.*assistant: calls read_file.*tool read_file: <55>.*assistant: <66>"
-    assert re.search(f"(?s){wanted}", text)
-
-
 @needs_git
 def test_a_consolidation_is_a_commit_that_can_be_shown_and_undone_by_its_id(tmp_path):
     loop = make_loop(tmp_path, Model(save=saving("They talked.", "- one\n- three\n- four")))
     loop.memory.facts.write_text("- one\n- two\n")
-    shown = []
-
-    async def tell(text: str) -> None:
-        shown.append(text)
-
-    loop.tell = tell
-    say(loop, "hi", "/new", "hi")
-    assert "2 older messages moved to the memory; memory: 1 line removed, 2 added" in shown
+    loop.sessions.get(KEY).append(*BEFORE_NEW)
+    told_texts = []
+    loop.tell = lambda text: asyncio.sleep(0, told_texts.append(text))
+    say(loop, "/new", "hi")
+    text = loop.provider.saves[0].messages[1]["content"].partition("# Conversation")[2]
+    in_order = "user: <33>.*assistant: calls read_file.*tool read_file: <55>.*assistant: <66>"
+    assert re.search(f"(?s){in_order}", text)
     last, first = say(loop, "/dream-log")[0].split("\n")
-    assert last.endswith("saved from a conversation: 1 line removed, 2 added")
+    counts = "1 file changed, 2 insertions(+), 1 deletion(-)"
+    assert told_texts == [f"4 older messages moved to the memory; memory: {counts}"]
+    assert last.endswith(f"saved from a conversation: {counts}")
     assert "edited by you or the agent" in first, "what the user wrote is a commit of its own"
     id_ = last.split()[0]
     assert "-- two\n+- three\n" in say(loop, f"/dream-log {id_}")[0]
     loop.memory.facts.write_text("- 1\n- three\n- four\n")  # the line before the change
-    assert say(loop, f"/dream-restore {id_}") == ["Undone: 2 lines removed, 1 added."]
+    assert say(loop, f"/dream-restore {id_}")[0].startswith("Undone: 1 file changed")
     assert loop.memory.read_facts() == "- 1\n- two\n"
 
 
 ANSWERS = [
     ("an answer without a call is no help: raw at once", [USELESS], 1, "raw"),
     ("a call with wrong arguments neither", [call("save_memory", history_entry=5)], 1, "raw"),
-    ("nor one with thoughts alone", [saving("<think>hm</think>", "- x")], 1, "raw"),
     ("a cut answer is asked for again", [CUT, saving("Saved.")], 2, "Saved."),
     ("three times at most", [CUT] * 5, 3, "raw"),
     ("too long for the model: raw", [replace(DOWN, is_overflow=True)] * 2, 1, "raw"),
@@ -953,31 +830,24 @@ def test_whatever_the_model_says_nothing_is_lost(tmp_path, law, replies, asks, e
         assert kept == entry
 
 
-def test_new_without_a_model_puts_at_most_4000_characters_into_later_prompts(tmp_path):
-    """It was 31,878."""
-    talk_of(tmp_path, 30, 1_500)
-    loop = make_loop(tmp_path, Model(save=USELESS))
-    say(loop, "one more", "/new", "hello")
-    assert len(loop.context.parts(loop.turn(KEY)).get("Recent History", "")) <= 4_100
-    everything = SessionManager(tmp_path).transcript(KEY)
-    assert set(tokens_in(everything)) >= {f"<q.{n}>" for n in range(30)}, "the journal has it all"
-
-
-def test_memory_that_changes_meanwhile_is_asked_for_again_and_never_overwritten(tmp_path):
+@pytest.mark.parametrize(
+    ("changes", "text", "entry"),
+    [(3, "- Old\n- New\n", "Entry."), (9, "- By hand, 3\n", "[RAW]")],
+)
+def test_memory_that_changes_meanwhile_is_asked_for_again_and_never_overwritten(
+    tmp_path, changes, text, entry
+):
     facts = MemoryStore(tmp_path).facts
-    for changes, text in ((2, "- By hand, 1\n- New\n"), (9, "- By hand, 2\n")):
-        counts = itertools.count()
 
-        def save(request, counts=counts, changes=changes):
-            seen = request.messages[1]["content"]
-            if (count := next(counts)) < changes:
-                facts.write_text(f"- By hand, {count}\n")
-            return saving("Entry.", "- By hand, 1\n- New" if "By hand, 1" in seen else "- Old")
+    def save(request):
+        if len(model.saves) < changes:
+            facts.write_text(f"- By hand, {len(model.saves)}\n")
+        return saving("Entry.", "- Old\n- New")
 
-        model = Model(save=save)
-        say(make_loop(tmp_path, model), "hello", "/new")
-        assert facts.read_text() == text and len(model.saves) == 3
-    assert history_of(tmp_path)[0] == "Entry." and history_of(tmp_path)[1].startswith("[RAW]")
+    model = Model(save=save)
+    say(make_loop(tmp_path, model), "hello", "/new")
+    assert facts.read_text() == text and len(model.saves) == 3
+    assert history_of(tmp_path)[0].startswith(entry)
 
 
 def test_a_summary_that_is_missing_is_the_entry_and_the_earlier_one_is_carried_on(tmp_path):
@@ -989,8 +859,6 @@ def test_a_summary_that_is_missing_is_the_entry_and_the_earlier_one_is_carried_o
     assert "It began." in model.saves[1].messages[1]["content"]
     summary = loaded(tmp_path).history()[0]["content"]
     assert "It began." in summary and "Second entry." in summary
-    say(loop, "/new", "afresh")
-    assert "It began" not in str(model.asked[-1].messages[1:])
 
 
 def test_a_turn_that_fits_and_new_wait_for_no_memory(tmp_path):
@@ -1017,30 +885,24 @@ def test_a_turn_that_fits_and_new_wait_for_no_memory(tmp_path):
 
 def random_conversation(dice: random.Random) -> tuple[list[dict], dict]:
     """A lawful request, and the message that its turn is about. `<said>` marks what must stay."""
-    sizes = (5, 50, 500, 3_000, 20_000)
     letters = [" word", '{}[]":', "日本", "0123456789abcdef", "=" * 9]
 
-    def text(mark: str = "") -> str:
-        return mark + dice.choice(letters) * (dice.choice(sizes) // 5)
+    def text() -> str:
+        return dice.choice(letters) * dice.choice([1, 10, 100, 600, 4_000])
 
+    image = {"type": "image_url", "image_url": {"url": "data:,x"}}
     messages = [{"role": "system", "content": "You are <said>." + text()}]
-    summary = user("[Summary] " + "word " * 200, is_summary=True)
-    messages += [summary] * (dice.random() < 0.3)
-    for n in range(turns := dice.randint(1, 12)):
-        begin, is_last = len(messages), n == turns - 1
-        image = [
-            {"type": "image_url", "image_url": {"url": "data:,x"}},
-            {"type": "text", "text": "<said>"},
-        ]
-        messages.append(
-            user(image if is_last and dice.random() < 0.3 else text("<said>" if is_last else ""))
-        )
+    messages += [user("[Summary] " + "word " * 200, is_summary=True)] * dice.choice([0, 0, 1])
+    turns = dice.randint(1, 12)
+    for n in range(turns):
+        is_last = n == turns - 1
+        begin = len(messages)
+        messages.append(user("<said>" + text() if is_last else text()))
         for step in range(dice.choice([0, 1, 2, 15])):
             ids = [f"{n}.{step}.{k}" for k in range(dice.randint(1, 3))]
             messages += [calling(*ids), *(result(id_, text()) for id_ in ids)]
-            if dice.random() < 0.2:
-                more = dice.choice([image, "<said>" + " x" * 20])
-                messages.append(user(more if is_last else text()))
+            if is_last and dice.random() < 0.2:
+                messages.append(user([image, {"type": "text", "text": "<said>"}]))
         if not is_last:
             messages.append(answer(text()))
     return messages, messages[begin]
@@ -1063,13 +925,9 @@ def test_every_request_fits_is_lawful_and_keeps_what_the_user_said_in_this_turn(
             assert (request.messages == messages and not request.notes) is fits
             assert request.tokens <= budget, (request.tokens, budget, request.notes)
             sent = str(request.messages)
-            assert sent.count("<said>") == str([messages[0], *stays]).count("<said>"), (
-                "what was said stays"
-            )
+            assert sent.count("<said>") == before.count("<said>"), "what was said stays"
             lawful = legal(request.messages, reply=False)
             assert legal(lawful, reply=False) == lawful
-            calls = [each["id"] for m in request.messages for each in m.get("tool_calls") or []]
-            assert calls == [m["tool_call_id"] for m in request.messages if m["role"] == "tool"]
 
 
 SAMPLES = json.loads((DATA / "token_counts.json").read_text(encoding="utf-8"))
@@ -1078,15 +936,6 @@ SAMPLES = json.loads((DATA / "token_counts.json").read_text(encoding="utf-8"))
 @pytest.mark.parametrize("name", SAMPLES)
 def test_the_estimate_is_within_0_6_and_2_4_of_the_true_count(name):
     assert 0.6 <= estimate(SAMPLES[name]["text"]) / SAMPLES[name]["tokens"] <= 2.4
-
-
-def test_rare_scripts_count_by_bytes():
-    for text in (
-        "\u12f0\u1205\u1293 \u12f0\u1205\u1293",
-        "\u178f\u17be\u17a2\u17d2\u1793\u1780",
-        "\U0001f600\U0001f680",
-    ):
-        assert len(text.encode()) - 2 <= estimate(text) <= len(text.encode()) + 2
 
 
 def test_a_turn_that_is_longer_than_the_window_keeps_what_it_did(tmp_path):
@@ -1101,12 +950,11 @@ def test_a_turn_that_is_longer_than_the_window_keeps_what_it_did(tmp_path):
     model = Model(talk)
     loop = make_loop(tmp_path, model, context_window_tokens=11_000, max_tokens=2_000)
     assert say(loop, "<task> Read all pages") == ["Done."]
-    _, task, *rest = model.asked[-1].messages
-    lines = task["content"].partition("<task> Read all pages\n\n")[2].split("\n")
-    assert "earlier messages left out. The calls, and the first line" in lines[0] and rest
+    text = model.asked[-1].messages[1]["content"].partition("<task> Read all pages\n\n")[2]
+    assert "messages left out. The calls, and the first line" in text
     for n in range(1, 9):
-        place = lines.index(f'assistant: calls read_file({{"path": "page{n}.txt"}})')
-        assert lines[place + 1] == f"tool read_file: 1| Title {n}"
+        call_of_page = f'assistant: calls read_file({{"path": "page{n}.txt"}})'
+        assert f"\n{call_of_page}\ntool read_file: 1| Title {n}\n" in f"{text}\n"
     assert all(total_tokens(request.messages) < 8_000 for request in model.asked)
 
 
@@ -1115,20 +963,17 @@ def test_a_turn_that_is_longer_than_the_window_keeps_what_it_did(tmp_path):
 
 def test_cursors_rise_whatever_happened_to_the_files(tmp_path):
     memory = MemoryStore(tmp_path)
-    append(memory, "One.", "Two.")
+    append(memory, "One.")
     with open(memory.history, "a") as file:
-        file.write(
-            '{"cursor": 40, "timestamp": "x", "content": 5}\n{"cursor": true}\n{"cursor": 9, "time'
-        )
-    append(MemoryStore(tmp_path), "Three.")
+        file.write('{"cursor": 40, "timestamp": "x", "content": 5}\n{"cursor": 9, "time')
+    append(memory, "Two.")
     (memory.folder / ".dream_cursor").write_text("50")
-    append(memory, "Four.", "Five.")
-    entries = MemoryStore(tmp_path).entries()
-    assert [entry["cursor"] for entry in entries] == [1, 2, 3, 51, 52]
+    append(memory, "Three.", "Four.")
+    assert [entry["cursor"] for entry in memory.entries()] == [1, 2, 51, 52]
     assert [entry["cursor"] for entry in memory.unread()] == [51, 52]
-    for damage in (b"", b"nonsense", b"-5", b"\xff", b"9" * 5_000):
+    for damage in (b"", b"-5", b"\xff", b"9" * 5_000):
         (memory.folder / ".dream_cursor").write_bytes(damage)
-        assert len(memory.unread()) == 5, "then nothing counts as read"
+        assert len(memory.unread()) == 4, "then nothing counts as read"
 
 
 APPEND_HISTORY = """
@@ -1150,42 +995,32 @@ def test_programs_that_write_the_history_at_once_lose_and_double_nothing(tmp_pat
     texts = [f"{name}.{n}" for name in "ab" for n in range(60)]
     assert sorted(contents(entries)) == sorted(["before", *texts])
     assert len({entry["cursor"] for entry in entries}) == 121
-
-
-def test_read_entries_beyond_1000_go_to_the_archive_and_unread_ones_never(tmp_path):
-    memory = MemoryStore(tmp_path)
-    append(memory, *(f"entry {n}" for n in range(1_005)))
-    (memory.folder / ".dream_cursor").write_text("3")
-    memory.archive_old()
-    assert contents(lines_of(memory.archive)) == ["entry 0", "entry 1", "entry 2"]
-    assert len(memory.entries()) == len(memory.unread()) == 1_002
+    unread = contents(memory.entries())
+    (memory.folder / ".dream_cursor").write_text("0")
+    memory.archive_old(keep=1)
+    assert contents(memory.entries()) == unread, "what Dream has not read stays"
 
 
 def test_recent_history_is_what_dream_has_not_read_and_the_last_five_anyway(tmp_path):
     memory = MemoryStore(tmp_path)
     append(memory, *(f"{HOUR}entry {n}" for n in range(1, 13)))
-    for read, first in ((0, 1), (6, 7), (9, 8), (12, 8)):
+    for read, first in ((6, 7), (12, 8)):
         (memory.folder / ".dream_cursor").write_text(str(read))
-        wanted = [f"{HOUR}entry {n}" for n in range(first, 13)]
-        assert memory.recent_history() == wanted, read
+        assert memory.recent_history() == [f"{HOUR}entry {n}" for n in range(first, 13)]
     append(memory, "so long " * 1_500)
-    *short, long = memory.recent_history()
-    assert short == wanted[1:] and 1_400 < estimate(long) < 1_800, "what the others do not need"
+    assert 1_400 < estimate(memory.recent_history()[-1]) < 1_800, "what the others do not need"
 
 
 def test_an_entry_of_a_terminal_has_all_that_the_user_said_and_the_names_of_files(tmp_path):
-    sessions = SessionManager(tmp_path, MemoryStore(tmp_path))
+    sessions = SessionManager(tmp_path)
     session = sessions.get("cli:a")
     session.origin = {"folder": "/a", "typed": True}
     text = "The tax number is 231/140/07755. " + "Two members sign. " * 60 + "Due on 3 December."
-    wrote = calling("c", name="write_file")
-    arguments = json.dumps({"path": "annex.md", "content": "x" * 900})
-    wrote["tool_calls"][0]["function"]["arguments"] = arguments
-    session.append(*[user("Go on."), answer("Done. " * 500)] * 15, user(text), wrote)
+    session.append(*[answer("Done. " * 500)] * 15, user(text), calling("c", name="write_annex"))
     os.utime(session.path, (time.time() - 7_200,) * 2)
     remember_terminals(sessions)
     [entry] = history_of(tmp_path)
-    assert text in entry and '"annex.md"' in entry
+    assert text in entry and "calls write_annex({})" in entry
     assert "not answered" in entry and estimate(entry) < 6_500
 
 
@@ -1251,10 +1086,10 @@ def test_no_file_that_a_command_planted_gets_into_a_request_or_holds_it_up(
     async def work() -> None:
         runner = JobRunner(loop)
         runner.add_system_jobs()
-        runs = [runner.run_job(job, "name") for job in runner.clock.jobs()]
-        for run in [loop.process_direct("hi", KEY), *runs]:
+        assert (await loop.process_direct("hi", KEY)).stop_reason == "completed"
+        for job in runner.clock.jobs():
             with contextlib.suppress(OSError, ValueError):  # a dream that may not read its files
-                await run
+                await runner.run_job(job, "name")
 
     asyncio.run(asyncio.wait_for(work(), 60))
     assert model.asked and "sk-secret" not in str([request.messages for request in model.asked])
@@ -1299,28 +1134,23 @@ def home(tmp_path):
 @needs_git
 def test_a_dream_reads_what_is_unread_edits_and_is_one_commit_and_the_users_edits_are_another(home):
     (home / "SOUL.md").write_text("# Be kind.\n")  # by the user
-    loop = dreamer(
-        home, edit("green", "blue"), found="Here:\n- [MEMORY] blue\n[MEMORY-REMOVE] green\nAll."
-    )
-    assert say(loop, "/dream") == [
-        "Dreamt about 3 entries: 1 line removed, 1 added. /dream-log shows the changes."
-    ]
+    found = "Here:\n- [MEMORY] blue\n[MEMORY-REMOVE] green\nAll."
+    loop = dreamer(home, edit("green", "blue"), found=found)
+    [told_text] = say(loop, "/dream")
+    assert told_text.startswith("Dreamt about 3 entries: 1 file changed, 1 insertion(+), 1 del")
     find, phase_2 = (request.messages[1]["content"] for request in loop.provider.asked[:2])
     assert "[2026-04-03 00:02] Thing 2." in find and GREEN in find
     assert "# Findings\n\n[MEMORY] blue\n\n[MEMORY-REMOVE] green" in phase_2
-    assert loop.memory.read_facts() == BLUE and loop.memory.unread() == []
+    assert loop.memory.read_facts() == BLUE and say(loop, "/dream")[0].startswith("There is noth")
     first, second = say(loop, "/dream-log")[0].split("\n")
-    assert first.endswith("dream: 1 line removed, 1 added") and "edited by you" in second
-    assert f"-{GREEN}+{BLUE}".strip() in say(loop, f"/dream-log {first.split()[0]}")[0]
+    assert "dream: 1 file changed" in first and "edited by you" in second
 
 
 FINDINGS = [
     ("[USER] a", "edits"),
-    ("[SKIP]", "nothing"),
     ("<think>\n[MEMORY] no\n</think>\n[SKIP]", "nothing"),
     ("<think>maybe [SKIP]?</think>Hello", "failed"),
     ("<think>[MEMORY] never ends", "failed"),
-    ("I noted [MEMORY] a", "failed"),
 ]
 
 
@@ -1337,27 +1167,12 @@ def test_what_a_dream_finds(home, monkeypatch, found, outcome):
 def test_three_failures_in_a_row_skip_the_entries_and_an_endpoint_that_is_down_never_does(
     home, caplog
 ):
-    for trouble in ({"found": DOWN}, {"end": DOWN}):
-        told_text = say(dreamer(home, **trouble), *["/dream"] * 4)[-1]
-        assert "did not reach the model. Nothing is lost" in told_text
+    told_text = say(dreamer(home, end=DOWN), *["/dream"] * 4)[-1]
+    assert "did not reach the model. Nothing is lost" in told_text
     *failed, skipped = say(dreamer(home, found="What a nice day."), *["/dream"] * 3)
-    assert all(text.startswith("The dream failed") for text in failed)
-    assert skipped.startswith("Dreamt about 3 entries")
+    assert failed[1].startswith("The dream failed")
+    assert skipped.startswith("Dreamt about 3 ")
     assert "these entries are skipped" in caplog.text
-
-
-def test_a_batch_is_20_entries_or_half_the_budget_and_whatever_its_size_it_fits(home, monkeypatch):
-    monkeypatch.setenv("PATH", "")
-    for name in ("SOUL.md", "memory/MEMORY.md"):
-        (home / name).write_text("a fact about the world\n" * 3_000)
-    memory = MemoryStore(home)
-    append(memory, *(f"entry {n}" for n in range(30)), "x" * 60_000, "last")
-    loop = make_loop(home, Model("[SKIP]"), context_window_tokens=14_000, max_tokens=2_000)
-    say(loop, *["/dream"] * 4)
-    requests = [request.messages for request in loop.provider.asked]
-    batches = [each[1]["content"].partition("# History")[2].count("\n\n[") for each in requests]
-    assert batches[0] == 20 and sum(batches) == 35 and memory.unread() == []
-    assert all(total_tokens(each) <= 14_000 - 2_000 for each in requests)
 
 
 FINE = [
@@ -1367,13 +1182,10 @@ FINE = [
     write("1. Do it.", "skills/mine/data/list.txt"),
 ]
 REFUSED = [
-    edit("old", "new", "AGENTS.md"),
     edit("{", "[", "memory/history.jsonl"),
-    ("exec", {"command": "touch x"}),
     ("read_file", {"path": "{secret}"}),
     ("read_file", {"arguments": '{"path": "{secret}"}'}),
     ("write_file", {"arguments": {"path": "SOUL.md", "content": "Be rude."}}),
-    write("x", "skills/SKILL.md"),
     write("x", "skills/../SOUL.md"),
     write("x", "skills/link/SKILL.md"),
 ]
@@ -1390,38 +1202,30 @@ def test_a_dreamer_edits_three_files_and_its_own_skills_only(home, own_home, tmp
     step = json.loads(json.dumps(step).replace("{secret}", (own_home / "id_rsa").as_posix()))
     loop = dreamer(home, step)
 
-    def files() -> dict[Path, bytes]:
-        paths = itertools.chain(*(tmp_path.rglob(f"*.{end}") for end in ("md", "txt", "jsonl")))
-        return {path: path.read_bytes() for path in paths}
+    def texts() -> set[bytes]:
+        return {path.read_bytes() for path in tmp_path.rglob("*.[jmt]*") if path.is_file()}
 
-    before = files()
+    before = texts()
     say(loop, "/dream")
-    [outcome] = [m["content"] for m in loop.provider.asked[-1].messages if m["role"] == "tool"]
     assert "sk-secret" not in str([request.messages for request in loop.provider.asked])
-    assert (files() != before) is (may and step[0] != "read_file"), outcome
-    assert not may or not outcome.startswith("Edit only")
+    assert (texts() != before) is (may and step[0] != "read_file")
 
 
 # ---- What was dreamt can be undone ----
 
-UNDONE = {  # before and after a dream, how many lines it changed, a setting of the user's
-    "lines that look like a diff's own": (b"- a\n-- x\n++ y\n", b"- a\n+++ z\n", (2, 1), ""),
-    "lines behind a missing line end": (b"old", b"new\nmore", (1, 2), ""),
-    "bytes that are no UTF-8": (b"caf\xe9\nold\n", b"caf\xe9\nnew\n", (1, 1), ""),
-    "line ends of Windows, which git may change": (
-        b"- a\r\n",
-        b"- b\r\n",
-        (1, 1),
-        "* text=auto eol=crlf",
-    ),
-    "what git could fill in": (b"- $Id$\n", b"- $Id$\n- b\n", (0, 1), "*.md ident"),
+UNDONE = {  # before and after a dream, a setting of the user's
+    "lines that look like a diff's own": (b"- a\n-- x\n++ y\n", b"- a\n+++ z\n", ""),
+    "lines behind a missing line end": (b"old", b"new\nmore", ""),
+    "bytes that are no UTF-8": (b"caf\xe9\nold\n", b"caf\xe9\nnew\n", ""),
+    "line ends that git may change": (b"- a\r\n", b"- b\r\n", "* text=auto eol=crlf"),
+    "what git could fill in": (b"- $Id$\n", b"- $Id$\n- b\n", "*.md ident"),
 }
 
 
 @needs_git
 @pytest.mark.parametrize("name", UNDONE)
 def test_what_a_dream_changed_is_undone_to_the_byte_with_modes_kept(home, name):
-    before, after, (removed, added), attributes = UNDONE[name]
+    before, after, attributes = UNDONE[name]
     (home / ".gitattributes").write_text(f"{attributes}\n")
     path, soul = home / "memory" / "MEMORY.md", home / "SOUL.md"
     path.write_bytes(before)
@@ -1429,53 +1233,32 @@ def test_what_a_dream_changed_is_undone_to_the_byte_with_modes_kept(home, name):
     repository = MemoryRepository(home)
     repository.record("other changes")
     path.write_bytes(after)
-    assert repository.commit("dream") == f"{counted(removed, 'line')} removed, {added} added"
+    assert repository.commit("dream")
     soul.write_text("later\n")
-    assert repository.restore() == f"Undone: {counted(added, 'line')} removed, {removed} added."
+    assert repository.restore().startswith("Undone: 1 file changed")
     assert (path.read_bytes(), path.stat().st_mode & 0o777) == (before, 0o600)
     assert soul.read_text() == "later\n", "what came later stays"
     assert "the commit is undone already" in repository.restore()
 
 
 @needs_git
-def test_what_a_dream_wrote_is_gone_when_it_is_undone_and_not_dreamt_again(home):
-    loop = dreamer(
-        home, edit("green", "blue"), write("---\ndescription: Use to publish.\n---\n1. Do it.")
-    )
-    say(loop, "/dream")
-    assert "Use to publish." in [skill.description for skill in loop.skills.load()]
-    assert say(loop, "/dream-restore") == ["Undone: 5 lines removed, 1 added."]
-    assert loop.memory.read_facts() == GREEN
-    assert not (home / "skills" / "mine" / "SKILL.md").exists()
-    assert say(loop, "/dream") == ["There is nothing new to dream about."]
-    for sha in ("0123456", "HEAD; rm", "--help", ".."):
-        assert "/dream-log lists the commits" in MemoryRepository(home).restore(sha)
-
-
-DAMAGE = {
-    "nonsense in HEAD": lambda folder: (folder / "HEAD").write_text("nonsense"),
-    "a file": lambda folder: (shutil.rmtree(folder), folder.write_text("no repository")),
-}
-
-
-@needs_git
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_with_a_damaged_repository_it_dreams_all_the_same_and_says_what_to_do(home, damage):
-    memory = MemoryStore(home)
+def test_with_a_damaged_repository_it_dreams_all_the_same_and_says_what_to_do(home):
     say(dreamer(home, found="[SKIP]"), "/dream")
     folder = home / ".nanobot" / "memory.git"
-    DAMAGE[damage](folder)
+    (folder / "HEAD").write_text("nonsense")
+    memory = MemoryStore(home)
     memory.append_history("More.")
     [told_text] = say(dreamer(home, edit("green", "blue")), "/dream")
-    assert memory.read_facts() == BLUE
     remedy = f"If {folder} is damaged, remove it: the next dream begins a new one."
     assert "cannot be shown or undone" in told_text and remedy in told_text
-    folder.unlink() if folder.is_file() else shutil.rmtree(folder)
+    shutil.rmtree(folder)
     memory.append_history("More.")
-    say(dreamer(home, edit("blue", "red"), found="[MEMORY] red"), "/dream")
-    assert "red" in memory.read_facts()
+    skill = write("---\ndescription: Use to publish.\n---\n1. Do it.")
+    say(dreamer(home, edit("blue", "red"), skill), "/dream")
+    assert "red" in memory.read_facts() and list(home.glob("skills/mine/*"))
     say(dreamer(home), "/dream-restore")
-    assert memory.read_facts() == BLUE
+    assert memory.read_facts() == BLUE and not list(home.glob("skills/mine/*"))
+    assert "/dream-log lists the commits" in MemoryRepository(home).restore("--help")
 
 
 @needs_git
@@ -1483,30 +1266,19 @@ def test_a_lock_that_a_killed_git_has_left_does_not_end_the_history(home):
     MemoryRepository(home).commit("first")
     (home / ".nanobot" / "memory.git" / "index.lock").touch()
     [told] = say(dreamer(home, edit("green", "blue")), "/dream")
-    assert "1 line removed, 1 added" in told and MemoryStore(home).read_facts() == BLUE
+    assert "1 insertion(+), 1 deletion(-)" in told and MemoryStore(home).read_facts() == BLUE
 
 
 @needs_git
 def test_the_users_own_repository_and_settings_are_left_alone(home, own_home, monkeypatch):
     outer = home.parent
     subprocess.run(["git", "init", "-q"], cwd=outer)
-    hook = outer / ".git" / "hooks" / "pre-commit"
-    hook.write_text("#!/bin/sh\nexit 1\n")
-    hook.chmod(0o755)
     (own_home / ".gitconfig").write_text("[commit]\ngpgsign = true\n[user]\nname = Somebody\n")
     monkeypatch.setenv("GIT_DIR", str(outer / ".git"))  # as in a hook of git
     monkeypatch.setenv("GIT_INDEX_FILE", str(outer / ".git" / "index"))
-    loop = dreamer(home, edit("green", "blue"))
-    _, log = say(loop, "/dream", "/dream-log")
-    assert "dream: 1 line removed, 1 added" in log
+    _, log = say(dreamer(home, edit("green", "blue")), "/dream", "/dream-log")
+    assert "dream: 1 file changed" in log
     assert not list(home.rglob(".git")) and not (outer / ".git" / "index").exists()
-
-
-def test_without_git_it_dreams_all_the_same_and_says_that_nothing_can_be_undone(home, monkeypatch):
-    monkeypatch.setenv("PATH", "")
-    loop = dreamer(home, edit("green", "blue"))
-    assert "git is not installed" in say(loop, "/dream")[0] and loop.memory.read_facts() == BLUE
-    assert "git is not installed" in say(loop, "/dream-log")[0] + say(loop, "/dream-restore")[0]
 
 
 def test_one_dream_at_a_time_and_nothing_is_undone_meanwhile(home):
@@ -1540,41 +1312,9 @@ def read_skill(folder: Path, text: str | bytes):
     return skill
 
 
-FRONT = "---\nname: other\ndescription: Use to show things.\nalways: true\n---\n# Demo\n\nDo it.\n"
-CR_LF = FRONT.replace("\n", "\r\n")
-FORMS = [
-    *(
-        (form, ("other", "Use to show things.", True))
-        for form in (
-            FRONT,
-            CR_LF,
-            f"\ufeff{CR_LF}",
-            FRONT.replace("---\n", "--- \n"),
-        )
-    ),
-    *(
-        (form, ("demo", "", False))
-        for form in (
-            "Do it.",
-            "---\nDo it.",
-            b"\xff\xfe Do it.",
-        )
-    ),
-]
-
-
-@pytest.mark.parametrize(("form", "read"), FORMS, ids=range(len(FORMS)))
-def test_front_matter_and_text_are_told_apart(tmp_path, form, read):
-    skill = read_skill(tmp_path, form)
-    assert (skill.name, skill.description, skill.always) == read
-    assert skill.text.endswith("Do it.") and (skill.missing, skill.problem) == ([], "")
-
-
 DESCRIPTIONS = [
     ('"In quotes: yes"', "In quotes: yes"),
     ('Use to say "hi"', 'Use to say "hi"'),
-    ("From a --- to b", "From a --- to b"),
-    ("", ""),
     (">-\n  Use for\n  the weather.", "Use for the weather."),
     ("|\n  Use for: the weather.", "Use for: the weather."),
     (
@@ -1587,8 +1327,13 @@ DESCRIPTIONS = [
 
 @pytest.mark.parametrize(("written", "read"), DESCRIPTIONS)
 def test_a_description_is_read_as_it_was_meant(tmp_path, written, read):
-    skill = read_skill(tmp_path, f"---\ndescription: {written}\nalways: no\nname: x\n---\nDo it.\n")
-    assert (skill.description, skill.always, skill.name, skill.text) == (read, False, "x", "Do it.")
+    text = f"---\ndescription: {written}\nalways: no\nname: x\n---\nDo it.\n"
+    for form in (text, "\ufeff" + text.replace("\n", "\r\n")):
+        skill = read_skill(tmp_path, form)
+        assert (skill.description, skill.always, skill.name) == (read, False, "x")
+        assert skill.text == "Do it."
+    for form in ("Do it.", b"\xff\xfe Do it."):
+        assert read_skill(tmp_path, form).text.endswith("Do it.")
 
 
 NEEDS = ["program no-such-b", "environment variable NO_SUCH_A"]
@@ -1601,7 +1346,6 @@ REQUIRES = [
         "      env: [NO_SUCH_A]  # the key",
         NEEDS,
     ),
-    ("requires:\n  bins:\n  - no-such-b\n  env:\n    - NO_SUCH_A", NEEDS),
     ("metadata: " + "[" * 50_000, []),
 ]
 
@@ -1626,16 +1370,13 @@ def test_an_always_skill_is_in_the_prompt_in_full_or_listed_as_unavailable(tmp_p
 
 
 def test_a_broken_skill_is_named_once_and_the_others_stay(tmp_path, caplog):
-    (tmp_path / "folder" / "SKILL.md").mkdir(parents=True)
     skill_file(tmp_path, "x" * 100_001, "huge")
     skill_file(tmp_path, "x" * 100_000)
     loader = SkillsLoader(tmp_path)
     for _ in range(3):
-        problems = {skill.name: skill.problem for skill in loader.load()}
-    assert problems.pop("demo") == "" and problems.keys() == {"folder", "huge"}
-    for name, problem in problems.items():
-        [line] = [line for line in caplog.messages if str(tmp_path / name) in line]
-        assert line.endswith(problem)
+        demo, huge = loader.load()
+    assert demo.problem == "" and "100,000" in huge.problem
+    assert caplog.text.count(huge.problem) == 1
 
 
 # ---- Nothing that reads foreign text takes long ----
@@ -1662,8 +1403,6 @@ def test_100000_characters_of_anything_are_read_within_a_second(tmp_path, monkey
     append(loop.memory, text, "[2026-04-03 00:02]" + text, "[2026-" + text)
     works = [
         partial(say, loop, "/dream"),
-        loop.memory.recent_history,
-        partial(estimate, text),
         partial(Governed, [user(text)], 100),
         partial(append, loop.memory, f"[{text}"),
     ]
@@ -1722,12 +1461,9 @@ def test_a_conversation_of_2000_turns_forgets_nothing_and_what_is_sent_does_not_
     assert sum(sizes[-70:]) <= 1.3 * sum(sizes[70:140]), (
         "of 70 turns: rounds of consolidation even out"
     )
-    offline = make_loop(tmp_path, OfflineProvider())
-    [told_text] = say(offline, "what is my favourite colour?", key="cli:other")
-    assert "favourite colour is green" in told_text
+    assert "favourite colour is green" in loop.memory.read_facts()
     session = loaded(tmp_path)
     assert session.saved > 4 * (turns - 70) and "green" not in str(session.history())
-    assert len([line for line in lines_of(session.path) if "role" in line]) == 4 * turns
 
 
 # ---- A gateway that test_long_run.py kills ----
