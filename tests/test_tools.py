@@ -2421,6 +2421,7 @@ def test_old_versions_are_private(turn):
 
 
 def test_tools_alone_keep_results_and_old_versions_in_a_private_folder(tmp_path):
+    need_bash()
     shutil.copy(tools.__file__, tmp_path)
     script = """
 import asyncio, os, tools
@@ -2433,7 +2434,7 @@ print(tools.take_back(registry.turn.store("undo"), "cli:direct"), os.path.exists
 print(oct(os.stat(tools.temporary_folder()).st_mode)[-3:], os.listdir(tools.temporary_folder()))
 """
     done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, stdout=subprocess.PIPE)
-    mode = b"700" if os.name == "posix" else b"777"  # Windows keeps each account's files apart
+    mode = b"700" if os.name == "posix" else b"777"
     assert re.match(rb"{'a.txt': True} False\s+" + mode + rb" \['(undo|results)', '", done.stdout)
 
 
