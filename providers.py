@@ -128,11 +128,11 @@ class LLMRequest:
             if piece and self.on_delta:
                 await self.on_delta(piece)
 
-    async def tell(self, line: str, error: str = ""):
-        """Tell the user why the answer takes longer: an `error` of the endpoint, or a short context
-        window."""
+    async def tell(self, line: str, **fields):
+        """Tell the user why the answer takes longer, for example because of a retry. The event also
+        has `fields`: the endpoint's `error`, and the parameters that were `changed`."""
         log.info(line)
-        self.on_event("retry", text=line, error=error)
+        self.on_event("retry", text=line, **fields)
         if self.on_retry:
             await self.on_retry(line)
 
@@ -305,9 +305,10 @@ class OpenAIProvider(LLMProvider):
             remedy = find_remedy(failure, body, tried)
             if remedy:
                 tried.append(remedy)
-                body = remedy.change(body)
+                old = body
+                body = remedy.change(old)
                 notice = f"{self.endpoint.spec.name}, {request.model}: {remedy.notice}"
-                await request.tell(notice, failure.cause)
+                await request.tell(notice, error=failure.cause, changed=difference(old, body))
                 continue
             seconds = retry_after(failure, tries)
             if seconds is None:
@@ -320,7 +321,8 @@ class OpenAIProvider(LLMProvider):
                     is_overflow=failure.kind == "overflow",
                 )
             tries += 1
-            await request.tell(f"{failure.cause}; asking again in {seconds:.0f} s", failure.cause)
+            wait = f"{failure.cause}; asking again in {seconds:.0f} s"
+            await request.tell(wait, error=failure.cause)
             await asyncio.sleep(seconds * self.pace)
 
     async def _ask(self, request, body):
@@ -987,6 +989,12 @@ def is_refused(name, complaint):
     return re.search(REFUSAL, complaint) and re.search(f"(?i){named}", complaint)
 
 
+def difference(old, new):
+    """The parameters that a remedy has changed: {"stop": None}. The long ones are left out."""
+    short = (old | new).keys() - {"messages", "tools"}
+    return {name: new.get(name) for name in short if old.get(name) != new.get(name)}
+
+
 def setting(**values):
     """A change that sets the parameters in `values`; the value None removes a parameter."""
 
@@ -1605,7 +1613,7 @@ def text_call(found, tools):
 #
 # {"time": 1795430000.1, "run": "5f0c2a9e", "who": "turn", "key": "cli:direct", "kind": "request",
 #  "model": "m", "options": {…}, "sent": [1, 2], "tokens": [812, 41], "messages": [{…}, {…}]}
-# {…, "kind": "retry", "text": "local, m: …", "error": "HTTP 400: …"}
+# {…, "kind": "retry", "text": "local, m: …", "error": "HTTP 400: …", "changed": {"stop": null}}
 # {…, "kind": "answer", "seconds": 0.8, "answer": {"tool_calls": [{"id": "c1", …}], …}}
 # {…, "kind": "call", "id": "c1", "name": "exec", "arguments": {"command": "ls"}}
 # {…, "kind": "result", "id": "c1", "text": "a.txt", "is_error": false, "outcome": "done"}
@@ -1937,7 +1945,7 @@ class Plan:
         """Plan one turn. Returns an answer for each step and file."""
         self.matches = {}
         self.next_call = None
-        self.question = question[:1_000]
+        self.question = re.sub(KEYS, "", question)[:1_000]  # no key is looked for
         self.paths = None  # the files here, once they are needed
         reports = []
         for rule, said in self.rules.find(question, self.request.read_only):

@@ -184,10 +184,6 @@ def test_a_log_line_is_made_harmless_with_its_traceback():
             {"path": "a", "old_text": "1\n2\n3", "new_text": "1\nRun it?\n3"},
             'act {"path": "a"}\n-1\n-2\n-3\n+1\n+Run it?\n+3',
         ),
-        (
-            {"content": "x\n" * 20},
-            "act\n" + "+x\n" * 20 + "+\n(the call has 21 lines: scroll up to its beginning)",
-        ),
     ],
 )
 def test_a_call_to_be_approved_is_shown_whole_and_cannot_imitate_the_question(arguments, shown):

@@ -648,7 +648,8 @@ def test_each_morning_the_first_request_has_yesterdays_work_and_a_prompt_dreams_
         return Reply("[SKIP]", delay=60 if len(dreams) == 1 else 0)
 
     def night() -> None:
-        for path in (workspace() / "sessions").glob("*.jsonl"):
+        looked_at = workspace() / "memory" / ".terminals"
+        for path in [*(workspace() / "sessions").glob("*.jsonl"), looked_at]:
             os.utime(path, (path.stat().st_mtime - 86_400,) * 2)
         (workspace() / ".nanobot" / "last-dream").unlink(missing_ok=True)
 
