@@ -4,6 +4,7 @@ Telegram over HTTP, jobs in their time."""
 import asyncio
 import contextlib
 import io
+import itertools
 import json
 import logging
 import os
@@ -1413,6 +1414,39 @@ def test_the_model_is_told_when_a_job_comes(tmp_path, schedule, shown, answer):
     added = office.cron("add", "Stretch!", **schedule)
     listed = f"{office.rows()[0]['id']} · {shown} · next {answer} · telegram:42 · Stretch!"
     assert (added, office.cron("list")) == (f"Added job {listed}", listed)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="only POSIX can fork")
+def test_a_kill_between_any_two_steps_of_writing_leaves_all_or_nothing(tmp_path):
+    def change_and_die(store: JobStore, step: int) -> None:
+        steps = itertools.count()
+
+        def audit(event: str, arguments: tuple) -> None:
+            is_ours = event in ("open", "os.rename") and "jobs" in str(arguments[0])
+            if (is_ours or event == "fcntl.flock") and next(steps) == step:
+                os._exit(9)
+
+        sys.addaudithook(audit)
+        store.edit("new", {"message": "x" * 100_000}, is_new=True)
+        os._exit(0)
+
+    ends = []
+    for step in itertools.count():
+        path = tmp_path / str(step) / "jobs.json"
+        path.parent.mkdir()
+        path.write_text('{"jobs": [{"id": "old"}]}')
+        store = JobStore(path, locked, write_atomically)
+        child = os.fork()
+        if not child:
+            change_and_die(store, step)
+        status = os.waitpid(child, 0)[1]
+        ends.append([row["id"] for row in store.read()])
+        store.edit("next", {}, is_new=True)  # no lock and no rest is in the way
+        assert [row["id"] for row in store.read()] == [*ends[-1], "next"]
+        if status == 0:
+            break
+    assert step >= 3 and ends == sorted(ends)
+    assert (ends[0], ends[-1]) == (["old"], ["old", "new"])
 
 
 def test_a_job_makes_no_job(tmp_path):
