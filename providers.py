@@ -1749,7 +1749,8 @@ IMPLIED = {  # a rule with this field needs no `tool:`; the first such field cou
     "url": "web_fetch",
 }
 BUILT_IN = (  # filled in here
-    "<result> <Time> <memory> <file> <count> <calls> <last> <head> <rows> <files_here>"
+    "<result> <Time> <memory> <file> <count> <calls> <last> <head> <rows> <more> <files_here>"
+    " <retyped> <row>"
 )
 WORD = r"<(\w+)>"
 TYPED_WORD = r"(?<![\w./'’-])[a-z]{3,20}(?![\w/'’-]|\.\w)"  # not the `txt` of a.txt
@@ -1900,7 +1901,6 @@ NOISE = (  # not shown to the user
     r"(?<=') in [\d,]+ files of .*\Z"  # No match for 'x' in 3 files of /home/a.
 )
 MISSING = "No such file|There is no folder"  # in the error text of a tool
-WHICH_FILE = "Which file do you mean?"
 
 
 class Plan:
@@ -1965,9 +1965,9 @@ class Plan:
     def _look_up(self, text):
         """`my essay` → `My Essay.md`, if only one name has most words of the text; or "" """
         if self.paths is None:
-            found = ""
-            if "glob" in self.request.read_only:
-                found = self._result("glob", {"pattern": "*"})
+            found = (
+                self._result("glob", {"pattern": "*"}) if "glob" in self.request.read_only else ""
+            )
             self.paths = re.findall(r"(?m)^(?!No file|\(there).+", found)
         stems = self.rules.stems
         names = stems(" ".join(self.paths))
@@ -1985,7 +1985,7 @@ class Plan:
         if "offer" in rule:
             return self._advise(rule.get("answer", rule["offer"]), said)
         if "<file>" in str(rule) and not file:
-            return self._advise(WHICH_FILE, {})
+            return self._advise("Which file do you mean?", {})
         self.known["file"] = file
         known = self.known | {name: re.sub(QUOTED, r"\1", text) for name, text in said.items()}
         if (
@@ -2010,7 +2010,13 @@ class Plan:
         if other != file:
             if other and rule.get("tool") in self.request.read_only:
                 return self._follow(rule, said, other)
-            return self._advise(f"There is no {file} here.", said | {"name": file})
+            again = other and self.question.replace(file, shlex.quote(other))
+            return self._advise(
+                f"There is no {file} here.", said | {"name": file, "retyped": again}
+            )
+        if rule.get("path") == "<memory>" and said and re.match(NOTHING, result):
+            everything, _ = self.rules.match("what do you know about me")
+            shown += "\n" + self._follow(everything, {}, "")
         return self._advise(shown, {}) if re.match(NOTHING, result) else shown
 
     def _advise(self, text, said):
@@ -2028,14 +2034,17 @@ class Plan:
         pattern = rf"(?i)\b(?:{'|'.join(sorted(words))}){ENDING}?\b"
         search = {"pattern": pattern, "path": named, "output_mode": "content"}
         result = self._result("grep", search) if words and self.paths else ""
-        rows = re.findall(r"(?m)^(.+?):\d+: (.{1,200})", result)
-        rows.sort(key=lambda row: -len(re.findall(pattern, row[1])))
+        # without the head of a table
+        rows = re.findall(r"(?m)^(?!.+\.csv:1: )(.+?):\d+: (.{1,200})", result)
+        rows.sort(key=lambda row: (-len(re.findall(pattern, row[1])), row[0] != file))
         near, line = [*rows, (file, "")][0]
         here = {
             "file": file and shlex.quote(file),  # it can have spaces
             "near": near and shlex.quote(near),
             "found": re.search(f"{pattern}|$", line)[0],
-            "rows": "\n".join(map(": ".join, rows[:3])),
+            "row": line,
+            "rows": "\n".join(map(": ".join, rows[:5])),
+            "more": len(rows[5:]),
             "files_here": "" if near else ", ".join(self.paths[:20]),
         }
         known = self.known | said | here

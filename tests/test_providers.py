@@ -1711,7 +1711,7 @@ DIALOGUES = {  # what is said → what the last answer has
     "read a.txt / write four into a.txt": "+four",
     "write hi into new.txt / write ho into new.txt / read new.txt": "1| hi\n2| ho",
     "copy the shopping list to b.txt": "  copy shopping.txt to b.txt",
-    "put my shopping list into b.txt": "  list the files here",
+    "put my shopping list into b.txt": "  read shopping.txt",
     "run the dice game": "  run game/dice.py",
     "read shopping.txt / and also honey": "  append honey to shopping.txt",
     "read shopping.txt / how many things are on it now": "shopping.txt has 2 lines",
@@ -1725,9 +1725,10 @@ DIALOGUES = {  # what is said → what the last answer has
     "how many pictures are there": "1: cat.png",
     "read shopping.txt / whats left": "shopping.txt says:",
     "i have biology on thursdays / when do i have bio": "I have biology on thursdays",
-    "run dice.py": "There is no dice.py here.\nI can:\n  read game/dice.py",
+    "run dice.py": "There is no dice.py here.\nI can:\n  run game/dice.py\n  read game/dice.py",
     "read dice.py": "game/dice.py says:",
     "dont delete anything just tell me which file is the biggest": "shopping.txt  10 bytes",
+    "dont delete anything, which file is the smallest": "shopping.txt  10 bytes",
     "make a copy of my shopping list called b.txt and then open it": "  copy shopping.txt to b.txt",
     "make a folder pets and move the shopping list in there": "  make a folder pets and move shopping.txt into",
     "copy shopping.txt to b.txt / rename it to list for tom.txt": '  rename b.txt to "list for tom.txt"',
@@ -1763,6 +1764,26 @@ ADVICE = {  # what is said → what the last answer has: lines found, and offers
     "how is the spelling in notes": "  how many lines are in notes.md",
     "delete the dusty stuff": "Files here: ",
     "what was the last thing in the log": "10:02 ERROR no paper",
+    "read notes.md / and delete the line with physics": "  delete “- physics test on Friday” from notes.md",
+    "read notes.md / how long are they all together": "  how many words are in notes.md",
+    "how long are they": "I can:\n  list the files here",
+    "replace paper with ink in big report.txt": "  change paper to ink in 'big report.txt'\n  read",
+    "copy big report.txt to docs": "  copy 'big report.txt' to docs",
+    "delete b.md and sing": "  delete docs/b.md",
+    "save ERROR lines of app.log to errors.txt": "  find ERROR in app.log",
+    "write the last 2 lines of app.log to errors.txt": "  read app.log",
+    "copy the start of app.log into errors.txt": "  read app.log",
+    "write all errors into errors.txt": "  find ERROR in app.log",
+    "save ERROR lines to errors.txt": "  find ERROR in app.log",
+    "save physics test from notes.md to errors.txt": "  find physics in notes.md",
+    "undo": "/undo takes back the last change of a file's text",
+    "delete a.txt? no, undo that": "/undo takes back the last change of a file's text",
+    "i love volleyball / what sport do i like": "I love volleyball",
+    "only class 7b": "class.csv: Eve,7b\n(and 1 more)\nI can:\n  find 7b in class.csv",
+    "show the first 2 lines of big report.txt": "Report\n(an empty line)",
+    "how much money did i spend all together": "money.csv, price: highest 3 (pen), lowest 1 (tea), average 2, sum 4",
+    "what python programs are there": "1: dice.py",
+    "remind me to call grandma at 6pm": "remind me tomorrow at 18 to call grandma",
     "what day is it / asdf": "I can:\n  list the files here\n  what is 15% of 240",
 }
 
@@ -1772,11 +1793,16 @@ def test_what_no_rule_has_is_answered_with_lines_and_offers_that_work(desk, said
     (desk.folder / "notes.md").write_text("# Notes\n- physics test on Friday\n")
     (desk.folder / "app.log").write_text("10:00 INFO start\n10:02 ERROR no paper\n")
     (desk.folder / "dice.py").write_text("def roll():\n    return 4\n")
+    (desk.folder / "big report.txt").write_text("Report\n\nThe end.\n")
+    (desk.folder / "money.csv").write_text("item,price\npen,3\ntea,1\n")
+    names = ("Ada", "Bo", "Cy", "Di", "Eve", "Ben")
+    (desk.folder / "class.csv").write_text("name,class\n" + "".join(f"{n},7b\n" for n in names))
     for sentence in said.split(" / "):
         answer = desk.ask(sentence)[0]
     assert ADVICE[said] in answer and str(desk.folder) not in answer
     for offer in re.findall("(?m)^  (.*)", answer):
         assert "I know no rule" not in desk.ask(offer)[0], offer
+    assert not (desk.folder / "errors.txt").exists()
 
 
 def test_words_around_the_text_are_not_searched_for(desk):
@@ -1799,7 +1825,7 @@ def test_a_name_is_found_by_one_of_its_words_and_with_typos(desk):
     )
     assert "1| milk" in desk.ask("opne the lsit")[0]
     assert "shopping.txt says:" in desk.ask("read shoping.txt")[0]
-    assert "no b.md here.\nI can:\n  read docs/b.md" in desk.ask("delete b.md")[0]
+    assert "no b.md here.\nI can:\n  delete docs/b.md" in desk.ask("delete b.md")[0]
     desk.ask("read shopping.txt")
     assert (
         "remove milk from shopping.txt" in desk.ask("take milk off the list, but keep the rest")[0]

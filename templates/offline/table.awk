@@ -10,6 +10,7 @@ function is_named(column) {  # `grades` in a question also names the column grad
     column = tolower(column)
     gsub(/[^a-z0-9]+/, ".", column)
     sub(/s$/, "", column)
+    if (asked ~ /how much.*(spen[dt]|paid|pay|cost)/ && column ~ /^(amount|price|cost|euro|sum|total|spent|paid)/) return 1
     return asked ~ "[^a-z0-9]" column "s?[^a-z0-9]"
 }
 { sub(/\r$/, "") }
