@@ -668,14 +668,25 @@ def journal_lines(path: Path):
     return lines
 
 
+ROLES = ("user", "assistant", "tool", "system")
+
+
 def is_journal_line(line: dict):
-    """True for a mark, and for a message that a request can have."""
+    """True for a mark, and for a message that a request can have: each call has an id, a name and
+    arguments as JSON text, and a tool's result has the id of its call."""
     if "mark" in line or "_type" in line:
         return True
-    if not has(line, n=int | None, role=str, content=str | list | None, tool_calls=list | None):
+    if not has(line, n=int | None, content=str | list | None, tool_calls=list | None):
         return False
+    if line.get("role") not in ROLES:
+        return False
+    if line["role"] == "tool":
+        return has(line, tool_call_id=str, content=str)
     calls = line.get("tool_calls") or []
-    return all(has(call, function=dict) for call in calls) and ("content" in line or bool(calls))
+    for call in calls:
+        if not (has(call, id=str) and has(call.get("function"), name=str, arguments=str)):
+            return False
+    return "content" in line or bool(calls)
 
 
 def numbered(lines):
