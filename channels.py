@@ -343,16 +343,19 @@ def drop_earlier_keys():
 def read_pages(question):
     """Like `read_answer`; but if the question is longer than the terminal, nothing scrolls away."""
     *lines, prompt = question.split("\n")
-    columns, height = 80, 24
+    columns = 80
+    height = 24
     with contextlib.suppress(OSError):
         size = os.get_terminal_size(sys.stdin.fileno())  # stdout may be a file
-        columns, height = size.columns or columns, size.lines or height
+        columns = size.columns or columns
+        height = size.lines or height
     rows = []
     for line in lines:
         rows += rows_of(line, columns)
     room = max(height - 1 - len(rows_of(prompt, columns)), 1)
     while len(rows) > room:
-        page, rows = rows[:room], rows[room:]
+        page = rows[:room]
+        rows = rows[room:]
         read_answer("\n".join([*page, f"-- Enter shows {len(rows)} more lines -- "]))
     return read_answer("\n".join([*rows, prompt]))
 
@@ -898,7 +901,9 @@ class Telegram(Channel):
     ):
         super().__init__(allow_from)
         self.api = BotAPI(token, api_base)
-        self.group_policy, self.media_folder, self.sleep = group_policy, media_folder, sleep
+        self.group_policy = group_policy
+        self.media_folder = media_folder
+        self.sleep = sleep
         self.keep_strangers = keep_strangers
         self._strangers = []  # 8 (Ann), 9 (Bob)
         self.bot = {}  # the bot's id and username, from getMe
@@ -998,11 +1003,13 @@ class Telegram(Channel):
 
     async def _inbound(self, messages):
         """Combine messages into one. Returns None if the messages are empty or not for the bot."""
-        chat, sender = messages[0]["chat"], messages[0]["from"]
+        chat = messages[0]["chat"]
+        sender = messages[0]["from"]
         is_open = chat["type"] == "private" or self.group_policy == "open"
         if not is_open and not any(is_call(message, self.bot) for message in messages):
             return None
-        texts, media = [], []
+        texts = []
+        media = []
         for message in messages:
             texts.append(with_quote(message))
             try:
@@ -1119,7 +1126,8 @@ def words_in(message):
 
 def with_quote(message):
     """The text after the text that it replies to. A command stays as it is."""
-    text, quoted = words_in(message), words_in(message.get("reply_to_message", {}))
+    text = words_in(message)
+    quoted = words_in(message.get("reply_to_message", {}))
     if not quoted or text.startswith("/"):
         return text
     return f"[in reply to: {quoted[:1_000]}]\n{text}"
@@ -1538,7 +1546,8 @@ class CronService:
                 raise CronError(f"it never runs. It is now {self._shown(job.after)}")
             if job.at:  # stored with its offset, because other programs may have other zones
                 at = datetime.fromtimestamp(due).astimezone(self.zone)
-                job.at, job.tz = at.isoformat(timespec="seconds"), ""
+                job.at = at.isoformat(timespec="seconds")
+                job.tz = ""
             added = f"Added job {self._line(job)}"
         except (ValueError, OverflowError, OSError) as problem:  # OSError: the year 30000, Windows
             raise CronError(f"No job was added for {job.schedule()!r}: {problem}.") from None
@@ -1629,7 +1638,9 @@ class WebPage(Channel):
         # recorded runs, which may be a stranger's, have no cookie and reach no server
         self.runs = runs, "sandbox allow-scripts"
         self.html = html, "connect-src 'self'"
-        self.journal_of, self.tell, self.as_json = journal_of, tell, as_json
+        self.journal_of = journal_of
+        self.tell = tell
+        self.as_json = as_json
         self.turn_of = contextvars.ContextVar("turn_of", default="")  # the current turn's chat
         self.chats = {}  # chat id → does it pause before each request and call?
         self.events = deque(maxlen=1_000)  # (number, chat id, JSON)
@@ -1701,7 +1712,8 @@ class WebPage(Channel):
         is only asked in a session for which "Step by step" is ticked."""
         if what in ("request", "call") and not self.chats.get(self.turn_of.get()):
             return ""
-        number, answer = secrets.token_hex(8), asyncio.Future()
+        number = secrets.token_hex(8)
+        answer = asyncio.Future()
         self.questions[number] = answer
         details |= {"session": self.turn_of.get(), "what": what, "text": text, "id": number}
         self._add("memory", kind="ask", **details)
@@ -1735,7 +1747,9 @@ class WebPage(Channel):
         last `most` lines of the journal. Also yield "" every 0.1 s to detect a closed window."""
         journal = self.journal_of(f"{self.name}:{chat_id}")
         yield self._json(kind="hello", step=self.chats.get(chat_id), chats=list(self.chats))
-        position, seen, draft = 0, 0, ""
+        position = 0
+        seen = 0
+        draft = ""
         while True:
             time.sleep(0.1)
             self.polls += 1

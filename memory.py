@@ -138,7 +138,8 @@ class Session:
                     self.resumed = 0
                     if line["role"] == "user":
                         self.turn_ends.add(self.last)
-                self.newest, self.last = line, n
+                self.newest = line
+                self.last = n
 
     async def synced(self):
         await asyncio.to_thread(fsync, self.path)
@@ -156,14 +157,16 @@ class Session:
                                                    [2026-11-23 10:00, reminder: stretch!]\\n\\nb"
         """
         sent = self.summary_messages()
-        before, reports = {}, []
+        before = {}
+        reports = []
         for message in [*self.conversation(), *later]:
             if "report" in message:
                 reports.append(message)
             elif message["role"] == "user":
                 quotes = [quoted(report, 2_500 // len(reports)) for report in reports[-50:]]
                 sent.append(as_sent(message, self.gap_after(before), *quotes))
-                before, reports = message, []
+                before = message
+                reports = []
             elif before:  # skip a turn if its user message is lost
                 sent.append(as_sent(message))
                 before = message
@@ -354,7 +357,8 @@ class MemoryStore:
         recent = self.unread()[-50:]
         if len(recent) < 5:
             recent = self.entries()[-5:]
-        texts, room = [], 1_800
+        texts = []
+        room = 1_800
         for number, entry in enumerate(recent):
             share = room // (len(recent) - number)
             texts.append(fitted(f"[{entry['timestamp']}] {entry['content']}", share))
@@ -429,7 +433,8 @@ class Consolidator:
         """Move turns up to message `upto` in at most five rounds, because a user may be waiting.
         Returns `12 older messages moved to the memory; memory: 1 file changed, 2 insertions(+)`.
         Raises SessionBusy."""
-        before, told = session.saved, ""
+        before = session.saved
+        told = ""
         async with self.one_at_a_time:
             for _ in range(5):
                 end, text = self._next_part(session, upto)
@@ -453,7 +458,8 @@ class Consolidator:
     def _next_part(self, session, upto):
         """Choose the turns of the next round. Returns (last message number, text of the turns)."""
         room = self.budget // 4  # the request also holds MEMORY.md and the summary
-        end, text = 0, ""
+        end = 0
+        text = ""
         part = []
         for message in session.messages:
             part.append(message)
@@ -463,7 +469,8 @@ class Consolidator:
                 is_past_new = end <= session.start < n
                 if end and (is_past_new or estimate(longer) > room):
                     break
-                end, text = n, longer
+                end = n
+                text = longer
         return end, fitted(text, room)  # even a single turn may be too long
 
     async def save(self, earlier: list[str], text: str) -> tuple | None:
@@ -527,7 +534,8 @@ class Governed:
 
     def _leave_out(self, excess, list_size):
         """Leave out the oldest turns, then the oldest steps of this turn."""
-        kept, left_out = [], []
+        kept = []
+        left_out = []
         freed = 0
         for n, message in enumerate(self.messages[: self.limit]):
             is_user = message["role"] == "user"
@@ -627,7 +635,8 @@ def read_records(path: Path, is_valid: Callable):
     raw = patiently(path.read_bytes) if path.exists() else b""
     aside = path.with_name(f"{path.name}.corrupt")
     known = aside.read_bytes() if aside.exists() else b""
-    records, damaged = [], []
+    records = []
+    damaged = []
     for line in raw.split(b"\n"):  # str.splitlines() would also split at U+2028 and \x85
         try:
             record = json.loads(line, parse_constant=int)  # int("NaN") raises ValueError
@@ -980,7 +989,8 @@ def counted(count: int, one: str, several: str = ""):
 
 def fitted(text: str, most: int):
     """Remove characters from the middle of a text until it has at most `most` tokens."""
-    size, cut = len(text), text
+    size = len(text)
+    cut = text
     while (tokens := estimate(cut)) > most and size > 50:  # do not cut very short texts
         size = min(size * most // tokens, size * 9 // 10)
         cut = f"{text[: size * 2 // 3]} […] {text[-(size // 3) :]}"
