@@ -288,7 +288,8 @@ class ToolRegistry:
             tool, arguments, problem = self.prepare_call(name, params)
             if problem:
                 raise InvalidCall(problem)
-            arguments = arguments | dict.fromkeys(tool.turn_parameters, turn)
+            for parameter in tool.turn_parameters:
+                arguments[parameter] = turn
             result = as_result(await tool.execute(**arguments))
         except ToolError as mistake:
             shown = f"{mistake.outcome}: {mistake}".partition("\n")[0]
@@ -333,7 +334,7 @@ class Turn:
     results: Path | None = None  # longer results are saved here; None: in a temporary folder
     undo: Path | None = None  # old versions of changed files (see `take_back`); None: as above
     started: str = field(default_factory=lambda: str(time.time_ns()), compare=False)
-    # file → (hash of its bytes, number of lines that were read, counted from the first line)
+    # (file, hash of its bytes) → number of lines that were read, counted from the first line
     seen: dict = field(default_factory=dict, compare=False)
 
     def path(self, text: str, write: bool = False) -> Path:
@@ -368,14 +369,13 @@ class Turn:
     def lines_read(self, path, data):
         """How many lines, from the first on, the session has read; 0 if the file has changed since.
         `data`: its bytes now."""
-        version, lines = self.seen.get(path, (0, 0))
-        return lines if version == hash(data) else 0
+        return self.seen.get((path, hash(data)), 0)
 
     def note_read(self, path, data, first, last):
         """Record that lines `first` to `last` were read. A page after a gap does not count."""
         lines = self.lines_read(path, data)
         if first <= lines + 1:
-            self.seen[path] = hash(data), max(last, lines)
+            self.seen[path, hash(data)] = max(last, lines)
 
 
 @tool(read_only=True)
@@ -424,6 +424,10 @@ def write_file(path: str, content: str, *, turn: Turn) -> ToolResult:
 # ======== Second reading: how tools cope with real models, file systems and servers ========
 
 # ---- Blocking calls, long results ----
+
+
+# channels.py has this function, too, and memory.py has the next ones (`fitted`, `counted`) and
+# `write_atomic` in forms of their own: these files do not import each other.
 
 
 async def in_thread(function: Callable, /, *args, **kwargs):
@@ -534,26 +538,32 @@ def cast(value, schema: dict):
     if not isinstance(schema, dict):  # a server may write `true`, or one schema for each item
         return value
     wanted = kinds(schema)
-    if isinstance(value, str) and not fits(value, wanted):
+    if fits(value, wanted):
+        pass  # the type is right already
+    elif isinstance(value, str):
+        text = value.lower() if value in ("True", "False") else value
         with contextlib.suppress(ValueError, RecursionError):  # invalid JSON, an overlong integer
-            read = json.loads(value.lower() if value in ("True", "False") else value)
+            read = json.loads(text)
             if fits(read, wanted):
                 value = read
-    elif "string" in wanted and not fits(value, wanted) and fits(value, ["number"]):
+    elif "string" in wanted and fits(value, ["number"]):
         value = str(value)
     for option in schema.get("anyOf", ()):
-        if not validate(cast(value, option), option):
-            return cast(value, option)
+        read = cast(value, option)
+        if not validate(read, option):
+            return read
     if isinstance(value, float) and value.is_integer() and "integer" in wanted:
         return int(value)
     if isinstance(value, dict):
         required = schema.get("required", ())
         properties = schema.get("properties", {})
-        return {
-            key: cast(item, properties.get(key, {}))
-            for key, item in value.items()
-            if item is not None or key in required or not validate(None, properties.get(key, {}))
-        }
+        converted = {}
+        for key, item in value.items():
+            own_schema = properties.get(key, {})
+            is_dropped = item is None and key not in required and validate(None, own_schema)
+            if not is_dropped:
+                converted[key] = cast(item, own_schema)
+        return converted
     if isinstance(value, list):
         return [cast(item, schema.get("items", {})) for item in value]
     return value
@@ -692,15 +702,10 @@ IMAGE_STARTS = {
 }
 
 
-def open_file(path):
-    """Open a file for reading. A link is refused; a FIFO opens at once, even without a writer."""
-    return open(path, "rb", opener=lambda path, _: os.open(path, READING))
-
-
 def try_to_read(path, most):
     """Returns the bytes of a regular file, and "" or the reason why it cannot be read."""
     try:
-        with open_file(path) as file:
+        with open(path, "rb", opener=lambda name, _: os.open(name, READING)) as file:
             info = os.fstat(file.fileno())
             if not stat.S_ISREG(info.st_mode):
                 return b"", "it is not a regular file but a FIFO or device"
@@ -812,8 +817,10 @@ def list_dir(path: str = ".", *, turn: Turn):
         raise ToolError(f"Cannot list {real}: {problem.strerror}.{similar_names(real)}") from None
     lines = [f"{real}: {len(entries)} entries"]
     for entry in entries:  # shows "sub/", "a.txt  17 bytes", and only the name of a link
-        end = "/" if entry.is_dir(follow_symlinks=False) else ""
-        if entry.is_file(follow_symlinks=False):
+        end = ""
+        if entry.is_dir(follow_symlinks=False):
+            end = "/"
+        elif entry.is_file(follow_symlinks=False):
             end = f"  {entry.stat().st_size:,} bytes"
         lines.append(entry.name + end)
     return "\n".join(lines)
@@ -972,7 +979,8 @@ def take_back(store: Path, session: str):
     outcomes = {}
     for path in {change["path"] for change in last}:
         its = [change for change in last if change["path"] == path]
-        outcomes[os.path.relpath(path, its[0]["folder"])] = restore(Path(path), its)
+        shown = os.path.relpath(path, its[0]["folder"])
+        outcomes[shown] = restore(Path(path), its)
     if any(outcomes.values()):
         for change in last:
             change["file"].unlink(missing_ok=True)
@@ -1264,7 +1272,7 @@ async def search_files(files, request):
     starts = range(0, len(files) or 1, size)
     parts = [search_part(files[start : start + size], request) for start in starts]
     answers = await asyncio.gather(*parts)
-    return [list(itertools.chain(*lists)) for lists in zip(*answers, strict=True)]
+    return [sum(lists, []) for lists in zip(*answers, strict=True)]  # joins the parts' lists
 
 
 async def search_part(files, request):
@@ -1332,7 +1340,6 @@ def shown_lines(name, lines, found, mode, context):
 # The child gets compiled functions, because importing all of tools.py takes 200 ms, and because
 # the file may have been edited since this program has started.
 CHILD_FUNCTIONS = (
-    open_file,
     plain_text,
     lines_of,
     is_binary,
@@ -1340,8 +1347,12 @@ CHILD_FUNCTIONS = (
     try_to_read,
     shown_lines,
 )
-CHILD_NAMES = ("READING", "UTF8_MARK", "UTF16_MARKS", "SEARCH_SECONDS")
-CHILD_VALUES = {name: globals()[name] for name in CHILD_NAMES}
+CHILD_VALUES = {
+    "READING": READING,
+    "UTF8_MARK": UTF8_MARK,
+    "UTF16_MARKS": UTF16_MARKS,
+    "SEARCH_SECONDS": SEARCH_SECONDS,
+}
 CHILD = """import faulthandler, json, marshal, os, re, stat, sys, types
 values, program, files, request = marshal.load(sys.stdin.buffer)
 globals().update(values)
@@ -1658,7 +1669,8 @@ class Exec(Tool):
             environment["HOME"] = "/tmp"
         job = Job(argv, folder, environment)
         seconds = timeout or self.timeout
-        text = fitted(await job.run(seconds), MAX_OUTPUT_CHARS, "exec", turn)
+        output = await job.run(seconds)
+        text = fitted(output, MAX_OUTPUT_CHARS, "exec", turn)
         code = job.process.returncode
         shown = f"exit {code}"
         if job.is_late:
@@ -1685,7 +1697,7 @@ class Exec(Tool):
         for folder in records:
             folder.mkdir(0o700, exist_ok=True)  # so that no command can create this folder
         shown = [*SYSTEM, *filter(None, self.path_append.split(os.pathsep))]
-        arguments = [*BWRAP]
+        arguments = BWRAP.split()
         for how, paths in (("--ro-bind-try", shown), ("--bind", opened), ("--ro-bind", records)):
             for path in paths:
                 arguments += [how, str(path), str(path)]
@@ -1791,23 +1803,11 @@ class Capture(threading.Thread):
 # ---- The shell: the sandbox ----
 
 # Without `--cap-drop`, root keeps its capabilities in the sandbox and could undo the mounts.
-BWRAP = [
-    "bwrap",
-    "--unshare-all",
-    "--cap-drop",
-    "ALL",
-    "--die-with-parent",
-    "--new-session",
-    "--proc",
-    "/proc",
-    "--ro-bind",
-    "/proc/sys",
-    "/proc/sys",  # read-only, also for root
-    "--dev",
-    "/dev",
-    "--tmpfs",
-    "/tmp",
-]
+# `/proc/sys` is read-only, also for root.
+BWRAP = (
+    "bwrap --unshare-all --cap-drop ALL --die-with-parent --new-session --proc /proc "
+    "--ro-bind /proc/sys /proc/sys --dev /dev --tmpfs /tmp"
+)
 SYSTEM = [
     "/usr",
     "/bin",
@@ -1844,7 +1844,7 @@ SYSTEM = [
 def sandbox_problem():
     """Test whether bwrap works on this machine; returns the problem and the fix, or ""."""
     try:
-        trial = [*BWRAP, "--ro-bind", "/", "/", "true"]
+        trial = [*BWRAP.split(), "--ro-bind", "/", "/", "true"]
         subprocess.run(trial, check=True, capture_output=True, text=True)
         return ""
     except (OSError, subprocess.CalledProcessError) as problem:
@@ -2278,9 +2278,10 @@ class MCPTool(Tool):
         self.parameters = {**schema, **item.get("inputSchema", {}), "type": "object"}
 
     async def execute(self, /, **arguments):
-        if "uri" not in self.request:
-            arguments = {**self.request, "arguments": arguments}
-        return mcp_result(await self.server.call(self.method, arguments or self.request, self.name))
+        request = self.request
+        if "name" in request:  # a resource has only its URI
+            request = {**request, "arguments": arguments}
+        return mcp_result(await self.server.call(self.method, request, self.name))
 
 
 def as_json(answer):
