@@ -1470,7 +1470,7 @@ class CronService:
         for job in jobs:
             after = job.after if job.after <= now else 0  # the clock may have been set back
             due = job.due(after, self.zone)
-            is_due = due is not None and due <= now and job.enabled
+            is_due = due and due <= now and job.enabled
             if is_due and job.id not in busy and self.is_wanted(job):
                 self.running[job.id] = asyncio.create_task(
                     self._run(job, f"{job.id}@{due:.0f}", now)
