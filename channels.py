@@ -100,16 +100,16 @@ class MessageBus:
 
     def send(self, message: "OutboundMessage"):
         """Queue a message for its chat. A slow chat delays no other chat, and an upload no text."""
+        channel = self.channels.get(message.channel)
+        if channel is None:
+            if message.kind == "final":
+                log.warning("There is no channel %r: the answer is dropped", message.channel)
+            return
         key = (message.channel, message.chat_id, message.kind == "file")
-        if message.channel in self.channels:
-            self._waiting[key].append(message)
-            if len(self._waiting[key]) == 1:  # otherwise, `deliver` is running already
-                channel = self.channels[message.channel]
-                self._deliveries[key] = asyncio.create_task(
-                    deliver(channel, self._waiting[key], self._sleep)
-                )
-        elif message.kind == "final":
-            log.warning("There is no channel %r: the answer is dropped", message.channel)
+        waiting = self._waiting[key]
+        waiting.append(message)
+        if len(waiting) == 1:  # otherwise, `deliver` is running already
+            self._deliveries[key] = asyncio.create_task(deliver(channel, waiting, self._sleep))
 
     def stop_sending(self, channel: str, chat_id: str) -> bool:
         """Send no more parts of the answer that is being sent. Returns False if there is none: an
@@ -298,7 +298,8 @@ def prepare_streams():
     for name in ("stdin", "stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
-            stream = open(os.devnull, "r" if name == "stdin" else "w")  # noqa: SIM115
+            mode = "r" if name == "stdin" else "w"
+            stream = open(os.devnull, mode)  # noqa: SIM115
             setattr(sys, name, stream)
         if isinstance(stream, io.TextIOWrapper):  # false in a notebook
             stream.reconfigure(errors="replace")
@@ -343,16 +344,19 @@ def drop_earlier_keys():
 def read_pages(question):
     """Like `read_answer`; but if the question is longer than the terminal, nothing scrolls away."""
     *lines, prompt = question.split("\n")
-    columns, height = 80, 24
+    columns = 80
+    height = 24
     with contextlib.suppress(OSError):
         size = os.get_terminal_size(sys.stdin.fileno())  # stdout may be a file
-        columns, height = size.columns or columns, size.lines or height
+        columns = size.columns or columns
+        height = size.lines or height
     rows = []
     for line in lines:
         rows += rows_of(line, columns)
     room = max(height - 1 - len(rows_of(prompt, columns)), 1)
     while len(rows) > room:
-        page, rows = rows[:room], rows[room:]
+        page = rows[:room]
+        rows = rows[room:]
         read_answer("\n".join([*page, f"-- Enter shows {len(rows)} more lines -- "]))
     return read_answer("\n".join([*rows, prompt]))
 
@@ -588,10 +592,12 @@ class CLI(Channel):
 
     def _print(self, text):
         """Print `text`: unchanged to a pipe or file, with visible escape codes on a terminal."""
-        self.waiting.print(printable(text) if self.live else encodable(text), self.out)
+        shown = printable(text) if self.live else encodable(text)
+        self.waiting.print(shown, self.out)
 
     def _end_text(self, text):
-        self._print(not_yet_shown(text, self._streamed).removesuffix("\n") + "\n")
+        rest = not_yet_shown(text, self._streamed)
+        self._print(rest.removesuffix("\n") + "\n")
         self._streamed = ""
 
     def note(self, text: str):
@@ -649,7 +655,8 @@ class CLI(Channel):
             except Terminated:
                 raise
             except KeyboardInterrupt:
-                self.note("\nstopped; /continue resumes the turn" if text else "")
+                stopped = "\nstopped; /continue resumes the turn" if text else ""
+                self.note(stopped)
                 self.draft = "\n".join(self.queued)
                 self.queued.clear()
             except Exception as problem:  # a failed turn does not end the conversation
@@ -673,7 +680,7 @@ class CLI(Channel):
 
             readline.parse_and_bind("set enable-bracketed-paste on")  # pasted lines are one message
             readline.set_startup_hook(self._insert_draft)
-            if not readline.get_current_history_length():
+            if not readline.get_current_history_length():  # this program's first line
                 history.parent.mkdir(parents=True, exist_ok=True)
                 history.touch(0o600)  # `append_history_file` needs the file to exist
                 readline.read_history_file(history)
@@ -720,8 +727,6 @@ class CLI(Channel):
 def not_yet_shown(text, streamed):
     """("Hello.", "Hel") → "lo."; ("Bye.", "Hel") → "\\nBye.": a different text gets a new line."""
     shown = streamed.strip()  # providers remove blanks at both ends of the final text
-    if not shown:
-        return text
     rest = text.lstrip()
     return rest.removeprefix(shown) if rest.startswith(shown) else f"\n{text}"
 
@@ -759,6 +764,9 @@ def text_of_pipe(begun, stream, folder):
 # Every URL contains the token, so the code removes the token from each error text.
 
 MOST_UPLOADED = 50_000_000  # bytes of a file that Telegram accepts from a bot
+
+
+# tools.py has `in_thread`, too, and memory.py `warn_once`: these files do not import each other.
 
 
 async def in_thread(function, /, *args):
@@ -898,7 +906,9 @@ class Telegram(Channel):
     ):
         super().__init__(allow_from)
         self.api = BotAPI(token, api_base)
-        self.group_policy, self.media_folder, self.sleep = group_policy, media_folder, sleep
+        self.group_policy = group_policy
+        self.media_folder = media_folder
+        self.sleep = sleep
         self.keep_strangers = keep_strangers
         self._strangers = []  # 8 (Ann), 9 (Bob)
         self.bot = {}  # the bot's id and username, from getMe
@@ -998,11 +1008,14 @@ class Telegram(Channel):
 
     async def _inbound(self, messages):
         """Combine messages into one. Returns None if the messages are empty or not for the bot."""
-        chat, sender = messages[0]["chat"], messages[0]["from"]
-        is_open = chat["type"] == "private" or self.group_policy == "open"
+        chat = messages[0]["chat"]
+        sender = messages[0]["from"]
+        is_private = chat["type"] == "private"
+        is_open = is_private or self.group_policy == "open"
         if not is_open and not any(is_call(message, self.bot) for message in messages):
             return None
-        texts, media = [], []
+        texts = []
+        media = []
         for message in messages:
             texts.append(with_quote(message))
             try:
@@ -1013,6 +1026,7 @@ class Telegram(Channel):
         content = "\n".join(filter(None, texts))
         if not content and not media:
             return None  # an event; for example, somebody joined the group
+        speaker = "" if is_private else name_of(sender)
         return InboundMessage(  # another bot can use the same `message_id`, so add the bot's id
             self.name,
             str(sender["id"]),
@@ -1020,7 +1034,7 @@ class Telegram(Channel):
             content,
             media,
             message_id=f"{messages[0]['message_id']}/{self.bot['id']}",
-            speaker="" if chat["type"] == "private" else name_of(sender),
+            speaker=speaker,
         )
 
     async def _save(self, file):
@@ -1056,13 +1070,16 @@ class Telegram(Channel):
         if message.kind == "final":
             self._stop_typing(message.chat_id)
         target = {"chat_id": message.chat_id}
+        # "17/123456": message 17, and the bot's id
         if own := re.fullmatch(r"(\d+)/\d+", message.reply_to):
             target["reply_parameters"] = {
                 "message_id": int(own[1]),
                 "allow_sending_without_reply": True,
             }
-        parts = [*split_html(as_html(message.content)), *map(Path, message.media)]
-        while message.parts_sent < len(parts):  # not after `MessageBus.stop_sending`
+        texts = split_html(as_html(message.content))
+        parts = [*texts, *map(Path, message.media)]
+        # `MessageBus.stop_sending` ends this loop: it makes `parts_sent` huge
+        while message.parts_sent < len(parts):
             part = parts[message.parts_sent]
             if isinstance(part, str):
                 await self._send_text(part, target)
@@ -1079,8 +1096,9 @@ class Telegram(Channel):
 
     async def _send_file(self, path, message, target):
         """If a file cannot be sent, send the reason, so that nobody waits for the file."""
-        # The chat shows "sending a file". In an outage this request fails, not an upload, so that
-        # the file is retried, as a text is, until Telegram can be reached again.
+        # The chat shows "sending a file". In an outage this request fails, not an upload: the error
+        # leaves this method, and `deliver` tries again until Telegram can be reached. An upload is
+        # tried five times: `failures` is 0 at the first attempt.
         await self.api.call("sendChatAction", action="upload_document", **target)
         try:
             if path.suffix.lower() in (".jpg", ".jpeg", ".png", ".webp"):
@@ -1088,7 +1106,7 @@ class Telegram(Channel):
                     return await self.api.upload("photo", message.chat_id, path)
             return await self.api.upload("document", message.chat_id, path)
         except (TelegramError, Refused, OSError) as failure:
-            if isinstance(failure, TelegramError) and message.failures < 4:  # five attempts
+            if isinstance(failure, TelegramError) and message.failures < 4:
                 raise
             await self._send_text(as_html(f"[{path.name} cannot be sent: {failure}]"), target)
 
@@ -1119,7 +1137,8 @@ def words_in(message):
 
 def with_quote(message):
     """The text after the text that it replies to. A command stays as it is."""
-    text, quoted = words_in(message), words_in(message.get("reply_to_message", {}))
+    text = words_in(message)
+    quoted = words_in(message.get("reply_to_message", {}))
     if not quoted or text.startswith("/"):
         return text
     return f"[in reply to: {quoted[:1_000]}]\n{text}"
@@ -1162,7 +1181,7 @@ BOLD = r"\*\*(?=[^\s*])((?:[^*\n]|\*(?!\*))+?)(?<=[^\s*])\*\*"  # **now**
 ITALIC = r"(?<![\w*])\*(?=[^\s*])((?:[^*<>\n]|<b>[^<>\n]*</b>)+)(?<!\s)\*(?![\w*])"
 UNDERLINED = r"(?<!\w)_(?=[^\s_])([^_<>\n]+)(?<!\s)_(?!\w)"  # _now_   not a_b_c
 ASIDE = "\ue000(\\d+)\ue001"  # the placeholder `\ue0000\ue001` replaces the first code or link
-TAG = r"<[^>]+>"  # <b>   </b>   <a href="https://x.y">
+TAG = r"</?[a-z][^>]*>"  # <b>   </b>   <a href="https://x.y">
 ATOM = rf"(?s:{TAG}|&#?\w+;|[^<&])"  # <b>   &lt;   a
 # up to the last newline, or else to the last space that is not in a tag like <a href="…">
 WHOLE_WORDS = r"(?s).*\n|.* (?![^<>]*>)"
@@ -1212,7 +1231,9 @@ def split_html(text, limit=4_096):
                 opened.pop()
             else:
                 opened.append(tag)
-        text = "".join(opened) + text[len(part) :]
+        rest = "".join(opened) + text[len(part) :]  # the next part opens these tags again
+        # every text of `as_html` gets shorter; if another one does not, this must end, too
+        text = rest if len(rest) < len(text) else text[limit:]
         for tag in reversed(opened):  # <code class="language-py"> is closed by </code>
             part += f"</{tag.strip('<>').split()[0]}>"
         if plain_text(part).strip():  # "400 message text is empty"
@@ -1226,8 +1247,9 @@ def beginning(text, limit):
     head = text.encode("utf-16-le")[: 2 * limit].decode("utf-16-le", "ignore")
     if head == text:
         return text
-    atoms = re.match(f"{ATOM}*", head)
-    return (re.match(WHOLE_WORDS, atoms[0]) or atoms)[0]
+    whole = re.match(f"{ATOM}*", head)[0]
+    words = re.match(WHOLE_WORDS, whole)
+    return words[0] if words else whole
 
 
 # ---- The calendar: the next time that matches a cron expression ----
@@ -1266,14 +1288,15 @@ def cron_numbers(field, text):
     return numbers
 
 
-@functools.lru_cache(maxsize=1_000)  # the clock asks once a second, and the answer stays the same
+@functools.lru_cache  # the clock asks once a second, and the answer stays the same
 def next_run(expr: str, after: float, zone: tzinfo):
     """The first time later than `after` that matches a cron expression, as in Vixie cron. Times are
     seconds since 1970, and `after` is a whole minute. Raises ValueError if the expression is
     invalid or no date matches, like 31 February. In Berlin in 2026:
 
     29 March, 02:30     is 03:30, because clocks skip an hour
-    25 October, 02:30   is the first of two, because clocks repeat an hour; both for hour `*`
+    25 October, 02:30   is the first of two, because clocks repeat an hour
+    with the hour `*`   it is both
     """
     parts = expr.lower().split()
     if len(parts) != 5:
@@ -1283,11 +1306,13 @@ def next_run(expr: str, after: float, zone: tzinfo):
         )
     minutes, hours, days, months, weekdays = map(cron_numbers, CRON_FIELDS, parts)
     weekdays = {number % 7 for number in weekdays}  # Sunday is 0 or 7
-    folds = [0, 1] if len(hours) == 24 else [0]  # 1: the second 02:30 of a day
+    folds = [0, 1] if len(hours) == 24 else [0]  # 1: the second 02:30 of a day; 24: hour `*`
     times = list(itertools.product(hours, minutes, folds))
-    # 0 9 13 * fri: each 13th, and each Friday
+    # 0 9 13 * fri: each 13th, and each Friday. With a "*", both must match, and "*" always does
     suffices = all if "*" in parts[2] + parts[4] else any
-    for number in range(-1, 9 * 366):  # "0 0 29 2 *", a leap day: 2096, 2104; not 2100
+    # From yesterday on, because clocks that go back at 0:01 repeat its last hour. Nine years have a
+    # leap day, for "0 0 29 2 *": 2096, 2104; not 2100
+    for number in range(-1, 9 * 366):
         day = datetime.fromtimestamp(after, zone) + timedelta(days=number)
         in_week = day.isoweekday() % 7 in weekdays
         if day.month in months and suffices([day.day in days, in_week]):
@@ -1387,7 +1412,7 @@ class JobStore:
             self.write(self.path, json.dumps({"jobs": rows}, ensure_ascii=False, indent=1))
 
 
-warn_once = functools.lru_cache(maxsize=100)(log.warning)  # the clock asks once a second
+warn_once = functools.cache(log.warning)  # the clock asks once a second
 
 
 # ---- The clock that runs the jobs ----
@@ -1412,13 +1437,11 @@ class CronService:
         jobs = []
         for row in self.store.read():
             try:
-                job = CronJob(
-                    **{
-                        each.name: each.type(row[each.name])
-                        for each in fields(CronJob)
-                        if row.get(each.name) is not None
-                    }
-                )
+                values = {}
+                for each in fields(CronJob):
+                    if row.get(each.name) is not None:
+                        values[each.name] = each.type(row[each.name])
+                job = CronJob(**values)
                 job.due(1e6, self.zone)  # raises an error if the schedule is invalid
                 jobs.append(job)
             except Exception as problem:
@@ -1447,7 +1470,7 @@ class CronService:
         for job in jobs:
             after = job.after if job.after <= now else 0  # the clock may have been set back
             due = job.due(after, self.zone)
-            is_due = due is not None and due <= now and job.enabled
+            is_due = due and due <= now and job.enabled
             if is_due and job.id not in busy and self.is_wanted(job):
                 self.running[job.id] = asyncio.create_task(
                     self._run(job, f"{job.id}@{due:.0f}", now)
@@ -1455,13 +1478,14 @@ class CronService:
 
     async def _run(self, job, name, began):
         """Run a job and record the run. A run that ends with the program is repeated later."""
-        changes = {"after": began, "error": ""}
+        changes = {"after": began, "error": ""}  # None removes the job
+        # `gather`: if the user stops the run, only the run is cancelled, not this task
         [outcome] = await asyncio.gather(self.fire(job, name), return_exceptions=True)
-        if isinstance(outcome, Exception):  # not if the user has stopped the run
+        if isinstance(outcome, Exception):  # the CancelledError of a stopped run is none
             changes["error"] = repr(outcome)[:200]
             log.warning("cron: job %s failed", job.id, exc_info=outcome)
         elif job.at:
-            changes = None  # this removes the job
+            changes = None
         while job.id in self.running:
             try:
                 await in_thread(self.store.edit, job.id, changes)
@@ -1514,22 +1538,21 @@ class CronService:
         now = self.now()
         if in_seconds:
             at = datetime.fromtimestamp(now + in_seconds, UTC).isoformat()
-        return self._add(
-            CronJob(
-                secrets.token_hex(4),
-                message.strip(),
-                every_seconds,
-                cron_expr,
-                tz,
-                at,
-                turn.channel,
-                turn.chat_id,
-                str(turn.cwd)
-                if turn.channel == "cli"
-                else "",  # a chat's run in the gateway's folder
-                now,
-            )
+        # a chat's jobs run in the gateway's folder
+        folder = str(turn.cwd) if turn.channel == "cli" else ""
+        job = CronJob(
+            secrets.token_hex(4),
+            message.strip(),
+            every_seconds,
+            cron_expr,
+            tz,
+            at,
+            turn.channel,
+            turn.chat_id,
+            folder,
+            now,
         )
+        return self._add(job)
 
     def _add(self, job):
         try:
@@ -1538,7 +1561,8 @@ class CronService:
                 raise CronError(f"it never runs. It is now {self._shown(job.after)}")
             if job.at:  # stored with its offset, because other programs may have other zones
                 at = datetime.fromtimestamp(due).astimezone(self.zone)
-                job.at, job.tz = at.isoformat(timespec="seconds"), ""
+                job.at = at.isoformat(timespec="seconds")
+                job.tz = ""
             added = f"Added job {self._line(job)}"
         except (ValueError, OverflowError, OSError) as problem:  # OSError: the year 30000, Windows
             raise CronError(f"No job was added for {job.schedule()!r}: {problem}.") from None
@@ -1629,7 +1653,9 @@ class WebPage(Channel):
         # recorded runs, which may be a stranger's, have no cookie and reach no server
         self.runs = runs, "sandbox allow-scripts"
         self.html = html, "connect-src 'self'"
-        self.journal_of, self.tell, self.as_json = journal_of, tell, as_json
+        self.journal_of = journal_of
+        self.tell = tell
+        self.as_json = as_json
         self.turn_of = contextvars.ContextVar("turn_of", default="")  # the current turn's chat
         self.chats = {}  # chat id → does it pause before each request and call?
         self.events = deque(maxlen=1_000)  # (number, chat id, JSON)
@@ -1701,7 +1727,8 @@ class WebPage(Channel):
         is only asked in a session for which "Step by step" is ticked."""
         if what in ("request", "call") and not self.chats.get(self.turn_of.get()):
             return ""
-        number, answer = secrets.token_hex(8), asyncio.Future()
+        number = secrets.token_hex(8)
+        answer = asyncio.Future()
         self.questions[number] = answer
         details |= {"session": self.turn_of.get(), "what": what, "text": text, "id": number}
         self._add("memory", kind="ask", **details)
@@ -1735,7 +1762,9 @@ class WebPage(Channel):
         last `most` lines of the journal. Also yield "" every 0.1 s to detect a closed window."""
         journal = self.journal_of(f"{self.name}:{chat_id}")
         yield self._json(kind="hello", step=self.chats.get(chat_id), chats=list(self.chats))
-        position, seen, draft = 0, 0, ""
+        position = 0
+        seen = 0
+        draft = ""
         while True:
             time.sleep(0.1)
             self.polls += 1
@@ -1790,14 +1819,14 @@ class PageRequest:
     def _reply(self, status, text, kind="text/plain", **more):
         self.send_response(status)
         headers = {
-            "Content_Type": f"{kind}; charset=utf-8",
-            "Cache_Control": "no-store",
-            "X_Content_Type_Options": "nosniff",
-            "Referrer_Policy": "no-referrer",
+            "Content-Type": f"{kind}; charset=utf-8",
+            "Cache-Control": "no-store",
+            "X-Content-Type-Options": "nosniff",
+            "Referrer-Policy": "no-referrer",
             **more,
         }
         for name, value in headers.items():
-            self.send_header(name.replace("_", "-"), value)
+            self.send_header(name, value)
         self.end_headers()
         self.wfile.write(text.encode("utf-8"))
 
@@ -1807,7 +1836,7 @@ class PageRequest:
         if self._is_from_here() and self.page.unused.pop(self.path, False):
             cookie = f"{self.page.cookie}; HttpOnly; SameSite=Strict; Path=/"
             # after a 303, a browser that comes from a file would not send this cookie
-            self._reply(200, "", Refresh="0; url=/", Set_Cookie=cookie)
+            self._reply(200, "", **{"Refresh": "0; url=/", "Set-Cookie": cookie})
             self.page.renew()
         elif not self._is_allowed():
             self._reply(403, NO_COOKIE)
@@ -1817,13 +1846,14 @@ class PageRequest:
             self._reply(200, "retry: 1000\n\n", "text/event-stream")  # milliseconds
             chat, most = urllib.parse.unquote(query).split("&")
             for event in self.page.news(page_chat(chat), int(most)):
-                self.wfile.write(f"data: {event}\n\n".encode() if event else b":\n\n")
+                line = f"data: {event}\n\n" if event else ":\n\n"
+                self.wfile.write(line.encode())
         else:
             html, right = self.page.runs if path == "/runs" else self.page.html
             nonce = secrets.token_urlsafe(16)
             policy = PAGE_POLICY.format(nonce, right)
             html = html.replace("%NONCE%", nonce)
-            self._reply(200, html, "text/html", Content_Security_Policy=policy)
+            self._reply(200, html, "text/html", **{"Content-Security-Policy": policy})
 
     def do_POST(self):  # noqa: N802
         if not self._is_allowed():

@@ -25,7 +25,6 @@ import os
 import re
 import secrets
 import shutil
-import stat
 import subprocess
 import time
 from collections import deque
@@ -129,16 +128,16 @@ class Session:
             case {"n": int(n), "role": str()}:
                 self.highest = max(self.highest, n)
                 self.messages.append(line)
-                is_report = "report" in line
-                if is_report or (is_answer(line) and line.get("content")):
+                if is_answer(line) and line.get("content"):
                     self.undelivered.append(line)
-                if is_report:  # it belongs to no turn
+                if "report" in line:  # it belongs to no turn
                     return
                 if not self.is_open:
                     self.resumed = 0
                     if line["role"] == "user":
                         self.turn_ends.add(self.last)
-                self.newest, self.last = line, n
+                self.newest = line
+                self.last = n
 
     async def synced(self):
         await asyncio.to_thread(fsync, self.path)
@@ -156,14 +155,16 @@ class Session:
                                                    [2026-11-23 10:00, reminder: stretch!]\\n\\nb"
         """
         sent = self.summary_messages()
-        before, reports = {}, []
+        before = {}
+        reports = []
         for message in [*self.conversation(), *later]:
             if "report" in message:
                 reports.append(message)
             elif message["role"] == "user":
                 quotes = [quoted(report, 2_500 // len(reports)) for report in reports[-50:]]
                 sent.append(as_sent(message, self.gap_after(before), *quotes))
-                before, reports = message, []
+                before = message
+                reports = []
             elif before:  # skip a turn if its user message is lost
                 sent.append(as_sent(message))
                 before = message
@@ -230,8 +231,9 @@ class Session:
 
 def is_answer(message: dict) -> bool:
     """Does this message end its turn? True for a complete assistant message without calls."""
-    is_part = bool(message.get("tool_calls")) or "cut" in message
-    return message["role"] == "assistant" and not is_part
+    if message.get("tool_calls") or "cut" in message:
+        return False
+    return message["role"] == "assistant"
 
 
 def quoted(report: dict, most: int) -> str:
@@ -248,10 +250,13 @@ def quoted(report: dict, most: int) -> str:
 def as_sent(message: dict, *notes: str) -> dict:
     """Convert a journal message for a request. In a user message, the `notes` precede the text.
     `LLMProvider.chat` removes the key `n` later."""
-    own_keys = ("timestamp", "runtime", "cut", "id")  # these keys are not sent
-    sent = {key: value for key, value in message.items() if key not in own_keys}
+    sent = {
+        key: value
+        for key, value in message.items()
+        if key not in ("timestamp", "runtime", "cut", "id")  # these keys are not sent
+    }
     texts = [text for text in (*notes, message.get("runtime")) if text]
-    if texts and message["role"] == "user":
+    if texts:  # only a user message has some
         sent["content"] = "\n\n".join([*texts, str(message.get("content") or "")])
     return sent
 
@@ -272,7 +277,8 @@ class Inbox:
                 fsync(self.path)
 
     def read(self) -> list[dict]:
-        return read_records(self.path, is_inbox_line)
+        keys = {"id": str, "kind": str, "content": str, "media": list | None}
+        return read_records(self.path, partial(has, **keys))
 
     def remove(self, ids: set[str]):
         with locked(self.lock):
@@ -293,9 +299,9 @@ class MemoryStore:
     {"cursor": 42, "timestamp": "2026-04-03 00:02", "content": "The user planned a trip to Rome."}
     """
 
-    def __init__(self, workspace: Path, read: Read | None = None):
+    def __init__(self, workspace: Path, read: Read = Path.read_bytes):
         self.workspace = workspace
-        self.read = read or read_regular_file
+        self.read = read
         self.folder = workspace / "memory"
         self.facts = self.folder / "MEMORY.md"
         self.history = self.folder / "history.jsonl"
@@ -354,7 +360,8 @@ class MemoryStore:
         recent = self.unread()[-50:]
         if len(recent) < 5:
             recent = self.entries()[-5:]
-        texts, room = [], 1_800
+        texts = []
+        room = 1_800
         for number, entry in enumerate(recent):
             share = room // (len(recent) - number)
             texts.append(fitted(f"[{entry['timestamp']}] {entry['content']}", share))
@@ -429,7 +436,8 @@ class Consolidator:
         """Move turns up to message `upto` in at most five rounds, because a user may be waiting.
         Returns `12 older messages moved to the memory; memory: 1 file changed, 2 insertions(+)`.
         Raises SessionBusy."""
-        before, told = session.saved, ""
+        before = session.saved
+        told = ""
         async with self.one_at_a_time:
             for _ in range(5):
                 end, text = self._next_part(session, upto)
@@ -453,7 +461,8 @@ class Consolidator:
     def _next_part(self, session, upto):
         """Choose the turns of the next round. Returns (last message number, text of the turns)."""
         room = self.budget // 4  # the request also holds MEMORY.md and the summary
-        end, text = 0, ""
+        end = 0
+        text = ""
         part = []
         for message in session.messages:
             part.append(message)
@@ -463,7 +472,8 @@ class Consolidator:
                 is_past_new = end <= session.start < n
                 if end and (is_past_new or estimate(longer) > room):
                     break
-                end, text = n, longer
+                end = n
+                text = longer
         return end, fitted(text, room)  # even a single turn may be too long
 
     async def save(self, earlier: list[str], text: str) -> tuple | None:
@@ -479,18 +489,18 @@ class Consolidator:
                 return None
             if response.finish_reason in ("length", "content_filter"):
                 continue
-            valid = [
-                call.arguments
-                for call in response.tool_calls
-                if has(call.arguments, history_entry=str, memory_update=str)
-            ]
-            entry = re.sub(THOUGHTS, "", valid[0]["history_entry"]).strip() if valid else ""
+            if not response.tool_calls:
+                break
+            answer = response.tool_calls[0].arguments
+            if not has(answer, history_entry=str, memory_update=str):
+                break
+            entry = re.sub(THOUGHTS, "", answer["history_entry"]).strip()
             if not entry:
                 break
             await asyncio.to_thread(repository.record, OUTSIDE)
-            if self.store.write_facts(valid[0]["memory_update"], facts):
+            if self.store.write_facts(answer["memory_update"], facts):
                 told = await asyncio.to_thread(repository.record, "saved from a conversation")
-                return entry, valid[0].get("summary"), f"; memory: {told}" if told else ""
+                return entry, answer.get("summary"), f"; memory: {told}" if told else ""
         return f"[RAW] {fitted(text, 400)}", "", ""
 
 
@@ -517,22 +527,24 @@ class Governed:
         self.tokens = total_tokens(messages) + beside  # `beside` is the size of the tools' schemas
         users = [n for n, message in enumerate(messages) if message["role"] == "user"]
         tasks = [n for n in users if messages[n] is task]  # empty if a hook has copied the task
-        self.begin = (tasks or users or [0])[-1]  # where this turn begins
+        self.begin = max(tasks or users, default=0)  # where this turn begins
         steps = [n for n, message in enumerate(messages) if message.get("tool_calls")]
         self.limit = max([self.begin, *steps])  # the model has not read the last step yet
+        self.list_size = min(2_000, budget // 8)  # tokens for the list of what is left out
         for make_shorter in (self._leave_out, self._remove_pictures, self._cut_results):
             if self.tokens > budget:
-                make_shorter(self.tokens - budget, min(2_000, budget // 8))
+                make_shorter(self.tokens - budget)
                 self.tokens = total_tokens(self.messages) + beside
 
-    def _leave_out(self, excess, list_size):
-        """Leave out the oldest turns, then the oldest steps of this turn."""
-        kept, left_out = [], []
+    def _leave_out(self, excess):
+        """Leave out the oldest turns, then this turn's oldest steps: `excess` tokens or more."""
+        kept = []
+        left_out = []
         freed = 0
         for n, message in enumerate(self.messages[: self.limit]):
             is_user = message["role"] == "user"
             is_boundary = is_user if n <= self.begin else message["role"] != "tool"
-            if is_boundary and freed >= excess + list_size:
+            if is_boundary and freed >= excess + self.list_size:
                 break
             is_own = is_user and n >= self.begin
             if is_own or message["role"] == "system" or "is_summary" in message:
@@ -542,30 +554,32 @@ class Governed:
                 freed += message_tokens(message)
         if not left_out:
             return
-        rest = self.messages[len(kept) + len(left_out) :]
+        rest = self.messages[len(kept) + len(left_out) :]  # what the loop has not reached
         told = f"{counted(len(left_out), 'message')} left out"
         lines = [f"[{told}. The calls, and the first line of each message:]"]
         for message in left_out:
             text = str(without_images(message).get("content") or "")
             first_line = text.strip().partition("\n")[0]
             lines.append(fitted(readable(message | {"content": first_line}), 100))
-        text = fitted("\n".join(lines), int(min(list_size, max(freed - excess - 10, 50))))
+        spare = max(freed - excess - 10, 50)  # what the list may fill again
+        text = fitted("\n".join(lines), int(min(spare, self.list_size)))
         self.messages = [*kept, {"role": "user", "content": text}, *rest]
         self.notes.append(f"{told} (~{freed:,} tokens)")
 
-    def _remove_pictures(self, *_):
+    def _remove_pictures(self, _):
         shorter = [without_images(message) for message in self.messages]
         if shorter != self.messages:
             self.messages = shorter
             self.notes.append("pictures left out")
 
-    def _cut_results(self, excess, _):
+    def _cut_results(self, excess):
         """Last resort: cut each tool result to an equal share of the remaining tokens."""
         results = [message for message in self.messages if message["role"] == "tool"]
         room = int(total_tokens(results) - excess)
         for n, message in enumerate(self.messages):
             if message["role"] == "tool":
-                cut = fitted(message["content"], max(room // len(results) - 20, 10))
+                share = max(room // len(results) - 20, 10)
+                cut = fitted(message["content"], share)
                 if cut != message["content"]:
                     content = f"{cut}\n[not all of it: ask for a part]"
                     self.messages[n] = {**message, "content": content}
@@ -591,8 +605,9 @@ def remember_terminals(sessions):
         last_run = min(lock.stat().st_mtime, now)  # the clock may have been set back
         for key, used in reversed(sessions.by_last_use()):
             # the marks decide; older sessions are not opened. A day's slack: clocks are set back
-            is_due = last_run - 86_400 < used < now - 3_600
-            first = sessions.first_line(key) if is_due else {}
+            if not last_run - 86_400 < used < now - 3_600:
+                continue
+            first = sessions.first_line(key)
             if not first.get("typed"):
                 continue
             session = sessions.load(key)
@@ -626,8 +641,9 @@ def read_records(path: Path, is_valid: Callable):
     """The valid records of a file, in order. An invalid line is copied once to `*.corrupt`."""
     raw = patiently(path.read_bytes) if path.exists() else b""
     aside = path.with_name(f"{path.name}.corrupt")
-    known = aside.read_bytes() if aside.exists() else b""
-    records, damaged = [], []
+    known = aside.read_bytes().split(b"\n") if aside.exists() else []
+    records = []
+    damaged = []
     for line in raw.split(b"\n"):  # str.splitlines() would also split at U+2028 and \x85
         try:
             record = json.loads(line, parse_constant=int)  # int("NaN") raises ValueError
@@ -635,7 +651,7 @@ def read_records(path: Path, is_valid: Callable):
             record = None
         if isinstance(record, dict) and is_valid(record):
             records.append(record)
-        elif line.strip(b"\0 \t\r") and line not in known:
+        elif line.strip(b"\0 \t\r") and line not in known:  # zeros alone are no lost message
             damaged.append(line)
     if damaged:
         skipped = counted(len(damaged), "unreadable line")
@@ -648,11 +664,6 @@ def read_records(path: Path, is_valid: Callable):
 def has(record, **kinds):
     """True if `record` is a dict where each key of `kinds` has a value of the type `kinds[key]`."""
     return isinstance(record, dict) and all(isinstance(record.get(k), kinds[k]) for k in kinds)
-
-
-def is_inbox_line(line: dict):
-    has_keys = has(line, id=str, kind=str, content=str, media=list | None)
-    return has_keys and all(isinstance(path, str) for path in line.get("media") or [])
 
 
 def journal_lines(path: Path):
@@ -669,13 +680,21 @@ def journal_lines(path: Path):
 
 
 def is_journal_line(line: dict):
-    """True for a mark, and for a message that a request can have."""
+    """True for a mark, and for a message that a request can have: each call has an id, a name and
+    arguments as JSON text, and a tool's result has the id of its call."""
     if "mark" in line or "_type" in line:
         return True
-    if not has(line, n=int | None, role=str, content=str | list | None, tool_calls=list | None):
+    if not has(line, n=int | None, content=str | list | None, tool_calls=list | None):
         return False
+    if line.get("role") not in ("user", "assistant", "tool", "system"):
+        return False
+    if line["role"] == "tool":
+        return has(line, tool_call_id=str, content=str)
     calls = line.get("tool_calls") or []
-    return all(has(call, function=dict) for call in calls) and ("content" in line or bool(calls))
+    for call in calls:
+        if not (has(call, id=str) and has(call.get("function"), name=str, arguments=str)):
+            return False
+    return "content" in line or calls
 
 
 def numbered(lines):
@@ -725,7 +744,8 @@ def open_private(path: Path, mode: str = "a+b"):
 
 
 def write_atomically(path: Path, content: str):
-    """Replace a file's content. A crash leaves the old or the new text. Keeps links and modes."""
+    """Replace a file's content. A crash leaves the old or the new text. Keeps links and modes.
+    (tools.py has `write_atomic`, whose errors are for the model: it does not import this file.)"""
     path = path.resolve()
     draft = path.with_name(f".{path.name}.tmp")  # the next write overwrites it
     try:
@@ -766,16 +786,6 @@ def fsync(path: Path):
 
 def file_size(path: Path):
     return path.stat().st_size if path.exists() else 0
-
-
-def read_regular_file(path: Path):
-    """Read a file. Raises OSError for FIFOs, devices, and more than 100,000 bytes."""
-    details = path.stat()
-    if not stat.S_ISREG(details.st_mode):
-        raise OSError("it is not a regular file but a directory, FIFO or device")
-    if details.st_size > 100_000:
-        raise OSError("it has more than 100,000 bytes")
-    return patiently(path.read_bytes)
 
 
 class SessionBusy(Exception):
@@ -879,9 +889,9 @@ class SessionManager:
         lines = journal_lines(session.path)
         for line in lines:
             session.take(line)
-        own = {"session": key, "created_at": session.created_at}.items()
         for entry in self.store.entries():
-            if entry.items() >= own and entry.get("upto", 0) > session.saved:
+            origin = (entry.get("session"), entry.get("created_at"))
+            if origin == (key, session.created_at) and entry.get("upto", 0) > session.saved:
                 session.take(entry | {"mark": "saved"})
         session.size = size if lines else 0
         return session
@@ -932,7 +942,7 @@ def readable(message: dict):
     parts = [str(message.get("content") or "")]
     for call in message.get("tool_calls") or []:
         function = call["function"]
-        parts.append(f"calls {function.get('name')}({function.get('arguments')})")
+        parts.append(f"calls {function['name']}({function['arguments']})")
     if message.get("cut"):
         parts.append(f"[broke off: {message['cut']}]")
     who = f"{message['role']} {message.get('name', '')}".strip()  # a result has its tool's name
@@ -962,6 +972,9 @@ def request(system: str, text: str):
     return [{"role": "system", "content": system}, {"role": "user", "content": text}]
 
 
+# tools.py has `counted` and `shorten` (in characters), too: these files do not import each other.
+
+
 def counted(count: int, one: str, several: str = ""):
     """Returns "0 steps", "1 step", "2,000 steps", "2 entries"."""
     return f"{count:,} {one}" if count == 1 else f"{count:,} {several or one + 's'}"
@@ -969,7 +982,8 @@ def counted(count: int, one: str, several: str = ""):
 
 def fitted(text: str, most: int):
     """Remove characters from the middle of a text until it has at most `most` tokens."""
-    size, cut = len(text), text
+    size = len(text)
+    cut = text
     while (tokens := estimate(cut)) > most and size > 50:  # do not cut very short texts
         size = min(size * most // tokens, size * 9 // 10)
         cut = f"{text[: size * 2 // 3]} […] {text[-(size // 3) :]}"
@@ -1000,7 +1014,8 @@ def message_tokens(message: dict):
     """The estimated tokens of a message. An image counts as 1,000 tokens."""
     content = message.get("content")
     tokens = 4
-    for block in content if isinstance(content, list) else [{"text": content}]:
+    blocks = content if isinstance(content, list) else [{"text": content}]
+    for block in blocks:
         if block.get("type") == "image_url":
             tokens += 1_000
         elif block.get("text"):
@@ -1053,7 +1068,7 @@ class Dream:
             self.failures = self.failures + 1 if outcome == "failed" else 0
             if outcome != "completed" and self.failures < 3:
                 return f"The dream {outcome}. Nothing is lost: the next dream tries again."
-            if self.failures:
+            if self.failures:  # for the third time
                 log.warning("three dreams about the same entries failed: these entries are skipped")
                 self.failures = 0
             write_atomically(self.store.folder / ".dream_cursor", str(batch[-1]["cursor"]))
@@ -1091,7 +1106,9 @@ class Dream:
         ]
         question = "\n\n".join(["# Findings", *findings, *files, "# Skills", *known])
         result = await self.run_agent(request(self.edit_prompt, question), self.refuse)
-        return {"completed": "completed", "error": UNREACHABLE}.get(result.stop_reason, "failed")
+        if result.stop_reason == "error":
+            return UNREACHABLE
+        return "completed" if result.stop_reason == "completed" else "failed"
 
     def refuse(self, name, arguments):
         """Returns why a call is refused, or "". Without this check, the text of a web page could
@@ -1242,7 +1259,7 @@ class Skill:
 class SkillsLoader:
     """Loads the skills of the workspace and the built-in skills."""
 
-    def __init__(self, *folders: Path, read: Read = read_regular_file):
+    def __init__(self, *folders: Path, read: Read = Path.read_bytes):
         self.folders = folders  # if two folders have the same skill, the first folder wins
         self.read = read
 
@@ -1261,7 +1278,7 @@ class SkillsLoader:
             return Skill(path.parent.name, path, problem=str(problem))
 
 
-warn_once = cache(log.warning)
+warn_once = cache(log.warning)  # channels.py has one, too: these files do not import each other
 
 
 # "---\nname: weather\n---\n"

@@ -205,20 +205,27 @@ def as_schema(hint) -> dict:
         return union_schema([as_schema(option) for option in inner])
     if origin is list:  # some endpoints refuse an array without `items`
         return {"type": "array", "items": as_schema(inner[0]) if inner else {}}
-    names = {kind: name for name, kind in JSON_TYPES.items()} | {float: "number"}
-    return {"type": names[origin]} if origin in names else {}  # {}: the model may send anything
+    if origin is float:
+        return {"type": "number"}
+    for name, kind in JSON_TYPES.items():
+        if origin is kind:
+            return {"type": name}
+    return {}  # the model may send anything
 
 
 def signature_schema(function: Callable) -> dict:
     """JSON Schema of a function's parameters. The registry fills in those of the type `Turn`."""
     hints = get_type_hints(function, include_extras=True)
-    parameters = {
-        name: each
-        for name, each in inspect.signature(function).parameters.items()
-        if hints.get(name) is not Turn and str(each)[0] != "*"  # *args, **others
-    }
-    required = [name for name, each in parameters.items() if each.default is each.empty]
-    return ObjectSchema({name: hints.get(name, Any) for name in parameters}, required)
+    properties = {}
+    required = []
+    for name, parameter in inspect.signature(function).parameters.items():
+        hint = hints.get(name, Any)
+        if hint is Turn or str(parameter).startswith("*"):  # *args, **others
+            continue
+        properties[name] = hint
+        if parameter.default is parameter.empty:
+            required.append(name)
+    return ObjectSchema(properties, required)
 
 
 # ---- The registry runs the calls that the model asks for ----
@@ -265,7 +272,7 @@ class ToolRegistry:
         if not tool:
             near = ", ".join(difflib.get_close_matches(name[:64].lower(), self._tools, 99, 0))
             return None, {}, f"There is no tool {name[:64]!r}. The tools, closest first: {near}."
-        params = cast({} if params is None else params, {"type": "object"})
+        params = cast(params or {}, {"type": "object"})  # JSON text → dict
         if not isinstance(params, dict):
             problem = f'The arguments of {name} must be one JSON object, like {{"name": "value"}}.'
             return tool, {}, problem
@@ -281,7 +288,8 @@ class ToolRegistry:
             tool, arguments, problem = self.prepare_call(name, params)
             if problem:
                 raise InvalidCall(problem)
-            arguments = arguments | dict.fromkeys(tool.turn_parameters, turn)
+            for parameter in tool.turn_parameters:
+                arguments[parameter] = turn
             result = as_result(await tool.execute(**arguments))
         except ToolError as mistake:
             shown = f"{mistake.outcome}: {mistake}".partition("\n")[0]
@@ -326,7 +334,7 @@ class Turn:
     results: Path | None = None  # longer results are saved here; None: in a temporary folder
     undo: Path | None = None  # old versions of changed files (see `take_back`); None: as above
     started: str = field(default_factory=lambda: str(time.time_ns()), compare=False)
-    # file → (hash of its bytes, number of lines that were read, counted from the first line)
+    # (file, hash of its bytes) → number of lines that were read, counted from the first line
     seen: dict = field(default_factory=dict, compare=False)
 
     def path(self, text: str, write: bool = False) -> Path:
@@ -361,14 +369,13 @@ class Turn:
     def lines_read(self, path, data):
         """How many lines, from the first on, the session has read; 0 if the file has changed since.
         `data`: its bytes now."""
-        version, lines = self.seen.get(path, (0, 0))
-        return lines if version == hash(data) else 0
+        return self.seen.get((path, hash(data)), 0)
 
     def note_read(self, path, data, first, last):
         """Record that lines `first` to `last` were read. A page after a gap does not count."""
         lines = self.lines_read(path, data)
         if first <= lines + 1:
-            self.seen[path] = hash(data), max(last, lines)
+            self.seen[path, hash(data)] = max(last, lines)
 
 
 @tool(read_only=True)
@@ -402,7 +409,8 @@ def write_file(path: str, content: str, *, turn: Turn) -> ToolResult:
     real = turn.path(path, write=True)
     data = content.encode("utf-8", errors="replace")
     old = read_bytes(real) if real.exists() else b""
-    lines, lines_read = len(lines_of(old)), turn.lines_read(real, old)
+    lines = len(lines_of(old))
+    lines_read = turn.lines_read(real, old)
     if lines_read < lines:
         raise ToolError(
             f"{real} has {lines:,} lines and you have read {lines_read:,}: "
@@ -416,6 +424,10 @@ def write_file(path: str, content: str, *, turn: Turn) -> ToolResult:
 # ======== Second reading: how tools cope with real models, file systems and servers ========
 
 # ---- Blocking calls, long results ----
+
+
+# channels.py has this function, too, and memory.py has the next ones (`fitted`, `counted`) and
+# `write_atomic` in forms of their own: these files do not import each other.
 
 
 async def in_thread(function: Callable, /, *args, **kwargs):
@@ -448,8 +460,10 @@ def fitted(text, most, name, turn):
     if len(text) <= most:
         return text
     room = (most - 400) // 2
-    head, tail = text[:room], text[-room:]
-    first, last = head.count("\n") + 1, text.count("\n", 0, -room) + 1
+    head = text[:room]
+    tail = text[-room:]
+    first = head.count("\n") + 1
+    last = text.count("\n", 0, -room) + 1
     folder = turn.store("results")
     path = folder / f"{time.time_ns()}-{name}.txt"
     try:
@@ -524,24 +538,32 @@ def cast(value, schema: dict):
     if not isinstance(schema, dict):  # a server may write `true`, or one schema for each item
         return value
     wanted = kinds(schema)
-    if isinstance(value, str) and not fits(value, wanted):
+    if fits(value, wanted):
+        pass  # the type is right already
+    elif isinstance(value, str):
+        text = value.lower() if value in ("True", "False") else value
         with contextlib.suppress(ValueError, RecursionError):  # invalid JSON, an overlong integer
-            read = json.loads(value.lower() if value in ("True", "False") else value)
-            value = read if fits(read, wanted) else value
-    elif "string" in wanted and not fits(value, wanted) and fits(value, ["number"]):
+            read = json.loads(text)
+            if fits(read, wanted):
+                value = read
+    elif "string" in wanted and fits(value, ["number"]):
         value = str(value)
     for option in schema.get("anyOf", ()):
-        if not validate(cast(value, option), option):
-            return cast(value, option)
+        read = cast(value, option)
+        if not validate(read, option):
+            return read
     if isinstance(value, float) and value.is_integer() and "integer" in wanted:
         return int(value)
     if isinstance(value, dict):
-        required, properties = schema.get("required", ()), schema.get("properties", {})
-        return {
-            key: cast(item, properties.get(key, {}))
-            for key, item in value.items()
-            if item is not None or key in required or not validate(None, properties.get(key, {}))
-        }
+        required = schema.get("required", ())
+        properties = schema.get("properties", {})
+        converted = {}
+        for key, item in value.items():
+            own_schema = properties.get(key, {})
+            is_dropped = item is None and key not in required and validate(None, own_schema)
+            if not is_dropped:
+                converted[key] = cast(item, own_schema)
+        return converted
     if isinstance(value, list):
         return [cast(item, schema.get("items", {})) for item in value]
     return value
@@ -551,7 +573,8 @@ def validate(value, schema: dict, path: str = ""):
     """Find values that the schema forbids: ["size must be <= 6", "rows[0].name is required"]"""
     if not isinstance(schema, dict):
         return []
-    name, wanted = path or "value", kinds(schema)
+    name = path or "value"
+    wanted = kinds(schema)
     if not fits(value, wanted):
         return [f"{name} must be {' or '.join(wanted)}, not {json.dumps(value, default=str)[:80]}"]
     choices = schema.get("enum")
@@ -565,7 +588,8 @@ def validate(value, schema: dict, path: str = ""):
         for index, item in enumerate(value):
             errors += validate(item, schema.get("items", {}), f"{path}[{index}]")
     if isinstance(value, dict):
-        prefix, properties = f"{path}.".removeprefix("."), schema.get("properties", {})
+        prefix = f"{path}.".removeprefix(".")
+        properties = schema.get("properties", {})
         missing = [key for key in schema.get("required", ()) if key not in value]
         errors += [f"{prefix}{key} is required" for key in missing]
         for key, item in value.items():
@@ -575,7 +599,8 @@ def validate(value, schema: dict, path: str = ""):
 
 def wrong_size(value, schema, name):
     if isinstance(value, str | list):
-        value, name = len(value), f"{name}: its length"
+        value = len(value)
+        name = f"{name}: its length"
     if isinstance(value, int | float):
         for keyword, limit in schema.items():  # minimum, minLength, minItems, maximum, …
             if keyword.startswith("min") and value < limit:
@@ -598,11 +623,12 @@ class Schema(dict):
     """`StringSchema("A path", min_length=1)`; `IntegerSchema(60)` has the default 60."""
 
     def __init__(self, kind: str, first=None, /, nullable: bool = False, **keywords):
-        super().__init__(type=[kind, "null"] if nullable else kind)
-        about = {"description": first} if isinstance(first, str) else {"default": first}
-        for name, value in (about | keywords).items():
-            if value not in (None, ""):  # min_length → minLength
-                self[re.sub("_(.)", lambda letter: letter[1].upper(), name)] = value
+        self["type"] = [kind, "null"] if nullable else kind
+        meaning = "description" if isinstance(first, str) else "default"
+        for name, value in {meaning: first, **keywords}.items():
+            if value not in (None, ""):
+                word, *others = name.split("_")
+                self[word + "".join(map(str.title, others))] = value  # min_length → minLength
 
 
 StringSchema = functools.partial(Schema, "string")
@@ -666,7 +692,8 @@ AGENT_FILES = (
 MAX_FILE_BYTES = 50_000_000
 # O_NOFOLLOW refuses a link that was created after the check; O_NONBLOCK opens a FIFO at once
 READING = sum(getattr(os, flag, 0) for flag in ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY"))
-UTF8_MARK, UTF16_MARKS = b"\xef\xbb\xbf", (b"\xff\xfe", b"\xfe\xff")
+UTF8_MARK = b"\xef\xbb\xbf"
+UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 IMAGE_STARTS = {
     "png": rb"\x89PNG\r\n\x1a\n",
     "jpeg": rb"\xff\xd8\xff",
@@ -675,15 +702,10 @@ IMAGE_STARTS = {
 }
 
 
-def open_file(path):
-    """Open a file for reading. A link is refused; a FIFO opens at once, even without a writer."""
-    return open(path, "rb", opener=lambda path, _: os.open(path, READING))
-
-
 def try_to_read(path, most):
     """Returns the bytes of a regular file, and "" or the reason why it cannot be read."""
     try:
-        with open_file(path) as file:
+        with open(path, "rb", opener=lambda name, _: os.open(name, READING)) as file:
             info = os.fstat(file.fileno())
             if not stat.S_ISREG(info.st_mode):
                 return b"", "it is not a regular file but a FIFO or device"
@@ -751,7 +773,8 @@ def numbered_page(lines, first, most, room):
         page = page[:room].rpartition("\n")[0]
     last = last_whole = first + page.count("\n")
     if not page:
-        page, last_whole = f"{numbered[0][:room]}… (line cut)", first - 1
+        page = f"{numbered[0][:room]}… (line cut)"
+        last_whole = first - 1
     if last < len(lines):
         page += f"\n(lines {first}-{last} of {len(lines)}; go on with offset={last + 1})"
     return page, last_whole
@@ -794,8 +817,10 @@ def list_dir(path: str = ".", *, turn: Turn):
         raise ToolError(f"Cannot list {real}: {problem.strerror}.{similar_names(real)}") from None
     lines = [f"{real}: {len(entries)} entries"]
     for entry in entries:  # shows "sub/", "a.txt  17 bytes", and only the name of a link
-        end = "/" if entry.is_dir(follow_symlinks=False) else ""
-        if entry.is_file(follow_symlinks=False):
+        end = ""
+        if entry.is_dir(follow_symlinks=False):
+            end = "/"
+        elif entry.is_file(follow_symlinks=False):
             end = f"  {entry.stat().st_size:,} bytes"
         lines.append(entry.name + end)
     return "\n".join(lines)
@@ -809,7 +834,8 @@ def edit_file(path: str, old_text: str, new_text: str, replace_all: bool = False
     """Replace a passage of a text file: old_text must occur once. Returns the diff."""
     if not old_text:
         raise ToolError("old_text is empty. To write a whole file, use write_file.")
-    old, new = old_text.replace("\r\n", "\n"), new_text.replace("\r\n", "\n")
+    old = old_text.replace("\r\n", "\n")
+    new = new_text.replace("\r\n", "\n")
     return rewrite(path, turn, lambda text: replace_passage(text, old, new, replace_all))
 
 
@@ -860,7 +886,8 @@ def replace_passage(text, old, new, replace_all=False):
 
 
 def nearest(text, old):
-    lines, wanted = text.split("\n"), old.strip("\n").split("\n")
+    lines = text.split("\n")
+    wanted = old.strip("\n").split("\n")
     starts = [line[:100] for line in lines[:5_000]]  # the limits keep the comparison fast
     close = difflib.get_close_matches(wanted[0][:100], starts, n=1, cutoff=0.5)
     if not close:
@@ -872,7 +899,9 @@ def nearest(text, old):
 
 # ---- Undo: a file's old version is kept before a tool changes the file ----
 
-UNDO_CHANGES, UNDO_BYTES, UNDO_FILE_BYTES = 200, 50_000_000, 10_000_000
+UNDO_CHANGES = 200
+UNDO_BYTES = 50_000_000
+UNDO_FILE_BYTES = 10_000_000
 
 
 def change_file(turn, path, old, new):
@@ -881,7 +910,8 @@ def change_file(turn, path, old, new):
     is_new = not path.exists()
     if not is_new and not (path.stat().st_mode & 0o222 and os.access(path, os.W_OK)):
         raise ToolError(f"{path} is read-only. Ask the user whether it may be changed.")
-    note, was_known = "", turn.lines_read(path, old) == len(lines_of(old))
+    note = ""
+    was_known = turn.lines_read(path, old) == len(lines_of(old))
     change = {
         "session": turn.session_key,
         "turn": turn.started,
@@ -892,7 +922,9 @@ def change_file(turn, path, old, new):
         "written": digest(new),
     }
     if len(old) > UNDO_FILE_BYTES:
-        note, old, change["written"] = " (too large to undo)", b"", ""
+        note = " (too large to undo)"
+        old = b""
+        change["written"] = ""
     # sorted by time; is_secret knows the start of the name, also in a search
     kept = turn.store("undo") / f"undo-{turn.started}-{time.perf_counter_ns():020}"
     try:
@@ -947,7 +979,8 @@ def take_back(store: Path, session: str):
     outcomes = {}
     for path in {change["path"] for change in last}:
         its = [change for change in last if change["path"] == path]
-        outcomes[os.path.relpath(path, its[0]["folder"])] = restore(Path(path), its)
+        shown = os.path.relpath(path, its[0]["folder"])
+        outcomes[shown] = restore(Path(path), its)
     if any(outcomes.values()):
         for change in last:
             change["file"].unlink(missing_ok=True)
@@ -1068,20 +1101,15 @@ def find_files(turn, path, *globs):
     if not root.is_dir():
         raise ToolError(f"There is no folder {root}.{similar_names(root)}")
     wanted = [plain_globs(glob.replace(os.sep, "/")) for glob in globs if glob not in ("", "*")]
-    prefix = "" if path == "." else os.path.join(path, "").replace(os.sep, "/")
-    start, deadline = len(os.path.join(root, "")), time.monotonic() + SEARCH_SECONDS
-    secret = ("/proc/", *map(str, turn.secret))  # as in `is_secret`, but fast
-    inodes = {path.stat().st_ino for path in turn.secret if path.is_file()}
+    prefix = "" if path in ("", ".") else os.path.join(path, "").replace(os.sep, "/")
+    start = len(os.path.join(root, ""))
+    deadline = time.monotonic() + SEARCH_SECONDS
     files = []
     for entry in walk(str(root)):
         if time.monotonic() > deadline:
             raise ToolError(f"{root} has too many files: search in one of its folders.")
         name = entry.path[start:].replace(os.sep, "/")  # on Windows: src\a.py → src/a.py
-        try:
-            is_linked = entry.inode() in inodes
-        except OSError:  # on Windows, if a path is too long
-            is_linked = False
-        if entry.path.startswith(secret) or is_linked:
+        if is_secret(Path(entry.path), turn.secret):
             continue
         if all(any(is_match(name, glob) for glob in choices) for choices in wanted):
             files.append((prefix + name, entry.path))
@@ -1217,7 +1245,8 @@ async def grep(
     r"""Search lines with a Python regular expression (\s and \b, not [[:space:]] and \<).
     output_mode "content" returns `path:line: text`."""
     type_glob = TYPES.get(type, f"*.{type}")  # an unlisted type like rb means *.rb
-    root, files = turn.path(path), await in_thread(find_files, turn, path, glob, type_glob)
+    root = turn.path(path)
+    files = await in_thread(find_files, turn, path, glob, type_glob)
     source = re.escape(pattern) if fixed_strings else pattern
     if case_insensitive:
         source = f"(?i){source}"
@@ -1243,7 +1272,7 @@ async def search_files(files, request):
     starts = range(0, len(files) or 1, size)
     parts = [search_part(files[start : start + size], request) for start in starts]
     answers = await asyncio.gather(*parts)
-    return [list(itertools.chain(*lists)) for lists in zip(*answers, strict=True)]
+    return [sum(lists, []) for lists in zip(*answers, strict=True)]  # joins the parts' lists
 
 
 async def search_part(files, request):
@@ -1273,7 +1302,9 @@ def search_child(files, source, most_bytes, most, mode, context):
     """The main function of the child: print the answer as JSON (see `search_files`)."""
     # end this child even if its parent has died
     faulthandler.dump_traceback_later(SEARCH_SECONDS + 10, exit=True)
-    shown, hits, skipped = [], [], []  # `hits`: the number of matches, for each file with matches
+    shown = []
+    hits = []  # the number of matches, for each file with matches
+    skipped = []
     find = re.compile(source).search
     for name, path in files:
         data, problem = try_to_read(path, most_bytes)
@@ -1309,7 +1340,6 @@ def shown_lines(name, lines, found, mode, context):
 # The child gets compiled functions, because importing all of tools.py takes 200 ms, and because
 # the file may have been edited since this program has started.
 CHILD_FUNCTIONS = (
-    open_file,
     plain_text,
     lines_of,
     is_binary,
@@ -1317,8 +1347,12 @@ CHILD_FUNCTIONS = (
     try_to_read,
     shown_lines,
 )
-CHILD_NAMES = ("READING", "UTF8_MARK", "UTF16_MARKS", "SEARCH_SECONDS")
-CHILD_VALUES = {name: globals()[name] for name in CHILD_NAMES}
+CHILD_VALUES = {
+    "READING": READING,
+    "UTF8_MARK": UTF8_MARK,
+    "UTF16_MARKS": UTF16_MARKS,
+    "SEARCH_SECONDS": SEARCH_SECONDS,
+}
 CHILD = """import faulthandler, json, marshal, os, re, stat, sys, types
 values, program, files, request = marshal.load(sys.stdin.buffer)
 globals().update(values)
@@ -1386,7 +1420,8 @@ def check_command(command: str, turn: Turn, *, confined: bool = False):
     or to the agent's records. If the fence is on, existing paths outside the allowed folders are
     refused. A recursive delete may only name things below the working folder, unless the command
     is `confined` to a sandbox."""
-    programs, written = programs_of(command), set()
+    programs = programs_of(command)
+    written = set()
     here = turn.cwd.resolve()  # where the next program runs; None: unknown
     found = ["."]  # what the last `find` has found; `rm {}` deletes it
     for number, words in enumerate(programs, 1):
@@ -1420,8 +1455,10 @@ def check_command(command: str, turn: Turn, *, confined: bool = False):
         outputs = names if re.match(WRITES, line) else []
         if re.match(WRITES_LAST, line):
             outputs = names[-1:]
-        for word in outputs:  # on Windows, `join` would make C:/dev/null of /dev/null
-            written.add(word if word[:1] == "/" else os.path.join(here or "", word))
+        for word in outputs:
+            if not word.startswith("/"):  # on Windows, `join` would make C:/dev/null of /dev/null
+                word = os.path.join(here or "", word)
+            written.add(word)
         if "/" in names and name not in ("awk", "cut", "sed", "tr"):
             words.append("/.")
     check_paths(written, turn, writes=True)
@@ -1480,7 +1517,8 @@ def programs_of(command):
 
 def without_here_documents(command):
     """Drop text that no shell runs: cat > a <<'E' ⏎ rm -rf x ⏎ E ⏎ ls  →  cat > a <<'E' ⏎ ls"""
-    kept, ends = [], []
+    kept = []
+    ends = []
     for line in command.split("\n"):
         if not ends:
             kept.append(line)
@@ -1525,6 +1563,7 @@ POWERSHELL = [  # it joins all words after -Command to one command
 SHELL_OPTIONS = {"bash": ["-c"], "sh": ["-c"], "powershell": POWERSHELL}
 # Git's installer puts C:\Program Files\Git\cmd on PATH, and bash is in Git\bin. The bash.exe of
 # C:\Windows\System32 starts WSL, where paths have other names; C:\Windows\bin does not exist.
+# C:\Program Files\Git\cmd → C:\Program Files\Git/bin   C:\Windows\System32 → C:\Windows/bin
 NOT_OF_BASH = r"(?i)[\\/](cmd|system32|windowsapps)[\\/]?(?=[;:]|\Z)"
 
 
@@ -1613,7 +1652,8 @@ class Exec(Tool):
         confined = bool(self.sandbox)  # the sandbox itself hides everything outside its folders
         folder = turn.path(working_dir, write=True)
         inside = replace(turn, cwd=folder, restrict=turn.restrict and not confined)
-        shell, checked = find_shell(), command
+        shell = find_shell()
+        checked = command
         if not shell:
             raise ToolError("There is no bash. The user has to install bash (Git for Windows).")
         if "-Command" in shell:  # check C:\a,b as C:/a b
@@ -1627,8 +1667,10 @@ class Exec(Tool):
         if self.sandbox:
             argv = [*await in_thread(self._bwrap, turn), "--chdir", str(folder), *argv]
             environment["HOME"] = "/tmp"
-        job, seconds = Job(argv, folder, environment), timeout or self.timeout
-        text = fitted(await job.run(seconds), MAX_OUTPUT_CHARS, "exec", turn)
+        job = Job(argv, folder, environment)
+        seconds = timeout or self.timeout
+        output = await job.run(seconds)
+        text = fitted(output, MAX_OUTPUT_CHARS, "exec", turn)
         code = job.process.returncode
         shown = f"exit {code}"
         if job.is_late:
@@ -1640,7 +1682,8 @@ class Exec(Tool):
         """Return bwrap's arguments; raises ToolError if bwrap cannot confine the command."""
         if problem := sandbox_problem():
             raise ToolError(f"The command was not run. {problem}")
-        home, here = turn.workspace.absolute(), turn.cwd.absolute()
+        home = turn.workspace.absolute()
+        here = turn.cwd.absolute()
         opened = [home] if here.is_relative_to(home) else [here, home]
         private = (Path.home().resolve(), home.parent, *turn.secret)
         for folder in opened:
@@ -1654,7 +1697,7 @@ class Exec(Tool):
         for folder in records:
             folder.mkdir(0o700, exist_ok=True)  # so that no command can create this folder
         shown = [*SYSTEM, *filter(None, self.path_append.split(os.pathsep))]
-        arguments = [*BWRAP]
+        arguments = BWRAP.split()
         for how, paths in (("--ro-bind-try", shown), ("--bind", opened), ("--ro-bind", records)):
             for path in paths:
                 arguments += [how, str(path), str(path)]
@@ -1688,7 +1731,8 @@ class Job:
         else:
             self.kill_group = job_object(self.process)
         atexit.register(self.kill)  # kill the command when this program exits
-        self.output, self.is_late = Capture(self.process.stdout), False
+        self.output = Capture(self.process.stdout)
+        self.is_late = False
 
     async def run(self, seconds):
         """Wait for the end of the command, or kill it after `seconds`. Returns its output."""
@@ -1736,7 +1780,9 @@ class Capture(threading.Thread):
 
     def __init__(self, pipe):
         super().__init__(daemon=True)
-        self.pipe, self.data, self.gap = pipe, bytearray(), b""
+        self.pipe = pipe
+        self.data = bytearray()
+        self.gap = b""
         self.start()
 
     def run(self):
@@ -1757,23 +1803,11 @@ class Capture(threading.Thread):
 # ---- The shell: the sandbox ----
 
 # Without `--cap-drop`, root keeps its capabilities in the sandbox and could undo the mounts.
-BWRAP = [
-    "bwrap",
-    "--unshare-all",
-    "--cap-drop",
-    "ALL",
-    "--die-with-parent",
-    "--new-session",
-    "--proc",
-    "/proc",
-    "--ro-bind",
-    "/proc/sys",
-    "/proc/sys",  # read-only, also for root
-    "--dev",
-    "/dev",
-    "--tmpfs",
-    "/tmp",
-]
+# `/proc/sys` is read-only, also for root.
+BWRAP = (
+    "bwrap --unshare-all --cap-drop ALL --die-with-parent --new-session --proc /proc "
+    "--ro-bind /proc/sys /proc/sys --dev /dev --tmpfs /tmp"
+)
 SYSTEM = [
     "/usr",
     "/bin",
@@ -1810,7 +1844,7 @@ SYSTEM = [
 def sandbox_problem():
     """Test whether bwrap works on this machine; returns the problem and the fix, or ""."""
     try:
-        trial = [*BWRAP, "--ro-bind", "/", "/", "true"]
+        trial = [*BWRAP.split(), "--ro-bind", "/", "/", "true"]
         subprocess.run(trial, check=True, capture_output=True, text=True)
         return ""
     except (OSError, subprocess.CalledProcessError) as problem:
@@ -1877,7 +1911,8 @@ class Web:
         proxy: str = "",
     ):
         self.whitelist = [ipaddress.ip_network(network) for network in whitelist]
-        self.resolve, self.seconds = resolve, seconds
+        self.resolve = resolve
+        self.seconds = seconds
         self.proxy = urllib.parse.urlsplit(proxy)
         if proxy and not (self.proxy.scheme == "http" and self.proxy.port):
             raise ValueError("Write the proxy like http://proxy.example:3128 (no SOCKS, no https)")
@@ -1897,7 +1932,8 @@ class Web:
     async def _ask(self, url, redirects, trusted=False, **request):
         line = await in_thread(self._connect, url, trusted)
         if url.scheme == "https":  # the TLS handshake happens on the first write
-            context, host = ssl.create_default_context(), url.hostname
+            context = ssl.create_default_context()
+            host = url.hostname
             line = context.wrap_socket(line, server_hostname=host, do_handshake_on_connect=False)
         try:
             response, body = await in_thread(self._exchange, line, url, **request)
@@ -1920,9 +1956,9 @@ class Web:
             connection.connect()
             return connection.sock
         answers = self.resolve(url.hostname, port, type=socket.SOCK_STREAM)
-        addresses = [answer[4][:2] for answer in answers]
-        for address, _ in addresses:
-            ip = ipaddress.ip_address(address)
+        addresses = [answer[4][:2] for answer in answers]  # ("93.184.215.14", 443)
+        for host, _ in addresses:
+            ip = ipaddress.ip_address(host)
             if not (trusted or is_in(ip, self.whitelist) or is_public(ip)):
                 raise ToolError(
                     f"Refused: {url.hostname} is {ip}, which is not public. "
@@ -1939,12 +1975,13 @@ class Web:
             connection.sock = line  # already connected, so http.client resolves no name
             target = url._replace(scheme="", netloc="")
             if self.proxy.hostname and url.scheme == "http":
-                target, about = url, about | self.login
-            connection.request(
-                "POST" if body else "GET", target.geturl(), body, about | dict(headers)
-            )
+                target = url
+                about = about | self.login
+            method = "POST" if body else "GET"
+            connection.request(method, target.geturl(), body, about | dict(headers))
             response = connection.getresponse()
-            response.url, data = url.geturl(), response.read(MAX_WEB_BYTES)
+            response.url = url.geturl()
+            data = response.read(MAX_WEB_BYTES)
         return response, data
 
 
@@ -1989,7 +2026,8 @@ def page_text(source: str, url: str = ""):
     blocks = []
     for number, block in enumerate(re.split(CODE, source)):
         # `split` returns prose, what the group of CODE has matched, prose …
-        blocks.append(code_text(block) if number % 2 else prose_text(block))
+        convert = code_text if number % 2 else prose_text
+        blocks.append(convert(block))
     return "\n\n".join(filter(None, blocks))
 
 
@@ -2019,7 +2057,9 @@ def mark_of(tag):
 def link_text(match, url):
     """<a href="b?x=1"> <b>go</b> </a> → [go](https://example.com/b?x=1)"""
     words = re.sub(TAG, "", re.sub(rf"(?i)<({BLOCK}|br|t[dh])\b", r" \g<0>", match[2])).split()
-    text, href, target = " ".join(words), href_of(match[1]), ""
+    text = " ".join(words)
+    href = href_of(match[1])
+    target = ""
     with contextlib.suppress(ValueError):  # if the URL is invalid, no link is made
         target = urllib.parse.urljoin(url, href) if href else ""
     is_link = text and target.startswith("http")
@@ -2039,8 +2079,9 @@ def decode_page(body, kind):
         r"[\w:.-]*)",
         f"{kind}\n{body[:2_048].decode('latin-1')}",
     )
+    charset = named[1] if named else "utf-8"
     with contextlib.suppress(LookupError):
-        return body.decode(named[1] if named else "utf-8", "replace").removeprefix("\ufeff")
+        return body.decode(charset, "replace").removeprefix("\ufeff")
     return body.decode(errors="replace")
 
 
@@ -2085,8 +2126,8 @@ def readable(response, body):
 
 class SearchService(NamedTuple):
     url: str  # for a path without a host, like /search, the user must set baseUrl
-    query: str = "q"  # the name of the parameter for the search words
-    count: str = "count"
+    query_name: str = "q"  # the name of the parameter for the search words
+    count_name: str = "count"  # the name of the parameter for the number of results
     headers: dict = {}  # {key} is replaced by the user's key
     results: str = ""  # the path to the results in the JSON, or "" for DuckDuckGo's HTML
     snippet: str = "snippet"  # the name of the JSON field with a short text from the page
@@ -2102,8 +2143,8 @@ SEARCH_SERVICES = {
     ),
     "tavily": SearchService(  # Tavily expects the query in a JSON body
         "https://api.tavily.com/search",
-        query="query",
-        count="max_results",
+        query_name="query",
+        count_name="max_results",
         headers={"Authorization": "Bearer {key}", "Content-Type": "application/json"},
         results="results",
         snippet="content",
@@ -2111,7 +2152,7 @@ SEARCH_SERVICES = {
     "searxng": SearchService("/search?format=json", results="results", snippet="content"),
     "jina": SearchService(
         "https://s.jina.ai/",
-        count="num",
+        count_name="num",
         results="data",
         snippet="description",
         headers={
@@ -2137,7 +2178,8 @@ class WebSearch(Tool):
     async def execute(
         self, query: str, count: Annotated[int, IntegerSchema(minimum=0, maximum=20)] = 0
     ):
-        service, count = SEARCH_SERVICES[self.provider], count or self.max_results
+        service = SEARCH_SERVICES[self.provider]
+        count = count or self.max_results
         missing = "apiKey" if service.headers and not self.api_key else ""
         if service.url.startswith("/") and not self.base_url:
             missing = "baseUrl"
@@ -2152,23 +2194,28 @@ class WebSearch(Tool):
                 f"{self.provider} answered {response.status}. {advice} "
                 "The user may change tools.web.search."
             )
-        lines, results = [UNTRUSTED], search_results(page, service.results)[:count]
+        lines = [UNTRUSTED]
+        results = search_results(page, service.results)[:count]
         if not results:
             lines.append("(no results: use other words)")
         for number, result in enumerate(results, 1):
-            title, snippet = one_line(result.get("title")), one_line(result.get(service.snippet))
+            title = one_line(result.get("title"))
+            snippet = one_line(result.get(service.snippet))
             lines += [f"{number}. {title}", f"   {result.get('url')}", f"   {snippet[:500]}"]
         return "\n".join(lines)
 
     async def _ask(self, service, query, count):
-        parameters = {service.query: query, service.count: count}
-        url, body, key = service.url, None, "".join(self.api_key.split())
-        if self.base_url:  # the user's own server may have any address
+        parameters = {service.query_name: query, service.count_name: count}
+        url = service.url
+        body = None
+        key = "".join(self.api_key.split())  # no header may contain a line break
+        if self.base_url:  # https://api.x.com/search → http://localhost:8080/search
             url = self.base_url.rstrip("/") + re.sub("^https://[^/]+", "", url)
         if "Content-Type" in service.headers:
             body = json.dumps(parameters).encode()
         else:
-            url += ("&" if "?" in url else "?") + urllib.parse.urlencode(parameters)
+            separator = "&" if "?" in url else "?"
+            url += separator + urllib.parse.urlencode(parameters)
         headers = {name: value.format(key=key) for name, value in service.headers.items()}
         return await self.web.ask(url, trusted=bool(self.base_url), body=body, headers=headers)
 
@@ -2218,7 +2265,9 @@ class MCPTool(Tool):
     """A server's tool, resource or prompt. Only resources and prompts count as read-only."""
 
     def __init__(self, server, name, kind, item):
-        self.server, self.name, self.method = server, name, MCP_METHODS[kind]
+        self.server = server
+        self.name = name
+        self.method = MCP_METHODS[kind]
         self.request = {"uri": item["uri"]} if kind == "resources" else {"name": item["name"]}
         self.read_only = kind != "tools"
         self.description = item.get("description", "")[:2_000]
@@ -2229,9 +2278,10 @@ class MCPTool(Tool):
         self.parameters = {**schema, **item.get("inputSchema", {}), "type": "object"}
 
     async def execute(self, /, **arguments):
-        if "uri" not in self.request:
-            arguments = {**self.request, "arguments": arguments}
-        return mcp_result(await self.server.call(self.method, arguments or self.request, self.name))
+        request = self.request
+        if "name" in request:  # a resource has only its URI
+            request = {**request, "arguments": arguments}
+        return mcp_result(await self.server.call(self.method, request, self.name))
 
 
 def as_json(answer):
@@ -2247,7 +2297,8 @@ def mcp_result(answer):
     blocks += [message["content"] for message in answer.get("messages", [])]
     if not blocks and "structuredContent" in answer:
         blocks = [{"text": json.dumps(answer["structuredContent"], ensure_ascii=False)}]
-    texts, images = [], []
+    texts = []
+    images = []
     for block in blocks:
         content = block.get("resource", block)
         data = base64.b64decode(content.get("data") or content.get("blob") or "")
@@ -2271,16 +2322,22 @@ class MCPServer:
     retry_after = 30.0  # seconds between attempts: a hanging server must not slow every turn
 
     def __init__(self, name, settings, registry):
-        self.name, self.settings, self.registry = name, settings, registry
+        self.name = name
+        self.settings = settings
+        self.registry = registry
         self.tools = []  # the names of this server's tools in the registry
         self.client = self.task = self.scope = self.stderr = None
-        self.problem, self.started, self.retry_at = "", 0.0, 0.0
+        self.problem = ""
+        self.started = 0.0
+        self.retry_at = 0.0
 
     async def connect(self, patience: float = 5.0):
         """Connect if needed; wait for the result until `patience` s after the attempt began."""
         is_running = self.task and not self.task.done()
         if not is_running and time.monotonic() >= self.retry_at:
-            self.ready, self.started, self.scope = asyncio.Event(), time.monotonic(), None
+            self.ready = asyncio.Event()
+            self.started = time.monotonic()
+            self.scope = None
             self.problem = f"MCP server {self.name} is still starting; its tools are added later"
             self.task = asyncio.create_task(self._serve())
         with contextlib.suppress(TimeoutError):
@@ -2340,7 +2397,9 @@ class MCPServer:
             transport = await self._transport(stack)
             client = await stack.enter_async_context(Client(transport, mode=handshake))
             await self._offer(client)
-            self.scope.deadline, self.client, self.problem = math.inf, client, ""
+            self.scope.deadline = math.inf
+            self.client = client
+            self.problem = ""
             self.ready.set()
             await anyio.sleep_forever()
 
@@ -2403,7 +2462,8 @@ class MCPServer:
                 self.tools.append(name)
 
     async def _list(self, client, kind):
-        items, cursor = [], None
+        items = []
+        cursor = None
         has_more = getattr(client.server_capabilities, kind)
         while has_more:  # endless pages end at `time_limit`
             page = await getattr(client, f"list_{kind}")(cursor=cursor)

@@ -52,7 +52,8 @@ from fake_telegram import CONFLICT, PATIENCE, FakeTelegram, Parser, Refusal, uni
 from memory import locked, write_atomically
 
 ROOT = Path(__file__).parent.parent
-DIM, PLAIN = "\x1b[2m", "\x1b[0m"
+DIM = "\x1b[2m"
+PLAIN = "\x1b[0m"
 
 
 # ---- The bus and the outboxes ----
@@ -162,7 +163,8 @@ def test_what_would_steer_a_terminal_is_made_visible(text, shown):
 
 
 def test_a_log_line_is_made_harmless_with_its_traceback():
-    out, logger = io.StringIO(), logging.getLogger("test_channels")
+    out = io.StringIO()
+    logger = logging.getLogger("test_channels")
     handler = logging.StreamHandler(out)
     handler.setFormatter(PrintableFormatter("%(levelname)s %(message)s"))
     logger.addHandler(handler)
@@ -354,7 +356,8 @@ def test_a_conversation_goes_on_until_somebody_leaves(
     tmp_path, monkeypatch, lines, failures, asked, err
 ):
     """Whatever happens in a turn; but it ends with its program and with its terminal."""
-    said, shown = [], io.StringIO()
+    said = []
+    shown = io.StringIO()
 
     def ask(text: str) -> None:
         said.append(text)
@@ -442,7 +445,8 @@ def test_a_question_from_beside_the_turn_is_answered_or_refused_and_a_given_up_o
 
 
 def test_what_is_waited_for_is_shown_after_a_second_and_is_gone_before_anything_else(terminal):
-    clock, cli = SimpleNamespace(now=100.0), CLI(terminal.stream, terminal.stream)
+    clock = SimpleNamespace(now=100.0)
+    cli = CLI(terminal.stream, terminal.stream)
     cli.waiting = waiting = Waiting(terminal.stream, lambda: clock.now)
 
     def drawn_after(seconds: float) -> str:
@@ -1023,6 +1027,7 @@ WORST += [
 def test_whatever_its_letters_a_text_is_read_in_no_time(piece):
     """One answer with many backquotes held up a gateway for 84 s, and again after each restart."""
     text, before = (piece * 100_000)[:100_000], time.process_time()
+    split_html(text)
     split_html(as_html(text))
     split_html(as_html(("x" + piece * 3 + "y") * 1_000 + "x"))
     active_tasks(text)

@@ -361,7 +361,18 @@ def test_a_journal_that_is_cut_at_any_byte_goes_on(tmp_path, with_new, every):
 ODD_LINES = [
     ("a torn line", '{"n": 2, "role": "assistant", "cont'),
     ("a number that is no JSON", '{"n": 2, "role": "user", "content": "x", "y": NaN}'),
-    ("a function that is none", '{"n": 2, "role": "assistant", "tool_calls": [{"function": "f"}]}'),
+    (
+        "a call without a name",
+        '{"n": 2, "role": "assistant", "content": null, '
+        '"tool_calls": [{"id": "c", "function": {"mane": "f", "arguments": ""}}]}',
+    ),
+    (
+        "a call without an id",
+        '{"n": 2, "role": "assistant", "content": null, '
+        '"tool_calls": [{"di": "c", "function": {"name": "f", "arguments": ""}}]}',
+    ),
+    ("a result of no call", '{"n": 2, "role": "tool", "content": "x"}'),
+    ("a role that nobody knows", '{"n": 2, "role": "uses", "content": "x"}'),
     ("nested too deep", "[" * 50_000),
 ]
 
@@ -417,7 +428,8 @@ def test_marks(tmp_path, law, mark, saved, left):
 
 def test_a_round_that_the_history_has_and_the_journal_not_is_marked_with_its_summary(tmp_path):
     """A kill between the two writes, or a `saved` mark that is damaged."""
-    memory, session = MemoryStore(tmp_path), loaded(tmp_path)
+    memory = MemoryStore(tmp_path)
+    session = loaded(tmp_path)
     session.append(user("<aa>"), answer("one"), user("<bb>"), answer("two"))
     origin = {"session": KEY, "created_at": session.created_at}
     memory.append_history("They talked.", **origin, upto=2, summary="It was about aa.")
@@ -509,7 +521,8 @@ for n in range(int(sys.argv[2])):
 def test_programs_that_append_and_remove_at_once_lose_nothing(tmp_path):
     path = tmp_path / "x.inbox"
     programs = [another_program(APPEND, path, 40, name) for name in "ab"]
-    inbox, seen = Inbox(path), []
+    inbox = Inbox(path)
+    seen = []
     while len(seen) < 80:
         ids = [line["id"] for line in inbox.read()[:3]]
         seen += ids
@@ -1227,7 +1240,8 @@ UNDONE = {  # before and after a dream, a setting of the user's
 def test_what_a_dream_changed_is_undone_to_the_byte_with_modes_kept(home, name):
     before, after, attributes = UNDONE[name]
     (home / ".gitattributes").write_text(f"{attributes}\n")
-    path, soul = home / "memory" / "MEMORY.md", home / "SOUL.md"
+    path = home / "memory" / "MEMORY.md"
+    soul = home / "SOUL.md"
     path.write_bytes(before)
     path.chmod(0o600)
     repository = MemoryRepository(home)
@@ -1358,7 +1372,8 @@ def test_what_a_skill_requires_and_this_machine_lacks_is_named(tmp_path, front, 
 
 def test_an_always_skill_is_in_the_prompt_in_full_or_listed_as_unavailable(tmp_path):
     """One of the workspace shadows the kit's of its name."""
-    loop, skills = make_loop(tmp_path, Model()), tmp_path / "skills"
+    loop = make_loop(tmp_path, Model())
+    skills = tmp_path / "skills"
     skill_file(skills, "---\nalways: True\n---\nRule one.", "one")
     skill_file(skills, "---\nalways: yes\nrequires:\n  bins: [no-such]\n---\nRule two.", "two")
     skill_file(skills, "---\ndescription: My own.\n---\nMine.", "weather")
@@ -1370,13 +1385,13 @@ def test_an_always_skill_is_in_the_prompt_in_full_or_listed_as_unavailable(tmp_p
 
 
 def test_a_broken_skill_is_named_once_and_the_others_stay(tmp_path, caplog):
-    skill_file(tmp_path, "x" * 100_001, "huge")
-    skill_file(tmp_path, "x" * 100_000)
+    skill_file(tmp_path, "My own.")
+    (tmp_path / "folder" / "SKILL.md").mkdir(parents=True)
     loader = SkillsLoader(tmp_path)
     for _ in range(3):
-        demo, huge = loader.load()
-    assert demo.problem == "" and "100,000" in huge.problem
-    assert caplog.text.count(huge.problem) == 1
+        demo, folder = loader.load()
+    assert demo.problem == ""
+    assert caplog.text.count(folder.problem) == 1
 
 
 # ---- Nothing that reads foreign text takes long ----
