@@ -54,10 +54,6 @@ import channels
 import memory
 import providers
 import tools
-from channels import BackgroundLoop, InboundMessage, MessageBus, OutboundMessage, end_all, printable
-from memory import Session, SessionBusy, counted, estimate, locked, write_atomically
-from providers import ROWS, HumanProvider, LLMResponse, OfflineProvider, ToolCallRequest
-from tools import MCPServers, ToolError, ToolRegistry, ToolResult, Turn, in_thread, tool
 
 __version__ = "0.1.0"
 log = logging.getLogger("nanobot")
@@ -83,7 +79,7 @@ class AgentRunSpec:
     """The input of a run: messages, tools, limits and callbacks."""
 
     messages: list[dict]
-    tools: ToolRegistry = field(default_factory=ToolRegistry)
+    tools: tools.ToolRegistry = field(default_factory=tools.ToolRegistry)
     model: str | None = None
     max_iterations: int = 40  # maximum number of steps; then one last request asks for a summary
     max_tokens: int = 8_192  # limit of one answer, in tokens
@@ -91,7 +87,7 @@ class AgentRunSpec:
     context_window: int = 65_536  # tokens
     hook: AgentHook = field(default_factory=lambda: AgentHook())
     on_event: Callable = providers.no_event  # gets each request, answer, call and result
-    turn: Turn | None = None  # for tools with a parameter `turn`; None: that of `tools`
+    turn: tools.Turn | None = None  # for tools with a parameter `turn`; None: that of `tools`
     append: Callable = lambda *messages: None  # stores each new message at once
     arrivals: Callable = list  # journals and returns new user messages
     make_room: Callable | None = None  # awaited before each request: messages → fewer messages
@@ -124,7 +120,7 @@ class AgentHookContext:
 
     messages: list[dict]
     iteration: int = 0  # steps so far
-    response: LLMResponse = field(default_factory=LLMResponse)
+    response: providers.LLMResponse = field(default_factory=providers.LLMResponse)
     usage: providers.Usage = field(default_factory=lambda: providers.Usage(NO_USAGE))
     model: str = ""
 
@@ -144,13 +140,15 @@ class AgentHook:
     async def on_retry(self, why: str): ...
     async def after_iteration(self, context: AgentHookContext): ...
 
-    async def after_response(self, response: LLMResponse):
+    async def after_response(self, response: providers.LLMResponse):
         """A hook may change `response.tool_calls`; the changed calls are journalled and run."""
 
-    async def before_execute_tools(self, tool_calls: list[ToolCallRequest]):
+    async def before_execute_tools(self, tool_calls: list[providers.ToolCallRequest]):
         """To deny a call, set `call.denied = "reason"`; the model gets the reason as the result."""
 
-    async def after_tool(self, call: ToolCallRequest, result: ToolResult, seconds: float):
+    async def after_tool(
+        self, call: providers.ToolCallRequest, result: tools.ToolResult, seconds: float
+    ):
         """Runs as soon as a tool call has ended; other tool calls may still be running."""
 
     async def finalize_content(self, content: str):
@@ -210,7 +208,7 @@ class RunState(AgentHookContext):
         if self.spec.hook.wants_streaming:
             await self.spec.hook.on_stream(held + piece)
 
-    def count(self, call: ToolCallRequest, result: ToolResult):
+    def count(self, call: providers.ToolCallRequest, result: tools.ToolResult):
         """Count the steps in which this call had this outcome. From the third step on, append a
         warning to the result. All failures of a call count as the same outcome."""
         outcome = None if result.is_error else [result.text, result.images]
@@ -292,7 +290,7 @@ class AgentRunner:
         question, old answer, question] → [system, question]. The context window must also hold the
         tools, the answer and 1,024 spare tokens. If `state.note` has a text, append the note."""
         spec = state.spec
-        size_of_tools = estimate(lines_of_json(state.tools))
+        size_of_tools = memory.estimate(lines_of_json(state.tools))
         budget = spec.context_window - spec.max_tokens - 1_024
         if budget <= 0:
             raise ValueError(
@@ -400,7 +398,7 @@ class AgentRunner:
         if call.error and not call.denied:
             call.denied = f"{call.name} was not run: {call.error}. Send the complete call again."
         if call.denied:
-            result = ToolResult(call.denied, is_error=True, shown=f"refused: {call.denied}")
+            result = tools.ToolResult(call.denied, is_error=True, shown=f"refused: {call.denied}")
         else:
             result = await spec.tools.execute(call.name, call.arguments, spec.turn)
         if result.is_error:
@@ -459,7 +457,7 @@ class AgentRunner:
                 is_cut = response.finish_reason == "length"
                 await self._finish(state, "completed", response.content, is_cut)
             case "limit":
-                steps = counted(state.spec.max_iterations, "step")
+                steps = memory.counted(state.spec.max_iterations, "step")
                 text = f"I stopped at the limit of {steps}. {response.error or ''}".strip()
                 if response.finish_reason != "error":
                     text = response.content or text
@@ -501,7 +499,7 @@ class AgentRunner:
         return shown
 
 
-def verdict(state: RunState, response: LLMResponse) -> str:
+def verdict(state: RunState, response: providers.LLMResponse) -> str:
     """Classify an answer; the first row that applies counts:
 
     `limit`: if the step limit is reached, the run ends with a summary.
@@ -531,7 +529,9 @@ def verdict(state: RunState, response: LLMResponse) -> str:
     return "empty" if is_withheld or not state.has_tools else "blank"
 
 
-def batches(calls: list[ToolCallRequest], tools: ToolRegistry) -> Iterator[list[ToolCallRequest]]:
+def batches(
+    calls: list[providers.ToolCallRequest], tools: tools.ToolRegistry
+) -> Iterator[list[providers.ToolCallRequest]]:
     """Consecutive calls of read-only tools form a batch; any other call is a batch of its own.
 
     read_file, grep, write_file, read_file → [read_file, grep], [write_file], [read_file]
@@ -567,7 +567,7 @@ class ContextBuilder:
         self.memory_tokens = limits.budget // 4  # limit for MEMORY.md in the prompt
         self.project = ""  # the project's own instructions, if the user has allowed them
 
-    def request(self, turn: Turn, history: list[dict]) -> list[dict]:
+    def request(self, turn: tools.Turn, history: list[dict]) -> list[dict]:
         """The messages of a request.
 
         [{"role": "system", "content": "You are nanobot …"}, …,
@@ -575,10 +575,10 @@ class ContextBuilder:
         """
         return [{"role": "system", "content": self.system_prompt(turn)}, *history]
 
-    def system_prompt(self, turn: Turn) -> str:
+    def system_prompt(self, turn: tools.Turn) -> str:
         return PART_END.join(self.parts(turn).values())
 
-    def parts(self, turn: Turn) -> dict[str, str]:
+    def parts(self, turn: tools.Turn) -> dict[str, str]:
         """Name → text of each part of the system prompt, in order. "Memory" contains facts from
         MEMORY.md. "Recent History" has the history entries that Dream has not yet processed, and
         the last five anyway. The model can find older ones in `memory/` with the tool grep."""
@@ -596,7 +596,7 @@ class ContextBuilder:
         parts["Recent History"] = titled("# Recent History", "\n".join(recent))
         return {name: text for name, text in parts.items() if text}
 
-    def user_message(self, text: str, turn: Turn, media: Media = ()) -> tuple:
+    def user_message(self, text: str, turn: tools.Turn, media: Media = ()) -> tuple:
         """Returns the user's message for the journal, and the images for the request.
 
         {"role": "user", "content": "[image: cat.png]\\nWhat is it?", "runtime": "[Runtime …"}
@@ -626,7 +626,7 @@ class AgentLoop:
         self,
         config: Config,
         provider: providers.LLMProvider | None = None,
-        tools: ToolRegistry | None = None,
+        tools: tools.ToolRegistry | None = None,
         hooks: Iterable[AgentHook] = (),
         program: Program | None = None,
     ):
@@ -636,7 +636,6 @@ class AgentLoop:
         self.workspace = prepare_workspace(config.workspace)
         self.provider = provider or make_provider(config)
         self.tools = make_tools(config) if tools is None else tools.copy()
-        self.mcp = MCPServers(config.tools.mcp_servers, self.tools)
         self.files_seen = defaultdict(dict)  # session key → files read
         # what is told: `listeners` get the events of all runs. All turns of a session are one run,
         # so that each message is told once
@@ -656,8 +655,7 @@ class AgentLoop:
         self.turns = RunningTurns(self.sessions)
         # helpers, jobs and work in the background
         self.subagents = SubagentManager(partial(helper_answer, self))
-        self.tools.register(tool(self.subagents.spawn))
-        self.tools.register(JobRunner(self).cron_tool())
+        self.mcp = add_tools(self)
         self.started = time.time()
         self.background = Background()
         self.tell = None  # a prompt's function, which gets what background work has changed
@@ -692,7 +690,7 @@ class AgentLoop:
             session.mark("delivered", upto=session.last)
         return result
 
-    def enter(self, session: Session, turn: Turn, lines: list[dict]) -> dict:
+    def enter(self, session: memory.Session, turn: tools.Turn, lines: list[dict]) -> dict:
         """Journal what the user has typed or sent, so that it survives a kill during the request.
         A line: {"content": "What is it?", "media": ["cat.png"], "id": "501"}. Returns the images of
         each message, which are not in the journal: {3: [{"type": "image_url", …}]}"""
@@ -705,7 +703,7 @@ class AgentLoop:
             images[session.last] = found
         return images
 
-    def arrive(self, session: Session, turn: Turn, lines: list[dict]) -> list[dict]:
+    def arrive(self, session: memory.Session, turn: tools.Turn, lines: list[dict]) -> list[dict]:
         """Enter lines that came during the turn. Returns their messages, as the model gets them."""
         images = self.enter(session, turn, lines)
         new = [memory.as_sent(message) for message in session.messages if message["n"] in images]
@@ -713,7 +711,7 @@ class AgentLoop:
 
     async def answer(
         self,
-        session: Session,
+        session: memory.Session,
         events: EventHook,
         lines: list[dict],
         waiting: Callable = list,
@@ -782,7 +780,7 @@ class AgentLoop:
             **own,
         )
 
-    def hooks_for(self, turn: Turn) -> list[AgentHook]:
+    def hooks_for(self, turn: tools.Turn) -> list[AgentHook]:
         """The hooks of a turn and of its helpers: without a user, no call is approved."""
         if self.can_ask(turn):
             return self.hooks
@@ -791,18 +789,19 @@ class AgentLoop:
 
     async def _make_room(self, session, events, messages):
         """Move old turns to the memory if a request is too long. Returns the remaining messages."""
-        tools = estimate(lines_of_json(self.tools.get_definitions()))
-        told = await self.consolidator.make_room(session, memory.total_tokens(messages) + tools)
+        size = memory.total_tokens(messages)
+        size += memory.estimate(lines_of_json(self.tools.get_definitions()))
+        told = await self.consolidator.make_room(session, size)
         if told and events.turn.channel == "cli":
             await events.on_retry(told)
         return session.without_saved(messages) if told else messages
 
-    async def after_turn(self, session: Session):
+    async def after_turn(self, session: memory.Session):
         told = await self.consolidator.after_turn(session)
         if told and self.tell:
             await self.tell(told)
 
-    async def run(self, bus: MessageBus):
+    async def run(self, bus: channels.MessageBus):
         """Serve a bus until cancelled. If the program is killed, no message is lost:
 
         Message: channel → inbox file → acknowledgement → wait for a slot (8 turns at once) and for
@@ -832,7 +831,7 @@ class AgentLoop:
         await self.mcp.close()
         await self.provider.close()
 
-    def turn(self, session_key: str, folder: Path | None = None) -> Turn:
+    def turn(self, session_key: str, folder: Path | None = None) -> tools.Turn:
         """The chat, the working folder and the accessible files for a turn of this session."""
         config = self.config
         cwd = folder or self.program.folder
@@ -844,7 +843,7 @@ class AgentLoop:
         outside = (path_of("~"), *secret)
         if has_fence and any(path.is_relative_to(cwd.resolve()) for path in outside):
             cwd = self.workspace  # this working folder would open HOME or the keys
-        return Turn(
+        return tools.Turn(
             self.workspace,
             cwd,
             channel,
@@ -871,7 +870,7 @@ def run(text: str, session_key: str = "", config: Config | None = None) -> str:
     loop = AgentLoop(config or load_config())
     if lacks_model(loop):
         warnings.warn(template("no_model"), stacklevel=2)
-    with BackgroundLoop(loop.close) as background:
+    with channels.BackgroundLoop(loop.close) as background:
         key = session_key or loop.sessions.new_key()
         result = background.complete(answer_with_helpers(loop, text, key))
         background.complete(loop.background.settled())
@@ -931,7 +930,7 @@ class Background:
         if self.tasks:
             await asyncio.wait(self.tasks, timeout=seconds)
         left = len(self.tasks)
-        await end_all(self.tasks)
+        await channels.end_all(self.tasks)
         return left
 
 
@@ -940,7 +939,7 @@ async def logged(work, name):
     try:
         return await work
     except Exception as problem:
-        is_bug = not isinstance(problem, OSError | SessionBusy)
+        is_bug = not isinstance(problem, OSError | memory.SessionBusy)
         log.warning("%s: %s", name, problem, exc_info=is_bug)
 
 
@@ -1010,7 +1009,7 @@ def read_own(turn, path):
     path.stat()  # raises FileNotFoundError
     try:
         return tools.read_bytes(turn.path(str(path)), 10_000_000)
-    except ToolError as problem:
+    except tools.ToolError as problem:
         raise ValueError(str(problem)) from None
 
 
@@ -1241,7 +1240,7 @@ def what_always_allows(call):
 class ApprovalHook(AgentHook):
     """Asks the user before each call, except calls of known read-only tools."""
 
-    tools: ToolRegistry
+    tools: tools.ToolRegistry
     ask: Callable | None  # None, also as an answer: nobody is there
     always: set[str] = field(default_factory=set)  # tools and commands that were approved for good
 
@@ -1277,14 +1276,16 @@ class EventHook(AgentHook):
     its outcome, retries, the answer."""
 
     emit: Callable | None  # awaited with each OutboundMessage
-    turn: Turn
+    turn: tools.Turn
     wants_streaming: bool
     shows_deltas: bool = True  # True: the channel shows deltas
     only_watches = True
 
     async def send(self, kind, content):
         if self.emit:
-            await self.emit(OutboundMessage(self.turn.channel, self.turn.chat_id, content, kind))
+            await self.emit(
+                channels.OutboundMessage(self.turn.channel, self.turn.chat_id, content, kind)
+            )
 
     async def before_iteration(self, context):
         self.context = context
@@ -1340,16 +1341,16 @@ def tool_hint(call):
 class BusService:
     """Answers the chats of a bus. At most `maxConcurrent` turns run at once, one per chat."""
 
-    def __init__(self, loop: AgentLoop, bus: MessageBus):
+    def __init__(self, loop: AgentLoop, bus: channels.MessageBus):
         self.loop = loop
         self.bus = bus
         self.conversations = {}  # session key → Conversation
         self.slots = asyncio.Semaphore(loop.config.defaults.max_concurrent or sys.maxsize)
         self.work = Background()
         self.work.start(self._hear_helpers())
-        loop.tools.register(tool(self.message))
+        loop.tools.register(tools.tool(self.message))
 
-    async def receive(self, message: InboundMessage):
+    async def receive(self, message: channels.InboundMessage):
         """Queue a message in its chat. Commands run at once, except /new and /continue."""
         if message.channel == "system":  # a report: its `chat_id` is a session key
             self.work.start(self._conversation(message.chat_id).take_in(message, "report"))
@@ -1381,25 +1382,25 @@ class BusService:
         chat_id: str = "",
         media: Annotated[list[str], "Paths of files to send"] = (),
         *,
-        turn: Turn,
+        turn: tools.Turn,
     ):
         """Send a text or files to a chat (default: this chat). No other tool can send files."""
         key = f"{channel or turn.channel}:{chat_id or turn.chat_id}"
         chats = self._chats()
         if key not in chats:
-            raise ToolError(
+            raise tools.ToolError(
                 f"There is no conversation in the chat {key}. "
                 f"Known chats: {', '.join(chats) or 'none'}"
             )
         files = [turn.path(path) for path in media]
         for file in files:
             if not file.is_file():
-                raise ToolError(f"There is no file {file}.")
+                raise tools.ToolError(f"There is no file {file}.")
         conversation = self._conversation(key)
         if content and key == turn.session_key:
             await conversation.say("final", content)
         elif content:  # the other chat's journal must get the text, too
-            await self.bus.publish(InboundMessage("system", "message", key, content))
+            await self.bus.publish(channels.InboundMessage("system", "message", key, content))
         for file in files:
             await conversation.say("file", "", str(file))
         return f"Sent to {key}."
@@ -1412,7 +1413,7 @@ class BusService:
     async def end(self):
         """Cancel running turns. The next start of the gateway resumes the cancelled turns."""
         self.loop.is_ending = True
-        await end_all([*self.work.tasks, *self.loop.subagents.running], 5.0)
+        await channels.end_all([*self.work.tasks, *self.loop.subagents.running], 5.0)
 
 
 class Conversation:
@@ -1464,7 +1465,7 @@ class Conversation:
         self._send(line["content"], line["kind"], line["media"], on_delivered=remove)
 
     def _send(self, *content, **more):
-        self.bus.send(OutboundMessage(*self.chat, *content, **more))
+        self.bus.send(channels.OutboundMessage(*self.chat, *content, **more))
 
     async def obey(self, command, text):
         """Answer a command, also during a turn. If the command fails, the chat gets the error."""
@@ -1496,7 +1497,7 @@ class Conversation:
                     "Your last message was not answered: nanobot was interrupted. "
                     "/continue resumes the turn."
                 )
-                report = InboundMessage("system", "", self.key, text, message_id=id_)
+                report = channels.InboundMessage("system", "", self.key, text, message_id=id_)
                 await self.take_in(report, "report")
         await self._answer_what_waits()
 
@@ -1625,16 +1626,16 @@ SERVED = "A gateway or a page already serves {}. Stop that program, or use anoth
 def gateway_runs(workspace, lock="gateway"):
     """True if a program holds `lock`: "gateway" for a gateway, "jobs" for a job runner."""
     try:
-        with locked(workspace / ".nanobot" / f"{lock}.lock", "the lock is held"):
+        with memory.locked(workspace / ".nanobot" / f"{lock}.lock", "the lock is held"):
             return False
-    except SessionBusy:
+    except memory.SessionBusy:
         return True
 
 
 def run_gateway(loop, page=None):
     """Run the configured channels, the cron jobs, the heartbeat and, if given, the `page` until a
     signal arrives. Raises SessionBusy if this workspace has a gateway."""
-    with locked(loop.workspace / ".nanobot" / "gateway.lock", SERVED.format(loop.workspace)):
+    with memory.locked(loop.workspace / ".nanobot" / "gateway.lock", SERVED.format(loop.workspace)):
         asyncio.Runner().run(serve(loop, page))  # unlike `asyncio.run`, do not wait for stuck tasks
 
 
@@ -1644,10 +1645,10 @@ async def serve(loop, page):
     stop = asyncio.Event()
     here = asyncio.get_running_loop()
     channels.end_on_signals(lambda *_: here.call_soon_threadsafe(stop.set))
-    bus = MessageBus()
+    bus = channels.MessageBus()
     open_channels(loop, bus, page)
     jobs = JobRunner(loop, bus.publish)
-    await in_thread(jobs.add_system_jobs)
+    await tools.in_thread(jobs.add_system_jobs)
     work = [asyncio.create_task(part) for part in (loop.run(bus), jobs.run(), stop.wait())]
     GATEWAY_LOG.info("serving %s", ", ".join([*bus.channels, "cron"]))
     try:
@@ -1673,7 +1674,7 @@ def open_channels(loop, bus, page):
             channels.Telegram(
                 **vars(telegram),
                 media_folder=loop.workspace / ".nanobot" / "media",
-                keep_strangers=partial(write_atomically, loop.workspace / STRANGERS),
+                keep_strangers=partial(memory.write_atomically, loop.workspace / STRANGERS),
             )
         )
     if not (page or telegram.token and telegram.allow_from):
@@ -1681,7 +1682,7 @@ def open_channels(loop, bus, page):
 
 
 async def end_in_order(loop, bus, work):
-    await end_all(work, 6.0)
+    await channels.end_all(work, 6.0)
     await bus.close(2.0)
     await loop.close(1.0)
 
@@ -1695,7 +1696,9 @@ class JobRunner:
         self.is_gateway = tell is not None
         self.tell = tell or self._into_inbox
         self.clock = channels.CronService(
-            channels.JobStore(loop.workspace / "cron" / "jobs.json", locked, write_atomically),
+            channels.JobStore(
+                loop.workspace / "cron" / "jobs.json", memory.locked, memory.write_atomically
+            ),
             self.run_job,
             loop.context.zone,
             now=lambda: loop.program.now().timestamp(),
@@ -1708,8 +1711,8 @@ class JobRunner:
         home = self.loop.workspace
         while True:
             with (
-                contextlib.suppress(SessionBusy),
-                locked(home / ".nanobot" / "jobs.lock", "another program runs the jobs"),
+                contextlib.suppress(memory.SessionBusy),
+                memory.locked(home / ".nanobot" / "jobs.lock", "another program runs the jobs"),
             ):
                 await self.clock.run(lambda: self.is_gateway or not gateway_runs(home))
             await self.loop.program.sleep(1.0)
@@ -1737,7 +1740,7 @@ class JobRunner:
         GATEWAY_LOG.info("cron %s: %s", job.id, job.message[:80])
         chat = f"{job.channel}:{job.chat_id}"
         task = template("job", message=job.message)
-        report = InboundMessage("system", "job", chat, "", message_id=run)
+        report = channels.InboundMessage("system", "job", chat, "", message_id=run)
         try:
             report.content = await self._answer(f"cron:{job.id}", task, chat, job.folder)
         except Exception as failure:  # report each error, so that no reminder is lost silently
@@ -1762,21 +1765,21 @@ class JobRunner:
 
     async def _into_inbox(self, report):
         inbox = self.loop.sessions.inbox(report.chat_id)
-        await in_thread(inbox.append, inbox_line(report, "report"))
+        await tools.in_thread(inbox.append, inbox_line(report, "report"))
 
     def cron_tool(self):
         @wraps(self.clock.cron)
-        def cron(action: str, *, turn: Turn, **arguments):
+        def cron(action: str, *, turn: tools.Turn, **arguments):
             try:
                 text = self.clock.cron(action, turn=turn, **arguments)
             except channels.CronError as mistake:
-                raise ToolError(str(mistake)) from None
+                raise tools.ToolError(str(mistake)) from None
             if action == "add" and not gateway_runs(turn.workspace, "jobs"):
                 text += f"\n({template('no_gateway')} Tell the user.)"
             return text
 
-        cron.__annotations__ = self.clock.cron.__annotations__ | {"turn": Turn}
-        return tool(cron)
+        cron.__annotations__ = self.clock.cron.__annotations__ | {"turn": tools.Turn}
+        return tools.tool(cron)
 
 
 # ---- The model for the memory ----
@@ -1836,7 +1839,7 @@ async def edit_memory(loop, run, messages, refuse):
     )
 
 
-class FencedTools(ToolRegistry):
+class FencedTools(tools.ToolRegistry):
     """Tools for Dream. `refuse(name, arguments)` returns why a call is forbidden, or ""."""
 
     def __init__(self, tools, refuse):
@@ -1848,7 +1851,14 @@ class FencedTools(ToolRegistry):
         return tool, arguments, problem or self.refuse(name, arguments)
 
 
-# ---- Subagents ----
+# ---- Tools that need the loop, and subagents ----
+
+
+def add_tools(loop):
+    """Add `spawn` and `cron`. Returns the MCP servers, which add their tools when they connect."""
+    loop.tools.register(tools.tool(loop.subagents.spawn))
+    loop.tools.register(JobRunner(loop).cron_tool())
+    return tools.MCPServers(loop.config.tools.mcp_servers, loop.tools)
 
 
 @dataclass
@@ -1863,11 +1873,13 @@ class SubagentManager:
     def of(self, session_key):
         return [task for task, key in self.running.items() if key == session_key]
 
-    async def spawn(self, task: str, label: str = "", wait: bool = False, *, turn: Turn):
+    async def spawn(self, task: str, label: str = "", wait: bool = False, *, turn: tools.Turn):
         """Give a task to a helper that works in parallel and cannot ask questions. Put all needed
         facts into the task. The result comes as a message, or with `wait` as this call's result."""
         if len(self.running) >= self.most:
-            raise ToolError(f"{self.most} helpers are at work. Wait, or do the task yourself.")
+            raise tools.ToolError(
+                f"{self.most} helpers are at work. Wait, or do the task yourself."
+            )
         name = label or task[:40]
         is_awaited = wait or turn.channel == "cron"  # a finished job gets no report
         work = asyncio.create_task(
@@ -1885,7 +1897,9 @@ class SubagentManager:
         except Exception as problem:
             outcome = problem
         text = template("subagent_result", helper=name, result=outcome)
-        self.results.put_nowait(InboundMessage("system", "subagent", turn.session_key, text))
+        self.results.put_nowait(
+            channels.InboundMessage("system", "subagent", turn.session_key, text)
+        )
 
 
 async def helper_answer(loop, task, turn):
@@ -1916,7 +1930,7 @@ async def helper_answer(loop, task, turn):
     if result.stop_reason == "completed":
         return result.final_content
     cause = result.error or result.final_content
-    raise ToolError(f"The helper did not finish ({result.stop_reason}): {cause}")
+    raise tools.ToolError(f"The helper did not finish ({result.stop_reason}): {cause}")
 
 
 # ---- Slash commands ----
@@ -1951,7 +1965,7 @@ async def begin_command(loop, command, session, line):
     origin = {"id": line["id"]} if "id" in line else {}  # of a chat's message
     session.mark(command, **origin)
     if command == "undo":
-        return await in_thread(undo, loop, session)
+        return await tools.in_thread(undo, loop, session)
     if command == "new":
         await session.synced()
         loop.turn(session.key).seen.clear()
@@ -1998,15 +2012,15 @@ async def answer_command(loop, command, argument, turn):
         case "dream":
             return await loop.dream.run()
         case "dream-log":
-            return await in_thread(repository.log, argument)
+            return await tools.in_thread(repository.log, argument)
         case "dream-restore":
-            return await in_thread(repository.restore, argument)
+            return await tools.in_thread(repository.restore, argument)
     return f"There is no /{command}. /help lists the commands."
 
 
 def status_text(loop, turn):
     request = preview(loop, turn)
-    messages = counted(len(loop.sessions.get(turn.session_key).history()), "message")
+    messages = memory.counted(len(loop.sessions.get(turn.session_key).history()), "message")
     return "\n".join(
         [
             f"nanobot {__version__}, model {loop.provider.model}, "
@@ -2249,12 +2263,12 @@ def load_config(path=None, environ=os.environ):
     file = path or path_of(USUAL_SETTINGS)
     config = read_setting(Config, read_json(file, environ) if path or file.exists() else {})
     config.path = file
-    for row in ROWS.values():
+    for row in providers.ROWS.values():
         if key := environ.get(row.env_key):
             config.providers.setdefault(row.name, ProviderSettings()).api_key = key
     defaults = config.defaults
     config.base_url = environ.get("OPENAI_BASE_URL", "")
-    if config.base_url and defaults.provider in ROWS:
+    if config.base_url and defaults.provider in providers.ROWS:
         defaults.provider = "auto"  # environment variables override the settings file
     defaults.model = environ.get("NANOBOT_MODEL") or defaults.model
     defaults.workspace = environ.get("NANOBOT_WORKSPACE") or defaults.workspace
@@ -2321,14 +2335,17 @@ def make_provider(config, model=""):
     model are missing."""
     defaults = config.defaults
     model = model or defaults.model
-    if unknown := config.providers.keys() - ROWS.keys():
-        raise ConfigError(f"providers.{min(unknown)} is unknown. Known: {', '.join(ROWS)}")
+    if unknown := config.providers.keys() - providers.ROWS.keys():
+        raise ConfigError(
+            f"providers.{min(unknown)} is unknown. Known: {', '.join(providers.ROWS)}"
+        )
     if defaults.provider == "offline":
-        return OfflineProvider()
+        return providers.OfflineProvider()
     if "human" in (defaults.provider, defaults.model):
-        return HumanProvider()
+        return providers.HumanProvider()
     own = {
-        name: providers.Endpoint(ROWS[name], **vars(row)) for name, row in config.providers.items()
+        name: providers.Endpoint(providers.ROWS[name], **vars(row))
+        for name, row in config.providers.items()
     }
     chosen = "" if defaults.provider == "auto" else defaults.provider
     try:
@@ -2338,7 +2355,7 @@ def make_provider(config, model=""):
     if endpoint:
         return providers.OpenAIProvider(endpoint)
     if model in ("", "offline"):
-        return OfflineProvider()
+        return providers.OfflineProvider()
     raise ConfigError(
         f"There is no key and no base URL for the model {model}. "
         "Set OPENAI_API_KEY or OPENAI_BASE_URL, or use --offline."
@@ -2347,11 +2364,11 @@ def make_provider(config, model=""):
 
 def lacks_model(loop):
     """True if the offline model answers although nobody has asked for the offline model."""
-    is_offline = isinstance(loop.provider, OfflineProvider)
+    is_offline = isinstance(loop.provider, providers.OfflineProvider)
     return is_offline and loop.config.defaults.provider != "offline"
 
 
-class ReadOnlyTools(ToolRegistry):
+class ReadOnlyTools(tools.ToolRegistry):
     """For --read-only: a tool that may change something is not added, also if it comes later."""
 
     def register(self, tool):
@@ -2363,7 +2380,7 @@ def make_tools(config):
     """The tools that the settings allow. MCP tools are added when their server connects."""
     settings = config.tools
     shell = config.tools.exec
-    registry = (ReadOnlyTools if config.read_only else ToolRegistry)(tools.FILE_TOOLS)
+    registry = (ReadOnlyTools if config.read_only else tools.ToolRegistry)(tools.FILE_TOOLS)
     if shell.enable:
         registry.register(
             tools.Exec(
@@ -2456,7 +2473,7 @@ class RunEvents:
         return {
             "sent": [self.numbers[text] for text in texts],
             "tokens": list(map(memory.message_tokens, messages)),
-            "parts": list(map(estimate, parts)),
+            "parts": list(map(memory.estimate, parts)),
             "messages": list(map(json.loads, new)),
         }
 
@@ -2521,7 +2538,7 @@ def text_of(event):
         case "answer":
             return str(event["answer"]["content"] or "")
         case "call":
-            return tool_hint(ToolCallRequest("", event["name"], event["arguments"]))
+            return tool_hint(providers.ToolCallRequest("", event["name"], event["arguments"]))
         case "journal":
             return json.dumps(dict(event["line"]))
     return str(event.get("text"))
@@ -2547,7 +2564,7 @@ async def play(events, terminal, pace):
             kind = "tool_hint"
             text = f"{calls.get(event['id'])} · {event['outcome']}"
         if text and event["who"] == "turn":  # the terminal ignores the other kinds
-            await terminal.send(OutboundMessage("cli", "", text, kind))
+            await terminal.send(channels.OutboundMessage("cli", "", text, kind))
     return status
 
 
@@ -2592,7 +2609,7 @@ def kinds_to_show(settings):
 
 def ask_user(loop, ask, approve, step):
     """Let the agent ask the user: with --provider human, --approve and --step."""
-    if isinstance(loop.provider, HumanProvider):
+    if isinstance(loop.provider, providers.HumanProvider):
         loop.provider.ask = ask
     if approve:
         loop.hooks.append(ApprovalHook(loop.tools, ask))
@@ -2642,7 +2659,7 @@ class Talk:
         key = key or sessions.new_key()
         try:
             held.enter_context(sessions.lock(key))
-        except SessionBusy:
+        except memory.SessionBusy:
             if arguments.session or arguments.resume:
                 raise
             self.terminal.note(f"Another program uses the latest one, {key}: a new one begins.")
@@ -2706,7 +2723,7 @@ class Talk:
         state = "a new conversation · /help lists the commands"
         if count:
             state = (
-                f"continuing: {counted(count, 'message')}, "
+                f"continuing: {memory.counted(count, 'message')}, "
                 f"last {ago(session.path.stat().st_mtime)} · /new starts afresh"
             )
         # the working folder: with a fence, nanobot does not work in HOME
@@ -2725,7 +2742,7 @@ class Talk:
         result = self.background.complete(work, hear)
         if result.requests:
             terminal.note(
-                f"{counted(result.requests, 'request')} · {loop.cost.line(result.usage)} · "
+                f"{memory.counted(result.requests, 'request')} · {loop.cost.line(result.usage)} · "
                 f"{loop.config.defaults.share(result.context_tokens)}"
             )
         if result.stop_reason == "max_iterations":
@@ -2765,7 +2782,7 @@ class Talk:
         message does so only if ten entries are unread, because its end waits for the dream."""
         await self.show_reports()
         loop = self.loop
-        await in_thread(memory.remember_terminals, loop.sessions)
+        await tools.in_thread(memory.remember_terminals, loop.sessions)
         unread = loop.memory.unread()
         last = self.folder / "last-dream"
         may_dream = self.is_watched and loop.config.defaults.dream.interval_h
@@ -2776,7 +2793,7 @@ class Talk:
 
     async def dream(self, last):
         told = await self.loop.dream.run()
-        write_atomically(last, self.day)  # if the program ends before, the next one dreams
+        memory.write_atomically(last, self.day)  # if the program ends before, the next one dreams
         await self.tell(told)
 
     async def tell(self, text):
@@ -2794,9 +2811,11 @@ class Talk:
         inbox = self.loop.sessions.inbox(self.key)
         if not self.is_watched or not inbox.path.exists():
             return True
-        with contextlib.suppress(SessionBusy):  # the reports stay until the next try
+        with contextlib.suppress(memory.SessionBusy):  # the reports stay until the next try
             async with self.loop.turns.hold(self.key) as session:
-                with locked(self.folder / "reports.lock", "Another terminal shows the reports."):
+                with memory.locked(
+                    self.folder / "reports.lock", "Another terminal shows the reports."
+                ):
                     reports = inbox.read()
                     for report in reports:
                         line = report_line(report)
@@ -2809,7 +2828,7 @@ class Talk:
 
 def agent_command(arguments):
     """Answer one message, or hold a conversation."""
-    with BackgroundLoop() as background, contextlib.ExitStack() as held:
+    with channels.BackgroundLoop() as background, contextlib.ExitStack() as held:
         return Talk(arguments, background, held).run()
 
 
@@ -2896,9 +2915,9 @@ def status_rows(loop):
 
 async def model_and_problem(provider):
     """Check URL, key and model. Returns (description, problem); problem is "" if all is well."""
-    if isinstance(provider, HumanProvider):
+    if isinstance(provider, providers.HumanProvider):
         return "human: you play the model", ""
-    if isinstance(provider, OfflineProvider):
+    if isinstance(provider, providers.OfflineProvider):
         state = "offline: fixed rules; set OPENAI_API_KEY or OPENAI_BASE_URL to use a real model"
         return state, "; ".join(provider.rules.problems)
     problem = await provider.check()
@@ -2926,7 +2945,7 @@ def prompt_command(arguments):
     parts["User"] = last["content"]
     for name, text in parts.items():
         if text:
-            print(f"==== {name} (~{estimate(text):,} tokens) ====\n{printable(text)}\n")
+            show(f"==== {name} (~{memory.estimate(text):,} tokens) ====\n{text}\n")
     print(*request.notes, f"Total: {loop.config.defaults.share(request.tokens)}", sep="\n")
 
 
@@ -2976,7 +2995,7 @@ def ago(moment):
     seconds = int(time.time() - moment)
     for unit, length in (("day", 86_400), ("hour", 3_600), ("minute", 60)):
         if seconds >= length:
-            return f"{counted(seconds // length, unit)} ago"
+            return f"{memory.counted(seconds // length, unit)} ago"
     return "a moment ago"
 
 
@@ -3110,7 +3129,7 @@ OPTIONS = (  # rows: commands ("" means all), spellings, help, more settings of 
     ("", "--workspace", "default: ~/.nanobot/workspace", {}),
     ("", "--model", "", {}),
     ("", "--base-url", "URL of the endpoint; usually ends in /v1", {}),
-    ("", "--provider", ", ".join([*ROWS, "offline", "human"]), {}),
+    ("", "--provider", ", ".join([*providers.ROWS, "offline", "human"]), {}),
     ("", "--offline", "", {"dest": "provider", "action": "store_const", "const": "offline"}),
     ("", "--logs --verbose", "write log messages to stderr", SWITCH),
     ("agent", "text", "answer this text, then exit", TEXT | {"nargs": "*"}),
@@ -3210,7 +3229,7 @@ def main(argv=None):
         status = COMMAND_LINE[arguments.command](arguments) or 0
         sys.stdout.flush()  # if Python's own flush at exit fails, the exit status is 120
         return status
-    except (ConfigError, channels.CronError, SessionBusy) as problem:
+    except (ConfigError, channels.CronError, memory.SessionBusy) as problem:
         complain(str(problem))
     except BrokenPipeError:  # `nanobot … | head`: the reader has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -3224,11 +3243,11 @@ def main(argv=None):
 
 
 def show(text):
-    print(printable(text))
+    print(channels.printable(text))
 
 
 def complain(text):
-    print(f"nanobot: {printable(text)}", file=sys.stderr)
+    print(f"nanobot: {channels.printable(text)}", file=sys.stderr)
 
 
 if __name__ == "__main__":
