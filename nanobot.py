@@ -217,8 +217,8 @@ class RunState(AgentHookContext):
         times = sum(this_call in step for step in self.steps)
         if times < 3:
             return result
-        warning = template("same_failure" if result.is_error else "same_result", count=times)
-        return replace(result, text=f"{result.text}\n{warning}")
+        warning = "same_failure" if result.is_error else "same_result"
+        return replace(result, text=f"{result.text}\n{template(warning, count=times)}")
 
     @property
     def goes_in_circles(self):
@@ -330,6 +330,7 @@ class AgentRunner:
 
     async def _chat(self, state, request):
         spec = state.spec
+        on_delta = state.show if spec.hook.wants_streaming else None
         await spec.hook.before_request(request.messages, state.tools)
         state.result.requests += 1
         response = await self.provider.chat(
@@ -338,7 +339,7 @@ class AgentRunner:
             model=spec.model,
             max_tokens=spec.max_tokens,
             temperature=spec.temperature,
-            on_delta=state.show if spec.hook.wants_streaming else None,
+            on_delta=on_delta,
             on_retry=spec.hook.on_retry,
             on_event=partial(spec.on_event, step=state.iteration, total=request.tokens),
             read_only=[name for name in names_of(state.tools) if is_read_only(name, spec.tools)],
@@ -382,11 +383,11 @@ class AgentRunner:
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
         finally:  # keep the results of finished calls, also after a cancellation
-            whole = [task.result() for task in tasks if not (task.cancelled() or task.exception())]
-            state.messages += [message for message, _ in whole]
-        names = [message["content"] for message, images in whole if images]
+            done = [task.result() for task in tasks if not (task.cancelled() or task.exception())]
+            state.messages += [message for message, _ in done]
+        names = [message["content"] for message, images in done if images]
         if names:  # images go into a user message, because a tool message may not contain them
-            images = [image for _, images in whole for image in images]
+            images = [image for _, images in done for image in images]
             text = {"type": "text", "text": "\n".join(names)}
             state.add({"role": "user", "content": [text, *images]})
 
@@ -520,13 +521,15 @@ def verdict(state: RunState, response: providers.LLMResponse) -> str:
         return "failed"
     if is_cut and state.draft.cuts < 3:
         return "cut"
-    if response.has_tool_calls and not is_cut and state.has_tools:
+    if response.has_tool_calls and state.has_tools and not is_cut:  # a cut call is incomplete
         return "calls"
     if response.unclear_at is not None and state.has_tools and not state.draft.has_asked:
         return "unclear"
     if state.draft.joined(response.content).strip():
         return "answered"
-    return "empty" if is_withheld or not state.has_tools else "blank"
+    if is_withheld or not state.has_tools:
+        return "empty"
+    return "blank"
 
 
 def batches(
@@ -836,13 +839,14 @@ class AgentLoop:
         config = self.config
         cwd = folder or self.program.folder
         channel, _, chat_id = session_key.partition(":")
-        settings = config.path.resolve()
-        undo = settings.parent / "undo"
-        secret = (settings, path_of(USUAL_SETTINGS), undo)
+        settings_file = config.path.resolve()
+        undo = settings_file.parent / "undo"
+        secret = (settings_file, path_of(USUAL_SETTINGS), undo)
         has_fence = config.tools.restrict_to_workspace or bool(config.tools.exec.sandbox)
-        outside = (path_of("~"), *secret)
-        if has_fence and any(path.is_relative_to(cwd.resolve()) for path in outside):
-            cwd = self.workspace  # this working folder would open HOME or the keys
+        must_stay_closed = (path_of("~"), *secret)
+        # tools may use the whole working folder: it must not contain HOME or the keys
+        if has_fence and any(path.is_relative_to(cwd.resolve()) for path in must_stay_closed):
+            cwd = self.workspace
         return tools.Turn(
             self.workspace,
             cwd,
@@ -994,9 +998,10 @@ def prepare_workspace(workspace):
 
 def identity(turn, who):
     """Fill in the template `identity`. `who`, if not empty, replaces paragraph 1."""
+    kind = "cli" if turn.channel == "cli" else "chat"
     usual, _, rest = template(
         "identity",
-        format=template("format_cli" if turn.channel == "cli" else "format_chat"),
+        format=template(f"format_{kind}"),
         platform=f"{sys.platform}, Python {sys.version_info.major}.{sys.version_info.minor}",
         cwd=turn.cwd,
         workspace=turn.workspace,
@@ -1111,7 +1116,8 @@ def attachment(path):
         image = tools.image_block(path.read_bytes())
     except OSError as problem:
         return f"[file: {path}, not readable: {problem.strerror}]", None
-    return f"[{'image' if image else 'file'}: {path}]", image
+    kind = "image" if image else "file"
+    return f"[{kind}: {path}]", image
 
 
 def with_images(messages, images):
@@ -1233,7 +1239,9 @@ def what_always_allows(call):
     if len(call.arguments) > 1 or not re.fullmatch(r"[^;&|<>`$(){}\n]{1,80}", command):
         return ""
     words = re.match("(git|npm|cargo|go|pip|uv|docker) [a-z][a-z-]*(?= |$)", command)
-    return f"$ {words[0] if words else command}"
+    if words:
+        command = words[0]
+    return f"$ {command}"
 
 
 @dataclass
@@ -1266,8 +1274,8 @@ class ApprovalHook(AgentHook):
             self.always.add(kind)
         if answer.lower() in ("y", "yes", "a", "always"):
             return ""
-        # the user typed `n because it is used elsewhere`
-        return f"The user did not approve this call: {answer.partition(' ')[2]}".rstrip(": ")
+        _, _, reason = answer.partition(" ")  # "n it is used elsewhere" → "it is used elsewhere"
+        return f"The user did not approve this call: {reason}".rstrip(": ")
 
 
 @dataclass
@@ -1321,7 +1329,8 @@ class WaitingHook(AgentHook):
     async def before_execute_tools(self, tool_calls):
         self.waiting.begin(", ".join(tool_hint(call) for call in tool_calls))
 
-    after_iteration = on_stream
+    async def after_iteration(self, context):
+        self.waiting.end()
 
 
 def tool_hint(call):
@@ -1332,7 +1341,9 @@ def tool_hint(call):
     for name in ("pattern", "path", "message", *call.arguments):
         told = told or call.arguments.get(name)
     value = json.dumps(told, ensure_ascii=False, default=str) if told else ""
-    return f"{call.name}({value if len(value) <= 300 else value[:299] + '…'})"
+    if len(value) > 300:
+        value = value[:299] + "…"
+    return f"{call.name}({value})"
 
 
 # ---- Many chats at once ----
@@ -1357,8 +1368,10 @@ class BusService:
             return
         conversation = self._conversation(message.session_key)
         command, _ = slash_command(message.content)
-        if command in ("", *WAITING):
-            self.work.start(conversation.take_in(message, "command" if command else "user"))
+        if not command:
+            self.work.start(conversation.take_in(message, "user"))
+        elif command in WAITING:
+            self.work.start(conversation.take_in(message, "command"))
         else:
             self.work.start(conversation.obey(command, message.content), message.session_key)
             message.confirm()
@@ -1571,8 +1584,9 @@ class Conversation:
         """Send a turn's result, even an empty one. The delivery writes the mark `delivered`."""
         GATEWAY_LOG.info("%s: %s", self.key, result.stop_reason)
         text = text_for_chat(result)
-        answer = {"n": session.last, "content": "" if text in self.said else text}
-        self._send_answers([answer], session)
+        if text in self.said:
+            text = ""
+        self._send_answers([{"n": session.last, "content": text}], session)
 
     def _send_answers(self, answers, session):
         """Send messages of the journal. After a restart, undelivered ones are sent again."""
@@ -1677,7 +1691,8 @@ def open_channels(loop, bus, page):
                 keep_strangers=partial(memory.write_atomically, loop.workspace / STRANGERS),
             )
         )
-    if not (page or telegram.token and telegram.allow_from):
+    has_users = page or (telegram.token and telegram.allow_from)
+    if not has_users:
         log.warning("Nobody can reach the agent: set channels.telegram.token and allowFrom.")
 
 
@@ -1882,13 +1897,12 @@ class SubagentManager:
             )
         name = label or task[:40]
         is_awaited = wait or turn.channel == "cron"  # a finished job gets no report
-        work = asyncio.create_task(
-            self.work(task, turn) if is_awaited else self._report(name, task, turn)
-        )
-        self.running[work] = turn.session_key
-        work.add_done_callback(self.running.pop)
+        work = self.work(task, turn) if is_awaited else self._report(name, task, turn)
+        running = asyncio.create_task(work)
+        self.running[running] = turn.session_key
+        running.add_done_callback(self.running.pop)
         if is_awaited:
-            return await work
+            return await running
         return f"Helper {name!r} is at work. Its result arrives as a message. Go on, or stop here."
 
     async def _report(self, name, task, turn):
@@ -1955,23 +1969,29 @@ def slash_command(text):
     """`/NEW ` → ("new", ""), `/dream-log 1f3a` → ("dream-log", "1f3a"), other text → ("", "")"""
     # Commands: "/status@my_bot", "/dream-log 1f3a9c". Not commands: "/etc/hosts?", "/new York?"
     match = re.fullmatch(r"(?i)/([a-z][a-z-]*)(?:@\w+)?(?:\s+(\S.*))?", text.strip())
-    command, argument = match.groups(default="") if match else ("", "")
-    has_argument = command.lower() in ("model", "dream-log", "dream-restore")
-    return (command.lower(), argument) if has_argument or not argument else ("", "")
+    if not match:
+        return "", ""
+    command = match[1].lower()
+    if match[2] and command not in ("model", "dream-log", "dream-restore"):
+        return "", ""
+    return command, match[2] or ""
 
 
 async def begin_command(loop, command, session, line):
     """Run a command of WAITING. Returns its answer, or "" if a turn must be resumed."""
     origin = {"id": line["id"]} if "id" in line else {}  # of a chat's message
     session.mark(command, **origin)
-    if command == "undo":
-        return await tools.in_thread(undo, loop, session)
-    if command == "new":
-        await session.synced()
-        loop.turn(session.key).seen.clear()
-        loop.background.start(loop.after_turn(session))
-        return "A new conversation begins; the journal keeps the old one."
-    return "" if session.unfinished else "There is no interrupted turn to resume."
+    match command:
+        case "undo":
+            return await tools.in_thread(undo, loop, session)
+        case "new":
+            await session.synced()
+            loop.files_seen[session.key].clear()
+            loop.background.start(loop.after_turn(session))
+            return "A new conversation begins; the journal keeps the old one."
+        case "continue" if not session.unfinished:
+            return "There is no interrupted turn to resume."
+    return ""
 
 
 def undo(loop, session):
@@ -2261,7 +2281,8 @@ def path_of(text):
 def load_config(path=None, environ=os.environ):
     """Read the settings file. Environment variables override it. If given, `path` must exist."""
     file = path or path_of(USUAL_SETTINGS)
-    config = read_setting(Config, read_json(file, environ) if path or file.exists() else {})
+    values = read_json(file, environ) if path or file.exists() else {}
+    config = read_setting(Config, values)
     config.path = file
     for row in providers.ROWS.values():
         if key := environ.get(row.env_key):
@@ -2279,13 +2300,14 @@ def read_json(file, environ):
     """Read a settings file. Each `${VAR}` is replaced by the environment variable VAR."""
 
     def value_of(variable):
-        return json.dumps(environ[variable[1]])[1:-1]  # a quote in the value becomes \"
+        name = variable[1]
+        if name not in environ:
+            raise ConfigError(f"{file} needs the environment variable {name}, which is not set.")
+        return json.dumps(environ[name])[1:-1]  # a quote in the value becomes \"
 
     try:
         text = file.read_text(encoding="utf-8-sig")
         return json.loads(re.sub(r"\$\{(\w+)\}", value_of, text))
-    except KeyError as name:
-        fault = f"{file} needs the environment variable {name.args[0]}, which is not set."
     except OSError as problem:
         fault = f"{file}: {problem.strerror}. `nanobot onboard --config {file}` creates it."
     except ValueError as problem:
@@ -2302,7 +2324,7 @@ def read_setting(hint, value, place=""):
     (Config, {"agents": {"defaults": {"maxTokens": 2048}}}) → Config(agents=AgentSettings(…))
     """
     schema = tools.as_schema(dict if is_dataclass(hint) else hint)
-    schema["minimum"] = 1 if hint is int else 0  # `dream.intervalH: 0` means off
+    schema["minimum"] = 1 if hint is int else 0  # a float may be 0: `dream.intervalH: 0` means off
     if problems := tools.validate(value, schema, place or "the file"):
         raise ConfigError("; ".join(problems))
     if get_origin(hint) is dict:
@@ -2315,13 +2337,13 @@ def read_setting(hint, value, place=""):
     settings = {}
     for key, item in value.items():  # keys may be in camelCase or in snake_case
         path = f"{place}.{key}".lstrip(".")
-        problem = f"{path}: unknown key. Known keys: {', '.join(sorted(names))}"
         if name := names.get(camel_case(key)):
             settings[name] = read_setting(hints[name], item, path)
-        elif hint is MCPSettings:  # entries copied from other programs may have more keys
-            log.warning("ignored: %s", problem)
-        else:
+            continue
+        problem = f"{path}: unknown key. Known keys: {', '.join(sorted(names))}"
+        if hint is not MCPSettings:  # entries copied from other programs may have more keys
             raise ConfigError(problem)
+        log.warning("ignored: %s", problem)
     return hint(**settings)
 
 
@@ -2380,7 +2402,8 @@ def make_tools(config):
     """The tools that the settings allow. MCP tools are added when their server connects."""
     settings = config.tools
     shell = config.tools.exec
-    registry = (ReadOnlyTools if config.read_only else tools.ToolRegistry)(tools.FILE_TOOLS)
+    kind = ReadOnlyTools if config.read_only else tools.ToolRegistry
+    registry = kind(tools.FILE_TOOLS)
     if shell.enable:
         registry.register(
             tools.Exec(
@@ -2440,35 +2463,36 @@ PART_END = "\n\n---\n\n"  # between the parts of the system prompt
 
 class RunEvents:
     """Tells all listeners what happens in a run, as the events that providers.py describes. Each
-    message of a request is told once; later requests only name its number."""
+    message of a request is told once; later requests only name its number. `key` is the session's,
+    like "cli:work"."""
 
     def __init__(self, listeners, who, key="memory"):
         self.listeners = listeners  # functions that get each event as a dict
-        # key: of the session
         self.about = {"run": uuid.uuid4().hex[:8], "who": who, "key": key}
         self.numbers = {}  # each message of the last request, as JSON → its number
-        self.count = itertools.count(1)
+        self.new_numbers = itertools.count(1)
         self.tools = []  # of the last request
 
     def __call__(self, kind, **fields):
         if not self.listeners:
             return
         if kind == "request":
-            tools = fields.pop("tools")
-            fields |= self._numbered(fields["messages"], tools)
-            if tools != self.tools:
-                fields["tools"] = self.tools = tools
+            known = self.tools
+            self.tools = fields["tools"]
+            fields |= self._numbered(fields["messages"])  # "messages": now only the new ones
+            if self.tools == known:
+                del fields["tools"]
         event = {"time": time.time(), **self.about, "kind": kind, **fields}
         for listener in self.listeners:
             listener(event)
 
-    def _numbered(self, messages, tools):
+    def _numbered(self, messages):
         """The new messages, the numbers of all, and the estimated tokens of each message, of each
         part of the system prompt and, last, of the tools."""
-        parts = [*str(messages[0]["content"]).split(PART_END), lines_of_json(tools)]
+        parts = [*str(messages[0]["content"]).split(PART_END), lines_of_json(self.tools)]
         texts = [lines_of_json([message]) for message in messages]
         new = [text for text in dict.fromkeys(texts) if text not in self.numbers]
-        self.numbers |= zip(new, self.count, strict=False)
+        self.numbers |= zip(new, self.new_numbers, strict=False)
         self.numbers = {text: self.numbers[text] for text in texts}
         return {
             "sent": [self.numbers[text] for text in texts],
@@ -2547,7 +2571,9 @@ def text_of(event):
 async def play(events, terminal, pace):
     """Show a recorded run as it looked at the terminal. Returns 1 if a turn failed, else 0.
     `pace` multiplies the pauses, which have at most 3 seconds."""
-    before, status, calls = sys.float_info.max, 0, {}
+    status = 0
+    calls = {}  # id → the hint of a call whose result comes later
+    before = sys.float_info.max  # the first event is shown at once: `sleep` of a negative time
     for event in events:
         await asyncio.sleep(min(event["time"] - before, 3) * pace)
         before = event["time"]
@@ -2679,9 +2705,8 @@ class Talk:
         status = self.converse() if self.is_conversation else self.answer_once()
         self.terminal.waiting.begin("the memory (Ctrl-C leaves it for next time)")
         with contextlib.suppress(KeyboardInterrupt):  # a later turn does the cancelled memory work
-            # a single message seldom has such work
-            settled = self.loop.background.settled(5.0 if self.is_conversation else 60.0)
-            if self.background.complete(settled):
+            seconds = 5.0 if self.is_conversation else 60.0  # a single message seldom has such work
+            if self.background.complete(self.loop.background.settled(seconds)):
                 self.terminal.note("The work for the memory goes on next time.")
         return status
 
@@ -2738,7 +2763,7 @@ class Talk:
         terminal = self.terminal
         terminal.waiting.begin("the model")
         hear = terminal.hear if self.is_conversation else None  # else the shell gets the lines
-        work = answer_with_helpers(loop, text, self.key, terminal.send, terminal.heard)
+        work = answer_with_helpers(loop, text, self.key, terminal.send, terminal.take_queued)
         result = self.background.complete(work, hear)
         if result.requests:
             terminal.note(
@@ -2840,7 +2865,8 @@ def trust_command(arguments):
             f"{project.path} has no AGENTS.md or CLAUDE.md, and neither has its git repository."
         )
     project.keep(arguments.answer == "yes")
-    show(f"{project}: {'followed' if project.answer else 'not followed'}")
+    state = "followed" if project.answer else "not followed"
+    show(f"{project}: {state}")
 
 
 def undo_command(arguments):
@@ -2877,7 +2903,9 @@ def status_command(arguments):
     for part, state, problem in status_rows(AgentLoop(settings_of(arguments))):
         mark = "--" if problem is None else "ok"
         if problem:
-            mark, state, status = "BAD", f"{state}: {problem}", 1
+            mark = "BAD"
+            state = f"{state}: {problem}"
+            status = 1
         show(f"{mark:4}{part:22}{state}")
     return status
 
@@ -2968,7 +2996,9 @@ def sessions_command(arguments):
         if number > 20 and not arguments.all:
             return print("Older conversations: nanobot sessions --all")
         said = [line["content"] for line in sessions.messages(key) if line["role"] == "user"]
-        words = " ".join(str(said[0]).split())[:50] if said else "(no message yet)"
+        words = "(no message yet)"
+        if said:
+            words = " ".join(str(said[0]).split())[:50]
         folder = sessions.first_line(key).get("folder")
         place = f"{short_path(Path(folder))}, {key}" if folder else key
         show(f"{number:>3}  {ago(used):>14}  {words}  ({place})")
@@ -3069,7 +3099,8 @@ def web_command(arguments):
 
 def connect_page(loop, page, arguments):
     """Let the page show the sessions and each turn, and ask the questions of a turn."""
-    page.chats |= {key[4:]: False for key in loop.sessions.list_keys() if key[:4] == "web:"}
+    keys = [key for key in loop.sessions.list_keys() if key.startswith("web:")]
+    page.chats |= {key.removeprefix("web:"): False for key in keys}  # False: they do not pause
     page.memory = lambda: loop.context.parts(loop.turn("web:page"))
     loop.listeners.append(page.show)
     loop.can_ask = lambda turn: turn.channel == "web"
