@@ -101,7 +101,6 @@ class AgentRunResult:
 
     final_content: str | None = None
     messages: list[dict] = field(default_factory=list)
-    tools_used: list[str] = field(default_factory=list)
     usage: dict = field(default_factory=dict)
     stop_reason: str = ""  # completed, max_iterations, error, tool_error or empty
     tool_events: list[dict] = field(default_factory=list)  # name, arguments, is_error, result
@@ -109,6 +108,10 @@ class AgentRunResult:
     model: str = ""
     requests: int = 0  # number of requests; a step sends two requests if the first is too long
     context_tokens: int = 0  # size of the last request, in tokens
+
+    @property
+    def tools_used(self) -> list[str]:
+        return list(dict.fromkeys(event["name"] for event in self.tool_events))
 
 
 # ---- Hooks: what a program can watch or change in a run ----
@@ -239,8 +242,8 @@ class AgentRunner:
 
     async def run(self, spec: AgentRunSpec) -> AgentRunResult:
         """Ask the model until the run ends. Raises CancelledError, and errors of the callbacks."""
-        state = RunState(list(spec.messages), spec=spec, note=spec.note)
-        state.model = spec.model or self.provider.model
+        model = spec.model or self.provider.model
+        state = RunState(list(spec.messages), model=model, spec=spec, note=spec.note)
         try:
             while not state.result.stop_reason:  # the run ends when it has a stop reason
                 await spec.hook.before_iteration(state)
@@ -265,7 +268,6 @@ class AgentRunner:
             messages=state.messages,
             usage=state.usage,
             model=state.model,
-            tools_used=list(dict.fromkeys(event["name"] for event in state.result.tool_events)),
         )
 
     def prepare(self, state: RunState):
@@ -406,9 +408,13 @@ class AgentRunner:
             state.failure = f"{call.name} failed: {result.text}"
         result = state.count(call, result)  # appends a warning to a repeated result
         text = result.text
-        is_error = result.is_error
         state.result.tool_events.append(
-            {"name": call.name, "arguments": call.arguments, "is_error": is_error, "result": text}
+            {
+                "name": call.name,
+                "arguments": call.arguments,
+                "is_error": result.is_error,
+                "result": text,
+            }
         )
         message = {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": text}
         spec.append(message)
@@ -417,7 +423,7 @@ class AgentRunner:
             "result",
             id=call.id,
             text=text,
-            is_error=is_error,
+            is_error=result.is_error,
             outcome=result.shown,
             seconds=seconds,
         )
@@ -653,7 +659,7 @@ class AgentLoop:
         self.runner = AgentRunner(self.provider)
         self.consolidator, self.dream = memory_work(self)
         self.cost = CostTrackingHook(config.prices, self.provider.model)
-        self.hooks = [self.cost, *hooks]
+        self.hooks = [self.cost, LoggingHook(), *hooks]
         self.can_ask = lambda turn: turn.channel != "cron"  # can a user approve calls?
         self.turns = RunningTurns(self.sessions)
         # helpers, jobs and work in the background
@@ -670,7 +676,7 @@ class AgentLoop:
         session_key: str = "",
         on_event: Callable | None = None,
         media: Media = (),
-        folder: Path | None = None,
+        folder: Path | str = "",
         waiting: Callable = list,
     ) -> AgentRunResult:
         """Answer one message, without a `session_key` in a new session; commands run in `folder`.
@@ -834,10 +840,10 @@ class AgentLoop:
         await self.mcp.close()
         await self.provider.close()
 
-    def turn(self, session_key: str, folder: Path | None = None) -> tools.Turn:
+    def turn(self, session_key: str, folder: Path | str = "") -> tools.Turn:
         """The chat, the working folder and the accessible files for a turn of this session."""
         config = self.config
-        cwd = folder or self.program.folder
+        cwd = Path(folder or self.program.folder)
         channel, _, chat_id = session_key.partition(":")
         settings_file = config.path.resolve()
         undo = settings_file.parent / "undo"
@@ -885,14 +891,15 @@ def run(text: str, session_key: str = "", config: Config | None = None) -> str:
 
 async def answer_with_helpers(loop, text, key, on_event=None, waiting=list):
     """Answer a message, then wait for all running helpers and answer their reports."""
-    helpers = loop.subagents
+    reports = []
+    loop.subagents.report = reports.append
     try:
         while True:
             result = await loop.process_direct(text, key, on_event, waiting=waiting)
-            await asyncio.gather(*helpers.of(key), return_exceptions=True)
-            if helpers.results.empty():
+            await asyncio.gather(*loop.subagents.of(key), return_exceptions=True)
+            if not reports:
                 return result
-            text = helpers.results.get_nowait().content
+            text = reports.pop(0).content
     except asyncio.CancelledError:
         loop.stop(key)
         raise
@@ -1045,10 +1052,9 @@ class Project:
         self.file = Path(f"{loop.config.path}.trust")
         self.path, self.text = self._find(loop.turn(session_key))
         self.version = f"{self.path} {hashlib.sha256(self.text.encode()).hexdigest()}"
-        self.answer = None  # None: the user was not asked about this version
-        for line in memory.read_records(self.file, partial(memory.has, version=str, follow=bool)):
-            if line["version"] == self.version:
-                self.answer = line["follow"]
+        lines = memory.read_records(self.file, partial(memory.has, version=str, follow=bool))
+        answers = {line["version"]: line["follow"] for line in lines}
+        self.answer = answers.get(self.version)  # None: the user was not asked about this version
 
     def _find(self, turn):
         """The path and the first 16,000 characters; a link out of the project is not followed."""
@@ -1356,9 +1362,9 @@ class BusService:
         self.loop = loop
         self.bus = bus
         self.conversations = {}  # session key → Conversation
-        self.slots = asyncio.Semaphore(loop.config.defaults.max_concurrent or sys.maxsize)
+        self.slots = asyncio.Semaphore(loop.config.defaults.max_concurrent)
         self.work = Background()
-        self.work.start(self._hear_helpers())
+        loop.subagents.report = bus.publish
         loop.tools.register(tools.tool(self.message))
 
     async def receive(self, message: channels.InboundMessage):
@@ -1383,10 +1389,6 @@ class BusService:
         """The session keys of the chats that the open channels can reach."""
         reachable = self.bus.channels
         return [key for key in self.loop.sessions.list_keys() if key.partition(":")[0] in reachable]
-
-    async def _hear_helpers(self):
-        while True:
-            await self.receive(await self.loop.subagents.results.get())
 
     async def message(
         self,
@@ -1771,9 +1773,8 @@ class JobRunner:
             raise RuntimeError(f"The folder of the job, {folder}, does not exist any more.")
         self.loop.turns.chats[key] = chat  # /stop in this chat cancels the run
         async with self.loop.turns.hold(key) as session:
-            session.mark("new")
             session.mark("saved", upto=session.last)
-        result = await self.loop.process_direct(text, key, folder=folder and Path(folder))
+        result = await self.loop.process_direct(text, key, folder=folder)
         if result.stop_reason in NOT_ANSWERED:
             raise RuntimeError(text_for_chat(result))
         return text_for_chat(result)
@@ -1784,12 +1785,12 @@ class JobRunner:
 
     def cron_tool(self):
         @wraps(self.clock.cron)
-        def cron(action: str, *, turn: tools.Turn, **arguments):
+        def cron(**arguments):
             try:
-                text = self.clock.cron(action, turn=turn, **arguments)
+                text = self.clock.cron(**arguments)
             except channels.CronError as mistake:
                 raise tools.ToolError(str(mistake)) from None
-            if action == "add" and not gateway_runs(turn.workspace, "jobs"):
+            if arguments["action"] == "add" and not gateway_runs(self.loop.workspace, "jobs"):
                 text += f"\n({template('no_gateway')} Tell the user.)"
             return text
 
@@ -1883,7 +1884,7 @@ class SubagentManager:
     work: Callable  # `await work(task, turn)` returns the answer, or raises ToolError
     most: int = 4  # the maximum number of running helpers
     running: dict = field(default_factory=dict)  # task → its session key
-    results: asyncio.Queue = field(default_factory=asyncio.Queue)  # the reports
+    report: Callable = lambda message: None  # gets an InboundMessage when a helper has ended
 
     def of(self, session_key):
         return [task for task, key in self.running.items() if key == session_key]
@@ -1911,9 +1912,7 @@ class SubagentManager:
         except Exception as problem:
             outcome = problem
         text = template("subagent_result", helper=name, result=outcome)
-        self.results.put_nowait(
-            channels.InboundMessage("system", "subagent", turn.session_key, text)
-        )
+        self.report(channels.InboundMessage("system", "subagent", turn.session_key, text))
 
 
 async def helper_answer(loop, task, turn):
@@ -2668,7 +2667,7 @@ class Talk:
         ask_user(loop, ask, arguments.approve, arguments.step and ask)
         if (arguments.approve or arguments.step) and ask is None:
             self.terminal.note(template("no_keyboard"))
-        loop.hooks += [LoggingHook(), WaitingHook(self.terminal.waiting)]
+        loop.hooks.append(WaitingHook(self.terminal.waiting))
         background.waiting = self.terminal.waiting
         background.close = loop.close
 
@@ -2809,11 +2808,12 @@ class Talk:
         loop = self.loop
         await tools.in_thread(memory.remember_terminals, loop.sessions)
         unread = loop.memory.unread()
-        last = self.folder / "last-dream"
+        enough = 1 if self.is_conversation else 10
+        last = self.folder / "last-dream"  # this file has the day of the last dream
         may_dream = self.is_watched and loop.config.defaults.dream.interval_h
-        if loop.config.read_only or len(unread) < (1 if self.is_conversation else 10):
+        if loop.config.read_only or not may_dream or len(unread) < enough:
             return
-        if may_dream and max(unread[0]["timestamp"], loop.memory.text_of(last)) < self.day:
+        if unread[0]["timestamp"] < self.day and loop.memory.text_of(last) < self.day:
             loop.background.start(self.dream(last), "the dream")
 
     async def dream(self, last):
@@ -2827,28 +2827,26 @@ class Talk:
 
     async def watch_reports(self):
         while True:
-            is_done = await logged(self.show_reports(), "reports")
-            await self.loop.program.sleep(1.0 if is_done else 60.0)
+            await self.show_reports()
+            await self.loop.program.sleep(1.0)
 
     async def show_reports(self):
         """Show the reports that wait for a terminal, if a person sees this one; the user's next
         message quotes them. After a kill, a report may appear twice."""
         inbox = self.loop.sessions.inbox(self.key)
         if not self.is_watched or not inbox.path.exists():
-            return True
+            return
         with contextlib.suppress(memory.SessionBusy):  # the reports stay until the next try
             async with self.loop.turns.hold(self.key) as session:
                 with memory.locked(
                     self.folder / "reports.lock", "Another terminal shows the reports."
                 ):
-                    reports = inbox.read()
-                    for report in reports:
+                    for report in inbox.read():
                         line = report_line(report)
                         if report["id"] not in session.known_ids:
                             session.append(line)
                         self.terminal.report(memory.quoted(line, sys.maxsize))
-                    inbox.remove({report["id"] for report in reports})
-        return True
+                        inbox.remove({report["id"]})
 
 
 def agent_command(arguments):
@@ -3040,7 +3038,7 @@ def gateway_command(arguments):
     """Run the channels, the cron jobs and the heartbeat."""
     GATEWAY_LOG.setLevel(logging.INFO)
     config = settings_of(arguments)
-    loop = AgentLoop(config, hooks=[LoggingHook()], program=Program(config.workspace))
+    loop = AgentLoop(config, program=Program(config.workspace))
     if lacks_model(loop):
         raise ConfigError(
             "The gateway has no model: set a key, like OPENAI_API_KEY, or set OPENAI_BASE_URL. "
@@ -3052,9 +3050,7 @@ def gateway_command(arguments):
 def cron_command(arguments):
     """List the jobs, or `remove ID`."""
     loop = AgentLoop(settings_of(arguments))
-    clock = JobRunner(loop).clock
-    turn = loop.turn("cli:direct")
-    show(clock.cron(arguments.action, job_id=arguments.job_id, turn=turn))
+    show(JobRunner(loop).clock.cron(arguments.action, job_id=arguments.job_id, turn=None))
     if not gateway_runs(loop.workspace):
         print(template("no_gateway"))
 
