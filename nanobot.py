@@ -433,6 +433,7 @@ class AgentRunner:
     async def _conclude(self, state, response, outcome):
         """Handle an answer that has no calls to run. End the run, or prepare the next request."""
         draft = state.draft
+        result = state.result
         if draft.unclear:
             await state.show("")
         if outcome != "unclear" and response.unclear_at is not None:  # a part of the answer
@@ -470,16 +471,16 @@ class AgentRunner:
                     text = response.content or text
                 await self._finish(state, "max_iterations", text)
             case "empty":  # not journalled, because small models imitate earlier empty answers
-                state.result.stop_reason = "empty"
+                result.stop_reason = "empty"
                 why = "the model sent nothing useful"
                 if response.finish_reason in WITHHELD:
                     why = "the endpoint blocked the answer"
-                state.result.final_content = f"There is no answer: {why}. Ask in other words."
+                result.final_content = f"There is no answer: {why}. Ask in other words."
             case "failed":
-                state.result.stop_reason = "error"
-                state.result.error = response.error or "the endpoint ended its answer with an error"
-                state.result.final_content = self._keep_half_answer(state, state.result.error)
-        await state.spec.hook.on_stream_end(not state.result.stop_reason)
+                result.stop_reason = "error"
+                result.error = response.error or "the endpoint ended its answer with an error"
+                result.final_content = self._keep_half_answer(state, result.error)
+        await state.spec.hook.on_stream_end(not result.stop_reason)
 
     async def _finish(self, state, reason, text, is_cut=False):
         """End the run with `text`."""
@@ -643,6 +644,8 @@ class AgentLoop:
         self.config = config
         self.program = program or Program()
         self.workspace = prepare_workspace(config.workspace)
+        self.state_folder = self.workspace / ".nanobot"  # locks, results, uploads
+        self.limits = config.defaults
         self.provider = provider or make_provider(config)
         self.tools = make_tools(config) if tools is None else tools.copy()
         self.files_seen = defaultdict(dict)  # session key → files read
@@ -768,7 +771,7 @@ class AgentLoop:
         return self.limited(
             self.context.request(events.turn, history),
             tools=self.tools,
-            max_iterations=self.config.defaults.max_tool_iterations,
+            max_iterations=self.limits.max_tool_iterations,
             hook=CompositeHook([events, *self.hooks_for(events.turn)]),
             on_event=self.events_of(events.turn.session_key),
             turn=events.turn,
@@ -777,7 +780,7 @@ class AgentLoop:
 
     def limited(self, messages: list[dict], **own) -> AgentRunSpec:
         """The input of the runner for any messages, with the limits from the settings."""
-        limits = self.config.defaults
+        limits = self.limits
         temperature = limits.temperature
         if temperature is None and self.provider.is_local:
             temperature = 0.1  # not elsewhere: gpt-5 refuses any temperature
@@ -863,7 +866,7 @@ class AgentLoop:
             readable=(DATA / "skills",),
             secret=secret,
             seen=self.files_seen[session_key],
-            results=self.workspace / ".nanobot" / "tool-results",
+            results=self.state_folder / "tool-results",
             undo=undo,
             max_result_chars=config.defaults.max_tool_result_chars,
         )
@@ -1362,7 +1365,7 @@ class BusService:
         self.loop = loop
         self.bus = bus
         self.conversations = {}  # session key → Conversation
-        self.slots = asyncio.Semaphore(loop.config.defaults.max_concurrent)
+        self.slots = asyncio.Semaphore(loop.limits.max_concurrent)
         self.work = Background()
         loop.subagents.report = bus.publish
         loop.tools.register(tools.tool(self.message))
@@ -1374,10 +1377,9 @@ class BusService:
             return
         conversation = self._conversation(message.session_key)
         command, _ = slash_command(message.content)
-        if not command:
-            self.work.start(conversation.take_in(message, "user"))
-        elif command in WAITING:
-            self.work.start(conversation.take_in(message, "command"))
+        kind = "command" if command else "user"
+        if command in ("", *WAITING):
+            self.work.start(conversation.take_in(message, kind))
         else:
             self.work.start(conversation.obey(command, message.content), message.session_key)
             message.confirm()
@@ -1624,7 +1626,7 @@ def report_line(line):
 
 def text_for_chat(result):
     text = (result.final_content or "").strip()
-    if result.stop_reason in ("error", "tool_error") and str(result.error) not in text:
+    if result.error and result.error not in text:
         text += f"\n\nSorry, that failed: {result.error}"
     if result.stop_reason == "max_iterations":
         text += f"\n\n({LIMIT_REACHED})"
@@ -1651,7 +1653,7 @@ def gateway_runs(workspace, lock="gateway"):
 def run_gateway(loop, page=None):
     """Run the configured channels, the cron jobs, the heartbeat and, if given, the `page` until a
     signal arrives. Raises SessionBusy if this workspace has a gateway."""
-    with memory.locked(loop.workspace / ".nanobot" / "gateway.lock", SERVED.format(loop.workspace)):
+    with memory.locked(loop.state_folder / "gateway.lock", SERVED.format(loop.workspace)):
         asyncio.Runner().run(serve(loop, page))  # unlike `asyncio.run`, do not wait for stuck tasks
 
 
@@ -1689,7 +1691,7 @@ def open_channels(loop, bus, page):
         bus.open(
             channels.Telegram(
                 **vars(telegram),
-                media_folder=loop.workspace / ".nanobot" / "media",
+                media_folder=loop.state_folder / "media",
                 keep_strangers=partial(memory.write_atomically, loop.workspace / STRANGERS),
             )
         )
@@ -1725,17 +1727,17 @@ class JobRunner:
 
     async def run(self):
         """Run due jobs until cancelled, but only while no other program holds the lock `jobs`."""
-        home = self.loop.workspace
+        loop = self.loop
         while True:
             with (
                 contextlib.suppress(memory.SessionBusy),
-                memory.locked(home / ".nanobot" / "jobs.lock", "another program runs the jobs"),
+                memory.locked(loop.state_folder / "jobs.lock", "another program runs the jobs"),
             ):
-                await self.clock.run(lambda: self.is_gateway or not gateway_runs(home))
-            await self.loop.program.sleep(1.0)
+                await self.clock.run(lambda: self.is_gateway or not gateway_runs(loop.workspace))
+            await loop.program.sleep(1.0)
 
     def add_system_jobs(self):
-        hours = self.loop.config.defaults.dream.interval_h
+        hours = self.loop.limits.dream.interval_h
         heartbeat = self.loop.config.gateway.heartbeat
         self.clock.add_system("dream", (hours or 2) * 3_600, hours > 0)
         self.clock.add_system("heartbeat", heartbeat.interval_s, heartbeat.enabled)
@@ -1752,7 +1754,10 @@ class JobRunner:
         """Run a job and send its answer or error to its chat. The report gets the id `run`."""
         if job.channel == "system":
             memory.remember_terminals(self.loop.sessions)
-            await {"dream": self.loop.dream.run, "heartbeat": self._beat}[job.id]()
+            if job.id == "dream":
+                await self.loop.dream.run()
+            else:
+                await self._beat()
             return
         GATEWAY_LOG.info("cron %s: %s", job.id, job.message[:80])
         chat = f"{job.channel}:{job.chat_id}"
@@ -1803,7 +1808,7 @@ class JobRunner:
 
 def memory_work(loop):
     """Connect the memory to the model, the tools and the limits from the settings."""
-    settings = loop.config.defaults
+    settings = loop.limits
     ask = partial(ask_for_memory, loop, RunEvents(loop.listeners, "memory"))
     dreaming = RunEvents(loop.listeners, "dream")
     consolidator = memory.Consolidator(
@@ -1830,7 +1835,7 @@ def memory_work(loop):
 async def ask_for_memory(loop, run, messages, tools):
     for _ in range(2):
         response = await loop.provider.chat(
-            messages, tools, max_tokens=loop.config.defaults.max_tokens, on_event=run
+            messages, tools, max_tokens=loop.limits.max_tokens, on_event=run
         )
         add_up(loop.cost.total, response.usage)
         if response.unclear_at is None:
@@ -1850,7 +1855,7 @@ async def edit_memory(loop, run, messages, refuse):
             turn=replace(loop.turn("system:dream"), cwd=loop.workspace, restrict=True),
             hook=loop.cost,
             on_event=run,
-            max_iterations=loop.config.defaults.dream.max_iterations,
+            max_iterations=loop.limits.dream.max_iterations,
         )
     )
 
@@ -1882,7 +1887,6 @@ class SubagentManager:
     """Runs helper agents. A helper has one task, no conversation and fewer tools than the agent."""
 
     work: Callable  # `await work(task, turn)` returns the answer, or raises ToolError
-    most: int = 4  # the maximum number of running helpers
     running: dict = field(default_factory=dict)  # task → its session key
     report: Callable = lambda message: None  # gets an InboundMessage when a helper has ended
 
@@ -1892,10 +1896,8 @@ class SubagentManager:
     async def spawn(self, task: str, label: str = "", wait: bool = False, *, turn: tools.Turn):
         """Give a task to a helper that works in parallel and cannot ask questions. Put all needed
         facts into the task. The result comes as a message, or with `wait` as this call's result."""
-        if len(self.running) >= self.most:
-            raise tools.ToolError(
-                f"{self.most} helpers are at work. Wait, or do the task yourself."
-            )
+        if len(self.running) >= 4:
+            raise tools.ToolError("4 helpers are at work. Wait, or do the task yourself.")
         name = label or task[:40]
         is_awaited = wait or turn.channel == "cron"  # a finished job gets no report
         work = self.work(task, turn) if is_awaited else self._report(name, task, turn)
@@ -2045,7 +2047,7 @@ def status_text(loop, turn):
             f"nanobot {__version__}, model {loop.provider.model}, "
             f"session {turn.session_key}, {messages}",
             f"folder {turn.cwd}, workspace {loop.workspace}",
-            loop.config.defaults.share(request.tokens),
+            loop.limits.share(request.tokens),
             *request.notes,
             f"since the start, {ago(loop.started)}: {loop.cost.line(loop.cost.total)}",
         ]
@@ -2658,7 +2660,7 @@ class Talk:
         self.is_watched = err.isatty()  # does a person see the reports?
         ask = background.ask if self.has_keyboard else None
         self.loop = loop = AgentLoop(config)
-        self.folder = loop.workspace / ".nanobot"
+        self.folder = loop.state_folder
         self.key = self.open_session(arguments, held)
         self.resume = command_with_flags(arguments, "-s", self.key, "-m", "/continue")
         self.trust = command_with_flags(arguments, "trust")
@@ -2767,7 +2769,7 @@ class Talk:
         if result.requests:
             terminal.note(
                 f"{memory.counted(result.requests, 'request')} · {loop.cost.line(result.usage)} · "
-                f"{loop.config.defaults.share(result.context_tokens)}"
+                f"{loop.limits.share(result.context_tokens)}"
             )
         if result.stop_reason == "max_iterations":
             complain(LIMIT_REACHED)
@@ -2810,7 +2812,7 @@ class Talk:
         unread = loop.memory.unread()
         enough = 1 if self.is_conversation else 10
         last = self.folder / "last-dream"  # this file has the day of the last dream
-        may_dream = self.is_watched and loop.config.defaults.dream.interval_h
+        may_dream = self.is_watched and loop.limits.dream.interval_h
         if loop.config.read_only or not may_dream or len(unread) < enough:
             return
         if unread[0]["timestamp"] < self.day and loop.memory.text_of(last) < self.day:
@@ -2972,7 +2974,7 @@ def prompt_command(arguments):
     for name, text in parts.items():
         if text:
             show(f"==== {name} (~{memory.estimate(text):,} tokens) ====\n{text}\n")
-    print(*request.notes, f"Total: {loop.config.defaults.share(request.tokens)}", sep="\n")
+    print(*request.notes, f"Total: {loop.limits.share(request.tokens)}", sep="\n")
 
 
 def lines_of_json(records):
@@ -3146,9 +3148,7 @@ COMMAND_LINE = {  # `--help` shows the docstrings of these functions
 
 
 SWITCH = {"action": "store_true"}
-TEXT = {"metavar": "TEXT"}
 FILE = {"metavar": "FILE", "type": path_of}
-RECORD = {"dest": "record", "default": []}
 
 SESSION = {"metavar": "NUMBER|KEY", "default": ""}
 OPTIONS = (  # rows: commands ("" means all), spellings, help, more settings of argparse
@@ -3159,8 +3159,8 @@ OPTIONS = (  # rows: commands ("" means all), spellings, help, more settings of 
     ("", "--provider", ", ".join([*providers.ROWS, "offline", "human"]), {}),
     ("", "--offline", "", {"dest": "provider", "action": "store_const", "const": "offline"}),
     ("", "--logs --verbose", "write log messages to stderr", SWITCH),
-    ("agent", "text", "answer this text, then exit", TEXT | {"nargs": "*"}),
-    ("agent", "-m --message", "", TEXT | {"action": "append", "default": []}),
+    ("agent", "text", "answer this text, then exit", {"metavar": "TEXT", "nargs": "*"}),
+    ("agent", "-m --message", "", {"metavar": "TEXT", "action": "append", "default": []}),
     ("agent prompt", "-s --session", "a conversation's number or name", SESSION),
     (
         "agent",
@@ -3173,12 +3173,17 @@ OPTIONS = (  # rows: commands ("" means all), spellings, help, more settings of 
     ("agent", "-q --quiet", "print nothing but the answer and errors", SWITCH),
     ("agent web", "--approve", "ask before a tool writes or executes", SWITCH),
     ("agent prompt web", "--read-only", "only tools that change nothing", SWITCH),
-    ("agent web", "--trace", "append all events", FILE | RECORD | {"action": "append"}),
+    (
+        "agent web",
+        "--trace",
+        "append all events",
+        FILE | {"dest": "record", "action": "append", "default": []},
+    ),
     (
         "agent",
         "--json",
         "print all events on stdout, the answer on stderr",
-        RECORD | {"action": "append_const", "const": 1},
+        {"dest": "record", "action": "append_const", "const": 1, "default": []},
     ),
     ("prompt", "text", "", {"nargs": "?", "default": "Hello!"}),
     ("sessions", "action", "", {"nargs": "?", "choices": ["show"]}),
@@ -3192,7 +3197,7 @@ OPTIONS = (  # rows: commands ("" means all), spellings, help, more settings of 
     ("trace", "--html", "write the run as an HTML page", FILE),
     ("web", "--port", "default: any free port", {"type": int, "default": 0}),
     ("web", "--no-open", "do not open the browser", SWITCH),
-    ("walk", "-m --message", "", TEXT | {"default": "read a.txt"}),
+    ("walk", "-m --message", "", {"metavar": "TEXT", "default": "read a.txt"}),
     ("walk", "--all", "also show functions of second readings", SWITCH),
     ("walk", "--short", "only the data and the functions of AgentRunner", SWITCH),
     ("exercises", "numbers", "", {"nargs": "*", "metavar": "NUMBER"}),
