@@ -561,7 +561,8 @@ def batches(
 
 
 class ContextBuilder:
-    """Builds a request. Prompt caches need a system prompt without the current time."""
+    """Builds the system prompt and the user's message. Prompt caches need a system prompt without
+    the current time, so the user's message has it."""
 
     def __init__(
         self,
@@ -576,14 +577,6 @@ class ContextBuilder:
         self.now = lambda: program.now().astimezone(self.zone)
         self.memory_tokens = limits.budget // 4  # limit for MEMORY.md in the prompt
         self.project = ""  # the project's own instructions, if the user has allowed them
-
-    def request(self, turn: tools.Turn, history: list[dict]) -> list[dict]:
-        """The messages of a request.
-
-        [{"role": "system", "content": "You are nanobot …"}, …,
-         {"role": "user", "content": "[Runtime Context …]\\n\\nWhat is in a.txt?"}]
-        """
-        return [{"role": "system", "content": self.system_prompt(turn)}, *history]
 
     def system_prompt(self, turn: tools.Turn) -> str:
         return PART_END.join(self.parts(turn).values())
@@ -767,9 +760,14 @@ class AgentLoop:
                 self.background.start(self.after_turn(session))
 
     def run_spec(self, history: list[dict], events: EventHook) -> AgentRunSpec:
-        """The input of the runner: request, tools, hooks, and the limits from the settings."""
+        """The input of the runner: tools, hooks, the limits from the settings, and the request:
+
+        [{"role": "system", "content": "You are nanobot …"}, …,
+         {"role": "user", "content": "[Runtime Context …]\\n\\nWhat is in a.txt?"}]
+        """
+        system = {"role": "system", "content": self.context.system_prompt(events.turn)}
         return self.limited(
-            self.context.request(events.turn, history),
+            [system, *history],
             tools=self.tools,
             max_iterations=self.limits.max_tool_iterations,
             hook=CompositeHook([events, *self.hooks_for(events.turn)]),
@@ -908,14 +906,14 @@ async def answer_with_helpers(loop, text, key, on_event=None, waiting=list):
         raise
 
 
-@dataclass
 class RunningTurns:
     """Locks: each session runs one turn at a time, across all tasks and processes."""
 
-    sessions: memory.SessionManager
-    tasks: dict = field(default_factory=dict)  # session key → running turn
-    chats: dict = field(default_factory=dict)  # a job's session key → chat for its report
-    locks: dict = field(default_factory=weakref.WeakValueDictionary)  # session key → lock in use
+    def __init__(self, sessions: memory.SessionManager):
+        self.sessions = sessions
+        self.tasks = {}  # session key → running turn
+        self.chats = {}  # a job's session key → chat for its report
+        self.locks = weakref.WeakValueDictionary()  # session key → lock in use
 
     @contextlib.asynccontextmanager
     async def hold(self, session_key):
@@ -929,9 +927,9 @@ class RunningTurns:
                     del self.tasks[session_key]
 
 
-@dataclass
 class Background:
-    tasks: set[asyncio.Task] = field(default_factory=set)
+    def __init__(self):
+        self.tasks = set()
 
     def start(self, work, name="in the background"):
         task = asyncio.create_task(logged(work, name))
