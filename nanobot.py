@@ -2826,6 +2826,7 @@ class Talk:
             self.terminal.report(text)
 
     async def watch_reports(self):
+        """Show reports while the prompt is open. After an error, they wait for the next program."""
         while True:
             await self.show_reports()
             await self.loop.program.sleep(1.0)
