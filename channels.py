@@ -632,7 +632,7 @@ class CLI(Channel):
         if any(len(line.encode()) >= 4_095 for line in text.split("\n")):
             self.note("A terminal passes on 4,095 bytes of a line. Send the rest after the turn.")
 
-    def heard(self) -> list[dict]:
+    def take_queued(self) -> list[dict]:
         """Take what the running turn gets from the queue; a command waits for the turn's end."""
         lines = itertools.takewhile(lambda line: not line.startswith("/"), self.queued)
         lines = [{"content": line} for line in lines]

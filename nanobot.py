@@ -54,10 +54,6 @@ import channels
 import memory
 import providers
 import tools
-from channels import BackgroundLoop, InboundMessage, MessageBus, OutboundMessage, end_all, printable
-from memory import Session, SessionBusy, counted, estimate, locked, write_atomically
-from providers import ROWS, HumanProvider, LLMResponse, OfflineProvider, ToolCallRequest
-from tools import MCPServers, ToolError, ToolRegistry, ToolResult, Turn, in_thread, tool
 
 __version__ = "0.1.0"
 log = logging.getLogger("nanobot")
@@ -83,7 +79,7 @@ class AgentRunSpec:
     """The input of a run: messages, tools, limits and callbacks."""
 
     messages: list[dict]
-    tools: ToolRegistry = field(default_factory=ToolRegistry)
+    tools: tools.ToolRegistry = field(default_factory=tools.ToolRegistry)
     model: str | None = None
     max_iterations: int = 40  # maximum number of steps; then one last request asks for a summary
     max_tokens: int = 8_192  # limit of one answer, in tokens
@@ -91,7 +87,7 @@ class AgentRunSpec:
     context_window: int = 65_536  # tokens
     hook: AgentHook = field(default_factory=lambda: AgentHook())
     on_event: Callable = providers.no_event  # gets each request, answer, call and result
-    turn: Turn | None = None  # for tools with a parameter `turn`; None: that of `tools`
+    turn: tools.Turn | None = None  # for tools with a parameter `turn`; None: that of `tools`
     append: Callable = lambda *messages: None  # stores each new message at once
     arrivals: Callable = list  # journals and returns new user messages
     make_room: Callable | None = None  # awaited before each request: messages → fewer messages
@@ -105,7 +101,6 @@ class AgentRunResult:
 
     final_content: str | None = None
     messages: list[dict] = field(default_factory=list)
-    tools_used: list[str] = field(default_factory=list)
     usage: dict = field(default_factory=dict)
     stop_reason: str = ""  # completed, max_iterations, error, tool_error or empty
     tool_events: list[dict] = field(default_factory=list)  # name, arguments, is_error, result
@@ -113,6 +108,10 @@ class AgentRunResult:
     model: str = ""
     requests: int = 0  # number of requests; a step sends two requests if the first is too long
     context_tokens: int = 0  # size of the last request, in tokens
+
+    @property
+    def tools_used(self) -> list[str]:
+        return list(dict.fromkeys(event["name"] for event in self.tool_events))
 
 
 # ---- Hooks: what a program can watch or change in a run ----
@@ -124,7 +123,7 @@ class AgentHookContext:
 
     messages: list[dict]
     iteration: int = 0  # steps so far
-    response: LLMResponse = field(default_factory=LLMResponse)
+    response: providers.LLMResponse = field(default_factory=providers.LLMResponse)
     usage: providers.Usage = field(default_factory=lambda: providers.Usage(NO_USAGE))
     model: str = ""
 
@@ -144,13 +143,15 @@ class AgentHook:
     async def on_retry(self, why: str): ...
     async def after_iteration(self, context: AgentHookContext): ...
 
-    async def after_response(self, response: LLMResponse):
+    async def after_response(self, response: providers.LLMResponse):
         """A hook may change `response.tool_calls`; the changed calls are journalled and run."""
 
-    async def before_execute_tools(self, tool_calls: list[ToolCallRequest]):
+    async def before_execute_tools(self, tool_calls: list[providers.ToolCallRequest]):
         """To deny a call, set `call.denied = "reason"`; the model gets the reason as the result."""
 
-    async def after_tool(self, call: ToolCallRequest, result: ToolResult, seconds: float):
+    async def after_tool(
+        self, call: providers.ToolCallRequest, result: tools.ToolResult, seconds: float
+    ):
         """Runs as soon as a tool call has ended; other tool calls may still be running."""
 
     async def finalize_content(self, content: str):
@@ -210,7 +211,7 @@ class RunState(AgentHookContext):
         if self.spec.hook.wants_streaming:
             await self.spec.hook.on_stream(held + piece)
 
-    def count(self, call: ToolCallRequest, result: ToolResult):
+    def count(self, call: providers.ToolCallRequest, result: tools.ToolResult):
         """Count the steps in which this call had this outcome. From the third step on, append a
         warning to the result. All failures of a call count as the same outcome."""
         outcome = None if result.is_error else [result.text, result.images]
@@ -219,8 +220,8 @@ class RunState(AgentHookContext):
         times = sum(this_call in step for step in self.steps)
         if times < 3:
             return result
-        warning = template("same_failure" if result.is_error else "same_result", count=times)
-        return replace(result, text=f"{result.text}\n{warning}")
+        warning = "same_failure" if result.is_error else "same_result"
+        return replace(result, text=f"{result.text}\n{template(warning, count=times)}")
 
     @property
     def goes_in_circles(self):
@@ -241,8 +242,8 @@ class AgentRunner:
 
     async def run(self, spec: AgentRunSpec) -> AgentRunResult:
         """Ask the model until the run ends. Raises CancelledError, and errors of the callbacks."""
-        state = RunState(list(spec.messages), spec=spec, note=spec.note)
-        state.model = spec.model or self.provider.model
+        model = spec.model or self.provider.model
+        state = RunState(list(spec.messages), model=model, spec=spec, note=spec.note)
         try:
             while not state.result.stop_reason:  # the run ends when it has a stop reason
                 await spec.hook.before_iteration(state)
@@ -267,7 +268,6 @@ class AgentRunner:
             messages=state.messages,
             usage=state.usage,
             model=state.model,
-            tools_used=list(dict.fromkeys(event["name"] for event in state.result.tool_events)),
         )
 
     def prepare(self, state: RunState):
@@ -292,7 +292,7 @@ class AgentRunner:
         question, old answer, question] → [system, question]. The context window must also hold the
         tools, the answer and 1,024 spare tokens. If `state.note` has a text, append the note."""
         spec = state.spec
-        size_of_tools = estimate(lines_of_json(state.tools))
+        size_of_tools = memory.estimate(lines_of_json(state.tools))
         budget = spec.context_window - spec.max_tokens - 1_024
         if budget <= 0:
             raise ValueError(
@@ -332,6 +332,7 @@ class AgentRunner:
 
     async def _chat(self, state, request):
         spec = state.spec
+        on_delta = state.show if spec.hook.wants_streaming else None
         await spec.hook.before_request(request.messages, state.tools)
         state.result.requests += 1
         response = await self.provider.chat(
@@ -340,7 +341,7 @@ class AgentRunner:
             model=spec.model,
             max_tokens=spec.max_tokens,
             temperature=spec.temperature,
-            on_delta=state.show if spec.hook.wants_streaming else None,
+            on_delta=on_delta,
             on_retry=spec.hook.on_retry,
             on_event=partial(spec.on_event, step=state.iteration, total=request.tokens),
             read_only=[name for name in names_of(state.tools) if is_read_only(name, spec.tools)],
@@ -384,11 +385,11 @@ class AgentRunner:
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
         finally:  # keep the results of finished calls, also after a cancellation
-            whole = [task.result() for task in tasks if not (task.cancelled() or task.exception())]
-            state.messages += [message for message, _ in whole]
-        names = [message["content"] for message, images in whole if images]
+            done = [task.result() for task in tasks if not (task.cancelled() or task.exception())]
+            state.messages += [message for message, _ in done]
+        names = [message["content"] for message, images in done if images]
         if names:  # images go into a user message, because a tool message may not contain them
-            images = [image for _, images in whole for image in images]
+            images = [image for _, images in done for image in images]
             text = {"type": "text", "text": "\n".join(names)}
             state.add({"role": "user", "content": [text, *images]})
 
@@ -400,16 +401,20 @@ class AgentRunner:
         if call.error and not call.denied:
             call.denied = f"{call.name} was not run: {call.error}. Send the complete call again."
         if call.denied:
-            result = ToolResult(call.denied, is_error=True, shown=f"refused: {call.denied}")
+            result = tools.ToolResult(call.denied, is_error=True, shown=f"refused: {call.denied}")
         else:
             result = await spec.tools.execute(call.name, call.arguments, spec.turn)
         if result.is_error:
             state.failure = f"{call.name} failed: {result.text}"
         result = state.count(call, result)  # appends a warning to a repeated result
         text = result.text
-        is_error = result.is_error
         state.result.tool_events.append(
-            {"name": call.name, "arguments": call.arguments, "is_error": is_error, "result": text}
+            {
+                "name": call.name,
+                "arguments": call.arguments,
+                "is_error": result.is_error,
+                "result": text,
+            }
         )
         message = {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": text}
         spec.append(message)
@@ -418,7 +423,7 @@ class AgentRunner:
             "result",
             id=call.id,
             text=text,
-            is_error=is_error,
+            is_error=result.is_error,
             outcome=result.shown,
             seconds=seconds,
         )
@@ -428,6 +433,7 @@ class AgentRunner:
     async def _conclude(self, state, response, outcome):
         """Handle an answer that has no calls to run. End the run, or prepare the next request."""
         draft = state.draft
+        result = state.result
         if draft.unclear:
             await state.show("")
         if outcome != "unclear" and response.unclear_at is not None:  # a part of the answer
@@ -459,22 +465,22 @@ class AgentRunner:
                 is_cut = response.finish_reason == "length"
                 await self._finish(state, "completed", response.content, is_cut)
             case "limit":
-                steps = counted(state.spec.max_iterations, "step")
+                steps = memory.counted(state.spec.max_iterations, "step")
                 text = f"I stopped at the limit of {steps}. {response.error or ''}".strip()
                 if response.finish_reason != "error":
                     text = response.content or text
                 await self._finish(state, "max_iterations", text)
             case "empty":  # not journalled, because small models imitate earlier empty answers
-                state.result.stop_reason = "empty"
+                result.stop_reason = "empty"
                 why = "the model sent nothing useful"
                 if response.finish_reason in WITHHELD:
                     why = "the endpoint blocked the answer"
-                state.result.final_content = f"There is no answer: {why}. Ask in other words."
+                result.final_content = f"There is no answer: {why}. Ask in other words."
             case "failed":
-                state.result.stop_reason = "error"
-                state.result.error = response.error or "the endpoint ended its answer with an error"
-                state.result.final_content = self._keep_half_answer(state, state.result.error)
-        await state.spec.hook.on_stream_end(not state.result.stop_reason)
+                result.stop_reason = "error"
+                result.error = response.error or "the endpoint ended its answer with an error"
+                result.final_content = self._keep_half_answer(state, result.error)
+        await state.spec.hook.on_stream_end(not result.stop_reason)
 
     async def _finish(self, state, reason, text, is_cut=False):
         """End the run with `text`."""
@@ -501,7 +507,7 @@ class AgentRunner:
         return shown
 
 
-def verdict(state: RunState, response: LLMResponse) -> str:
+def verdict(state: RunState, response: providers.LLMResponse) -> str:
     """Classify an answer; the first row that applies counts:
 
     `limit`: if the step limit is reached, the run ends with a summary.
@@ -522,16 +528,20 @@ def verdict(state: RunState, response: LLMResponse) -> str:
         return "failed"
     if is_cut and state.draft.cuts < 3:
         return "cut"
-    if response.has_tool_calls and not is_cut and state.has_tools:
+    if response.has_tool_calls and state.has_tools and not is_cut:  # a cut call is incomplete
         return "calls"
     if response.unclear_at is not None and state.has_tools and not state.draft.has_asked:
         return "unclear"
     if state.draft.joined(response.content).strip():
         return "answered"
-    return "empty" if is_withheld or not state.has_tools else "blank"
+    if is_withheld or not state.has_tools:
+        return "empty"
+    return "blank"
 
 
-def batches(calls: list[ToolCallRequest], tools: ToolRegistry) -> Iterator[list[ToolCallRequest]]:
+def batches(
+    calls: list[providers.ToolCallRequest], tools: tools.ToolRegistry
+) -> Iterator[list[providers.ToolCallRequest]]:
     """Consecutive calls of read-only tools form a batch; any other call is a batch of its own.
 
     read_file, grep, write_file, read_file → [read_file, grep], [write_file], [read_file]
@@ -551,7 +561,8 @@ def batches(calls: list[ToolCallRequest], tools: ToolRegistry) -> Iterator[list[
 
 
 class ContextBuilder:
-    """Builds a request. Prompt caches need a system prompt without the current time."""
+    """Builds the system prompt and the user's message. Prompt caches need a system prompt without
+    the current time, so the user's message has it."""
 
     def __init__(
         self,
@@ -567,18 +578,10 @@ class ContextBuilder:
         self.memory_tokens = limits.budget // 4  # limit for MEMORY.md in the prompt
         self.project = ""  # the project's own instructions, if the user has allowed them
 
-    def request(self, turn: Turn, history: list[dict]) -> list[dict]:
-        """The messages of a request.
-
-        [{"role": "system", "content": "You are nanobot …"}, …,
-         {"role": "user", "content": "[Runtime Context …]\\n\\nWhat is in a.txt?"}]
-        """
-        return [{"role": "system", "content": self.system_prompt(turn)}, *history]
-
-    def system_prompt(self, turn: Turn) -> str:
+    def system_prompt(self, turn: tools.Turn) -> str:
         return PART_END.join(self.parts(turn).values())
 
-    def parts(self, turn: Turn) -> dict[str, str]:
+    def parts(self, turn: tools.Turn) -> dict[str, str]:
         """Name → text of each part of the system prompt, in order. "Memory" contains facts from
         MEMORY.md. "Recent History" has the history entries that Dream has not yet processed, and
         the last five anyway. The model can find older ones in `memory/` with the tool grep."""
@@ -596,7 +599,7 @@ class ContextBuilder:
         parts["Recent History"] = titled("# Recent History", "\n".join(recent))
         return {name: text for name, text in parts.items() if text}
 
-    def user_message(self, text: str, turn: Turn, media: Media = ()) -> tuple:
+    def user_message(self, text: str, turn: tools.Turn, media: Media = ()) -> tuple:
         """Returns the user's message for the journal, and the images for the request.
 
         {"role": "user", "content": "[image: cat.png]\\nWhat is it?", "runtime": "[Runtime …"}
@@ -626,7 +629,7 @@ class AgentLoop:
         self,
         config: Config,
         provider: providers.LLMProvider | None = None,
-        tools: ToolRegistry | None = None,
+        tools: tools.ToolRegistry | None = None,
         hooks: Iterable[AgentHook] = (),
         program: Program | None = None,
     ):
@@ -634,9 +637,10 @@ class AgentLoop:
         self.config = config
         self.program = program or Program()
         self.workspace = prepare_workspace(config.workspace)
+        self.state_folder = self.workspace / ".nanobot"  # locks, results, uploads
+        self.limits = config.defaults
         self.provider = provider or make_provider(config)
         self.tools = make_tools(config) if tools is None else tools.copy()
-        self.mcp = MCPServers(config.tools.mcp_servers, self.tools)
         self.files_seen = defaultdict(dict)  # session key → files read
         # what is told: `listeners` get the events of all runs. All turns of a session are one run,
         # so that each message is told once
@@ -651,13 +655,12 @@ class AgentLoop:
         self.runner = AgentRunner(self.provider)
         self.consolidator, self.dream = memory_work(self)
         self.cost = CostTrackingHook(config.prices, self.provider.model)
-        self.hooks = [self.cost, *hooks]
+        self.hooks = [self.cost, LoggingHook(), *hooks]
         self.can_ask = lambda turn: turn.channel != "cron"  # can a user approve calls?
         self.turns = RunningTurns(self.sessions)
         # helpers, jobs and work in the background
         self.subagents = SubagentManager(partial(helper_answer, self))
-        self.tools.register(tool(self.subagents.spawn))
-        self.tools.register(JobRunner(self).cron_tool())
+        self.mcp = add_tools(self)
         self.started = time.time()
         self.background = Background()
         self.tell = None  # a prompt's function, which gets what background work has changed
@@ -669,7 +672,7 @@ class AgentLoop:
         session_key: str = "",
         on_event: Callable | None = None,
         media: Media = (),
-        folder: Path | None = None,
+        folder: Path | str = "",
         waiting: Callable = list,
     ) -> AgentRunResult:
         """Answer one message, without a `session_key` in a new session; commands run in `folder`.
@@ -692,7 +695,7 @@ class AgentLoop:
             session.mark("delivered", upto=session.last)
         return result
 
-    def enter(self, session: Session, turn: Turn, lines: list[dict]) -> dict:
+    def enter(self, session: memory.Session, turn: tools.Turn, lines: list[dict]) -> dict:
         """Journal what the user has typed or sent, so that it survives a kill during the request.
         A line: {"content": "What is it?", "media": ["cat.png"], "id": "501"}. Returns the images of
         each message, which are not in the journal: {3: [{"type": "image_url", …}]}"""
@@ -705,7 +708,7 @@ class AgentLoop:
             images[session.last] = found
         return images
 
-    def arrive(self, session: Session, turn: Turn, lines: list[dict]) -> list[dict]:
+    def arrive(self, session: memory.Session, turn: tools.Turn, lines: list[dict]) -> list[dict]:
         """Enter lines that came during the turn. Returns their messages, as the model gets them."""
         images = self.enter(session, turn, lines)
         new = [memory.as_sent(message) for message in session.messages if message["n"] in images]
@@ -713,7 +716,7 @@ class AgentLoop:
 
     async def answer(
         self,
-        session: Session,
+        session: memory.Session,
         events: EventHook,
         lines: list[dict],
         waiting: Callable = list,
@@ -757,11 +760,16 @@ class AgentLoop:
                 self.background.start(self.after_turn(session))
 
     def run_spec(self, history: list[dict], events: EventHook) -> AgentRunSpec:
-        """The input of the runner: request, tools, hooks, and the limits from the settings."""
+        """The input of the runner: tools, hooks, the limits from the settings, and the request:
+
+        [{"role": "system", "content": "You are nanobot …"}, …,
+         {"role": "user", "content": "[Runtime Context …]\\n\\nWhat is in a.txt?"}]
+        """
+        system = {"role": "system", "content": self.context.system_prompt(events.turn)}
         return self.limited(
-            self.context.request(events.turn, history),
+            [system, *history],
             tools=self.tools,
-            max_iterations=self.config.defaults.max_tool_iterations,
+            max_iterations=self.limits.max_tool_iterations,
             hook=CompositeHook([events, *self.hooks_for(events.turn)]),
             on_event=self.events_of(events.turn.session_key),
             turn=events.turn,
@@ -770,7 +778,7 @@ class AgentLoop:
 
     def limited(self, messages: list[dict], **own) -> AgentRunSpec:
         """The input of the runner for any messages, with the limits from the settings."""
-        limits = self.config.defaults
+        limits = self.limits
         temperature = limits.temperature
         if temperature is None and self.provider.is_local:
             temperature = 0.1  # not elsewhere: gpt-5 refuses any temperature
@@ -782,7 +790,7 @@ class AgentLoop:
             **own,
         )
 
-    def hooks_for(self, turn: Turn) -> list[AgentHook]:
+    def hooks_for(self, turn: tools.Turn) -> list[AgentHook]:
         """The hooks of a turn and of its helpers: without a user, no call is approved."""
         if self.can_ask(turn):
             return self.hooks
@@ -791,18 +799,19 @@ class AgentLoop:
 
     async def _make_room(self, session, events, messages):
         """Move old turns to the memory if a request is too long. Returns the remaining messages."""
-        tools = estimate(lines_of_json(self.tools.get_definitions()))
-        told = await self.consolidator.make_room(session, memory.total_tokens(messages) + tools)
+        size = memory.total_tokens(messages)
+        size += memory.estimate(lines_of_json(self.tools.get_definitions()))
+        told = await self.consolidator.make_room(session, size)
         if told and events.turn.channel == "cli":
             await events.on_retry(told)
         return session.without_saved(messages) if told else messages
 
-    async def after_turn(self, session: Session):
+    async def after_turn(self, session: memory.Session):
         told = await self.consolidator.after_turn(session)
         if told and self.tell:
             await self.tell(told)
 
-    async def run(self, bus: MessageBus):
+    async def run(self, bus: channels.MessageBus):
         """Serve a bus until cancelled. If the program is killed, no message is lost:
 
         Message: channel → inbox file → acknowledgement → wait for a slot (8 turns at once) and for
@@ -832,19 +841,20 @@ class AgentLoop:
         await self.mcp.close()
         await self.provider.close()
 
-    def turn(self, session_key: str, folder: Path | None = None) -> Turn:
+    def turn(self, session_key: str, folder: Path | str = "") -> tools.Turn:
         """The chat, the working folder and the accessible files for a turn of this session."""
         config = self.config
-        cwd = folder or self.program.folder
+        cwd = Path(folder or self.program.folder)
         channel, _, chat_id = session_key.partition(":")
-        settings = config.path.resolve()
-        undo = settings.parent / "undo"
-        secret = (settings, path_of(USUAL_SETTINGS), undo)
+        settings_file = config.path.resolve()
+        undo = settings_file.parent / "undo"
+        secret = (settings_file, path_of(USUAL_SETTINGS), undo)
         has_fence = config.tools.restrict_to_workspace or bool(config.tools.exec.sandbox)
-        outside = (path_of("~"), *secret)
-        if has_fence and any(path.is_relative_to(cwd.resolve()) for path in outside):
-            cwd = self.workspace  # this working folder would open HOME or the keys
-        return Turn(
+        must_stay_closed = (path_of("~"), *secret)
+        # tools may use the whole working folder: it must not contain HOME or the keys
+        if has_fence and any(path.is_relative_to(cwd.resolve()) for path in must_stay_closed):
+            cwd = self.workspace
+        return tools.Turn(
             self.workspace,
             cwd,
             channel,
@@ -854,7 +864,7 @@ class AgentLoop:
             readable=(DATA / "skills",),
             secret=secret,
             seen=self.files_seen[session_key],
-            results=self.workspace / ".nanobot" / "tool-results",
+            results=self.state_folder / "tool-results",
             undo=undo,
             max_result_chars=config.defaults.max_tool_result_chars,
         )
@@ -871,7 +881,7 @@ def run(text: str, session_key: str = "", config: Config | None = None) -> str:
     loop = AgentLoop(config or load_config())
     if lacks_model(loop):
         warnings.warn(template("no_model"), stacklevel=2)
-    with BackgroundLoop(loop.close) as background:
+    with channels.BackgroundLoop(loop.close) as background:
         key = session_key or loop.sessions.new_key()
         result = background.complete(answer_with_helpers(loop, text, key))
         background.complete(loop.background.settled())
@@ -882,27 +892,28 @@ def run(text: str, session_key: str = "", config: Config | None = None) -> str:
 
 async def answer_with_helpers(loop, text, key, on_event=None, waiting=list):
     """Answer a message, then wait for all running helpers and answer their reports."""
-    helpers = loop.subagents
+    reports = []
+    loop.subagents.report = reports.append
     try:
         while True:
             result = await loop.process_direct(text, key, on_event, waiting=waiting)
-            await asyncio.gather(*helpers.of(key), return_exceptions=True)
-            if helpers.results.empty():
+            await asyncio.gather(*loop.subagents.of(key), return_exceptions=True)
+            if not reports:
                 return result
-            text = helpers.results.get_nowait().content
+            text = reports.pop(0).content
     except asyncio.CancelledError:
         loop.stop(key)
         raise
 
 
-@dataclass
 class RunningTurns:
     """Locks: each session runs one turn at a time, across all tasks and processes."""
 
-    sessions: memory.SessionManager
-    tasks: dict = field(default_factory=dict)  # session key → running turn
-    chats: dict = field(default_factory=dict)  # a job's session key → chat for its report
-    locks: dict = field(default_factory=weakref.WeakValueDictionary)  # session key → lock in use
+    def __init__(self, sessions: memory.SessionManager):
+        self.sessions = sessions
+        self.tasks = {}  # session key → running turn
+        self.chats = {}  # a job's session key → chat for its report
+        self.locks = weakref.WeakValueDictionary()  # session key → lock in use
 
     @contextlib.asynccontextmanager
     async def hold(self, session_key):
@@ -916,9 +927,9 @@ class RunningTurns:
                     del self.tasks[session_key]
 
 
-@dataclass
 class Background:
-    tasks: set[asyncio.Task] = field(default_factory=set)
+    def __init__(self):
+        self.tasks = set()
 
     def start(self, work, name="in the background"):
         task = asyncio.create_task(logged(work, name))
@@ -931,7 +942,7 @@ class Background:
         if self.tasks:
             await asyncio.wait(self.tasks, timeout=seconds)
         left = len(self.tasks)
-        await end_all(self.tasks)
+        await channels.end_all(self.tasks)
         return left
 
 
@@ -940,7 +951,7 @@ async def logged(work, name):
     try:
         return await work
     except Exception as problem:
-        is_bug = not isinstance(problem, OSError | SessionBusy)
+        is_bug = not isinstance(problem, OSError | memory.SessionBusy)
         log.warning("%s: %s", name, problem, exc_info=is_bug)
 
 
@@ -995,9 +1006,10 @@ def prepare_workspace(workspace):
 
 def identity(turn, who):
     """Fill in the template `identity`. `who`, if not empty, replaces paragraph 1."""
+    kind = "cli" if turn.channel == "cli" else "chat"
     usual, _, rest = template(
         "identity",
-        format=template("format_cli" if turn.channel == "cli" else "format_chat"),
+        format=template(f"format_{kind}"),
         platform=f"{sys.platform}, Python {sys.version_info.major}.{sys.version_info.minor}",
         cwd=turn.cwd,
         workspace=turn.workspace,
@@ -1010,7 +1022,7 @@ def read_own(turn, path):
     path.stat()  # raises FileNotFoundError
     try:
         return tools.read_bytes(turn.path(str(path)), 10_000_000)
-    except ToolError as problem:
+    except tools.ToolError as problem:
         raise ValueError(str(problem)) from None
 
 
@@ -1041,10 +1053,9 @@ class Project:
         self.file = Path(f"{loop.config.path}.trust")
         self.path, self.text = self._find(loop.turn(session_key))
         self.version = f"{self.path} {hashlib.sha256(self.text.encode()).hexdigest()}"
-        self.answer = None  # None: the user was not asked about this version
-        for line in memory.read_records(self.file, partial(memory.has, version=str, follow=bool)):
-            if line["version"] == self.version:
-                self.answer = line["follow"]
+        lines = memory.read_records(self.file, partial(memory.has, version=str, follow=bool))
+        answers = {line["version"]: line["follow"] for line in lines}
+        self.answer = answers.get(self.version)  # None: the user was not asked about this version
 
     def _find(self, turn):
         """The path and the first 16,000 characters; a link out of the project is not followed."""
@@ -1112,7 +1123,8 @@ def attachment(path):
         image = tools.image_block(path.read_bytes())
     except OSError as problem:
         return f"[file: {path}, not readable: {problem.strerror}]", None
-    return f"[{'image' if image else 'file'}: {path}]", image
+    kind = "image" if image else "file"
+    return f"[{kind}: {path}]", image
 
 
 def with_images(messages, images):
@@ -1234,14 +1246,16 @@ def what_always_allows(call):
     if len(call.arguments) > 1 or not re.fullmatch(r"[^;&|<>`$(){}\n]{1,80}", command):
         return ""
     words = re.match("(git|npm|cargo|go|pip|uv|docker) [a-z][a-z-]*(?= |$)", command)
-    return f"$ {words[0] if words else command}"
+    if words:
+        command = words[0]
+    return f"$ {command}"
 
 
 @dataclass
 class ApprovalHook(AgentHook):
     """Asks the user before each call, except calls of known read-only tools."""
 
-    tools: ToolRegistry
+    tools: tools.ToolRegistry
     ask: Callable | None  # None, also as an answer: nobody is there
     always: set[str] = field(default_factory=set)  # tools and commands that were approved for good
 
@@ -1267,8 +1281,8 @@ class ApprovalHook(AgentHook):
             self.always.add(kind)
         if answer.lower() in ("y", "yes", "a", "always"):
             return ""
-        # the user typed `n because it is used elsewhere`
-        return f"The user did not approve this call: {answer.partition(' ')[2]}".rstrip(": ")
+        _, _, reason = answer.partition(" ")  # "n it is used elsewhere" → "it is used elsewhere"
+        return f"The user did not approve this call: {reason}".rstrip(": ")
 
 
 @dataclass
@@ -1277,14 +1291,16 @@ class EventHook(AgentHook):
     its outcome, retries, the answer."""
 
     emit: Callable | None  # awaited with each OutboundMessage
-    turn: Turn
+    turn: tools.Turn
     wants_streaming: bool
     shows_deltas: bool = True  # True: the channel shows deltas
     only_watches = True
 
     async def send(self, kind, content):
         if self.emit:
-            await self.emit(OutboundMessage(self.turn.channel, self.turn.chat_id, content, kind))
+            await self.emit(
+                channels.OutboundMessage(self.turn.channel, self.turn.chat_id, content, kind)
+            )
 
     async def before_iteration(self, context):
         self.context = context
@@ -1320,7 +1336,8 @@ class WaitingHook(AgentHook):
     async def before_execute_tools(self, tool_calls):
         self.waiting.begin(", ".join(tool_hint(call) for call in tool_calls))
 
-    after_iteration = on_stream
+    async def after_iteration(self, context):
+        self.waiting.end()
 
 
 def tool_hint(call):
@@ -1331,7 +1348,9 @@ def tool_hint(call):
     for name in ("pattern", "path", "message", *call.arguments):
         told = told or call.arguments.get(name)
     value = json.dumps(told, ensure_ascii=False, default=str) if told else ""
-    return f"{call.name}({value if len(value) <= 300 else value[:299] + '…'})"
+    if len(value) > 300:
+        value = value[:299] + "…"
+    return f"{call.name}({value})"
 
 
 # ---- Many chats at once ----
@@ -1340,24 +1359,25 @@ def tool_hint(call):
 class BusService:
     """Answers the chats of a bus. At most `maxConcurrent` turns run at once, one per chat."""
 
-    def __init__(self, loop: AgentLoop, bus: MessageBus):
+    def __init__(self, loop: AgentLoop, bus: channels.MessageBus):
         self.loop = loop
         self.bus = bus
         self.conversations = {}  # session key → Conversation
-        self.slots = asyncio.Semaphore(loop.config.defaults.max_concurrent or sys.maxsize)
+        self.slots = asyncio.Semaphore(loop.limits.max_concurrent)
         self.work = Background()
-        self.work.start(self._hear_helpers())
-        loop.tools.register(tool(self.message))
+        loop.subagents.report = bus.publish
+        loop.tools.register(tools.tool(self.message))
 
-    async def receive(self, message: InboundMessage):
+    async def receive(self, message: channels.InboundMessage):
         """Queue a message in its chat. Commands run at once, except /new and /continue."""
         if message.channel == "system":  # a report: its `chat_id` is a session key
             self.work.start(self._conversation(message.chat_id).take_in(message, "report"))
             return
         conversation = self._conversation(message.session_key)
         command, _ = slash_command(message.content)
+        kind = "command" if command else "user"
         if command in ("", *WAITING):
-            self.work.start(conversation.take_in(message, "command" if command else "user"))
+            self.work.start(conversation.take_in(message, kind))
         else:
             self.work.start(conversation.obey(command, message.content), message.session_key)
             message.confirm()
@@ -1370,10 +1390,6 @@ class BusService:
         reachable = self.bus.channels
         return [key for key in self.loop.sessions.list_keys() if key.partition(":")[0] in reachable]
 
-    async def _hear_helpers(self):
-        while True:
-            await self.receive(await self.loop.subagents.results.get())
-
     async def message(
         self,
         content: str,
@@ -1381,25 +1397,25 @@ class BusService:
         chat_id: str = "",
         media: Annotated[list[str], "Paths of files to send"] = (),
         *,
-        turn: Turn,
+        turn: tools.Turn,
     ):
         """Send a text or files to a chat (default: this chat). No other tool can send files."""
         key = f"{channel or turn.channel}:{chat_id or turn.chat_id}"
         chats = self._chats()
         if key not in chats:
-            raise ToolError(
+            raise tools.ToolError(
                 f"There is no conversation in the chat {key}. "
                 f"Known chats: {', '.join(chats) or 'none'}"
             )
         files = [turn.path(path) for path in media]
         for file in files:
             if not file.is_file():
-                raise ToolError(f"There is no file {file}.")
+                raise tools.ToolError(f"There is no file {file}.")
         conversation = self._conversation(key)
         if content and key == turn.session_key:
             await conversation.say("final", content)
         elif content:  # the other chat's journal must get the text, too
-            await self.bus.publish(InboundMessage("system", "message", key, content))
+            await self.bus.publish(channels.InboundMessage("system", "message", key, content))
         for file in files:
             await conversation.say("file", "", str(file))
         return f"Sent to {key}."
@@ -1412,7 +1428,7 @@ class BusService:
     async def end(self):
         """Cancel running turns. The next start of the gateway resumes the cancelled turns."""
         self.loop.is_ending = True
-        await end_all([*self.work.tasks, *self.loop.subagents.running], 5.0)
+        await channels.end_all([*self.work.tasks, *self.loop.subagents.running], 5.0)
 
 
 class Conversation:
@@ -1464,7 +1480,7 @@ class Conversation:
         self._send(line["content"], line["kind"], line["media"], on_delivered=remove)
 
     def _send(self, *content, **more):
-        self.bus.send(OutboundMessage(*self.chat, *content, **more))
+        self.bus.send(channels.OutboundMessage(*self.chat, *content, **more))
 
     async def obey(self, command, text):
         """Answer a command, also during a turn. If the command fails, the chat gets the error."""
@@ -1496,7 +1512,7 @@ class Conversation:
                     "Your last message was not answered: nanobot was interrupted. "
                     "/continue resumes the turn."
                 )
-                report = InboundMessage("system", "", self.key, text, message_id=id_)
+                report = channels.InboundMessage("system", "", self.key, text, message_id=id_)
                 await self.take_in(report, "report")
         await self._answer_what_waits()
 
@@ -1570,8 +1586,9 @@ class Conversation:
         """Send a turn's result, even an empty one. The delivery writes the mark `delivered`."""
         GATEWAY_LOG.info("%s: %s", self.key, result.stop_reason)
         text = text_for_chat(result)
-        answer = {"n": session.last, "content": "" if text in self.said else text}
-        self._send_answers([answer], session)
+        if text in self.said:
+            text = ""
+        self._send_answers([{"n": session.last, "content": text}], session)
 
     def _send_answers(self, answers, session):
         """Send messages of the journal. After a restart, undelivered ones are sent again."""
@@ -1607,7 +1624,7 @@ def report_line(line):
 
 def text_for_chat(result):
     text = (result.final_content or "").strip()
-    if result.stop_reason in ("error", "tool_error") and str(result.error) not in text:
+    if result.error and result.error not in text:
         text += f"\n\nSorry, that failed: {result.error}"
     if result.stop_reason == "max_iterations":
         text += f"\n\n({LIMIT_REACHED})"
@@ -1625,16 +1642,16 @@ SERVED = "A gateway or a page already serves {}. Stop that program, or use anoth
 def gateway_runs(workspace, lock="gateway"):
     """True if a program holds `lock`: "gateway" for a gateway, "jobs" for a job runner."""
     try:
-        with locked(workspace / ".nanobot" / f"{lock}.lock", "the lock is held"):
+        with memory.locked(workspace / ".nanobot" / f"{lock}.lock", "the lock is held"):
             return False
-    except SessionBusy:
+    except memory.SessionBusy:
         return True
 
 
 def run_gateway(loop, page=None):
     """Run the configured channels, the cron jobs, the heartbeat and, if given, the `page` until a
     signal arrives. Raises SessionBusy if this workspace has a gateway."""
-    with locked(loop.workspace / ".nanobot" / "gateway.lock", SERVED.format(loop.workspace)):
+    with memory.locked(loop.state_folder / "gateway.lock", SERVED.format(loop.workspace)):
         asyncio.Runner().run(serve(loop, page))  # unlike `asyncio.run`, do not wait for stuck tasks
 
 
@@ -1644,10 +1661,10 @@ async def serve(loop, page):
     stop = asyncio.Event()
     here = asyncio.get_running_loop()
     channels.end_on_signals(lambda *_: here.call_soon_threadsafe(stop.set))
-    bus = MessageBus()
+    bus = channels.MessageBus()
     open_channels(loop, bus, page)
     jobs = JobRunner(loop, bus.publish)
-    await in_thread(jobs.add_system_jobs)
+    await tools.in_thread(jobs.add_system_jobs)
     work = [asyncio.create_task(part) for part in (loop.run(bus), jobs.run(), stop.wait())]
     GATEWAY_LOG.info("serving %s", ", ".join([*bus.channels, "cron"]))
     try:
@@ -1672,16 +1689,17 @@ def open_channels(loop, bus, page):
         bus.open(
             channels.Telegram(
                 **vars(telegram),
-                media_folder=loop.workspace / ".nanobot" / "media",
-                keep_strangers=partial(write_atomically, loop.workspace / STRANGERS),
+                media_folder=loop.state_folder / "media",
+                keep_strangers=partial(memory.write_atomically, loop.workspace / STRANGERS),
             )
         )
-    if not (page or telegram.token and telegram.allow_from):
+    has_users = page or (telegram.token and telegram.allow_from)
+    if not has_users:
         log.warning("Nobody can reach the agent: set channels.telegram.token and allowFrom.")
 
 
 async def end_in_order(loop, bus, work):
-    await end_all(work, 6.0)
+    await channels.end_all(work, 6.0)
     await bus.close(2.0)
     await loop.close(1.0)
 
@@ -1695,7 +1713,9 @@ class JobRunner:
         self.is_gateway = tell is not None
         self.tell = tell or self._into_inbox
         self.clock = channels.CronService(
-            channels.JobStore(loop.workspace / "cron" / "jobs.json", locked, write_atomically),
+            channels.JobStore(
+                loop.workspace / "cron" / "jobs.json", memory.locked, memory.write_atomically
+            ),
             self.run_job,
             loop.context.zone,
             now=lambda: loop.program.now().timestamp(),
@@ -1705,17 +1725,17 @@ class JobRunner:
 
     async def run(self):
         """Run due jobs until cancelled, but only while no other program holds the lock `jobs`."""
-        home = self.loop.workspace
+        loop = self.loop
         while True:
             with (
-                contextlib.suppress(SessionBusy),
-                locked(home / ".nanobot" / "jobs.lock", "another program runs the jobs"),
+                contextlib.suppress(memory.SessionBusy),
+                memory.locked(loop.state_folder / "jobs.lock", "another program runs the jobs"),
             ):
-                await self.clock.run(lambda: self.is_gateway or not gateway_runs(home))
-            await self.loop.program.sleep(1.0)
+                await self.clock.run(lambda: self.is_gateway or not gateway_runs(loop.workspace))
+            await loop.program.sleep(1.0)
 
     def add_system_jobs(self):
-        hours = self.loop.config.defaults.dream.interval_h
+        hours = self.loop.limits.dream.interval_h
         heartbeat = self.loop.config.gateway.heartbeat
         self.clock.add_system("dream", (hours or 2) * 3_600, hours > 0)
         self.clock.add_system("heartbeat", heartbeat.interval_s, heartbeat.enabled)
@@ -1732,12 +1752,15 @@ class JobRunner:
         """Run a job and send its answer or error to its chat. The report gets the id `run`."""
         if job.channel == "system":
             memory.remember_terminals(self.loop.sessions)
-            await {"dream": self.loop.dream.run, "heartbeat": self._beat}[job.id]()
+            if job.id == "dream":
+                await self.loop.dream.run()
+            else:
+                await self._beat()
             return
         GATEWAY_LOG.info("cron %s: %s", job.id, job.message[:80])
         chat = f"{job.channel}:{job.chat_id}"
         task = template("job", message=job.message)
-        report = InboundMessage("system", "job", chat, "", message_id=run)
+        report = channels.InboundMessage("system", "job", chat, "", message_id=run)
         try:
             report.content = await self._answer(f"cron:{job.id}", task, chat, job.folder)
         except Exception as failure:  # report each error, so that no reminder is lost silently
@@ -1753,30 +1776,29 @@ class JobRunner:
             raise RuntimeError(f"The folder of the job, {folder}, does not exist any more.")
         self.loop.turns.chats[key] = chat  # /stop in this chat cancels the run
         async with self.loop.turns.hold(key) as session:
-            session.mark("new")
             session.mark("saved", upto=session.last)
-        result = await self.loop.process_direct(text, key, folder=folder and Path(folder))
+        result = await self.loop.process_direct(text, key, folder=folder)
         if result.stop_reason in NOT_ANSWERED:
             raise RuntimeError(text_for_chat(result))
         return text_for_chat(result)
 
     async def _into_inbox(self, report):
         inbox = self.loop.sessions.inbox(report.chat_id)
-        await in_thread(inbox.append, inbox_line(report, "report"))
+        await tools.in_thread(inbox.append, inbox_line(report, "report"))
 
     def cron_tool(self):
         @wraps(self.clock.cron)
-        def cron(action: str, *, turn: Turn, **arguments):
+        def cron(**arguments):
             try:
-                text = self.clock.cron(action, turn=turn, **arguments)
+                text = self.clock.cron(**arguments)
             except channels.CronError as mistake:
-                raise ToolError(str(mistake)) from None
-            if action == "add" and not gateway_runs(turn.workspace, "jobs"):
+                raise tools.ToolError(str(mistake)) from None
+            if arguments["action"] == "add" and not gateway_runs(self.loop.workspace, "jobs"):
                 text += f"\n({template('no_gateway')} Tell the user.)"
             return text
 
-        cron.__annotations__ = self.clock.cron.__annotations__ | {"turn": Turn}
-        return tool(cron)
+        cron.__annotations__ = self.clock.cron.__annotations__ | {"turn": tools.Turn}
+        return tools.tool(cron)
 
 
 # ---- The model for the memory ----
@@ -1784,7 +1806,7 @@ class JobRunner:
 
 def memory_work(loop):
     """Connect the memory to the model, the tools and the limits from the settings."""
-    settings = loop.config.defaults
+    settings = loop.limits
     ask = partial(ask_for_memory, loop, RunEvents(loop.listeners, "memory"))
     dreaming = RunEvents(loop.listeners, "dream")
     consolidator = memory.Consolidator(
@@ -1811,7 +1833,7 @@ def memory_work(loop):
 async def ask_for_memory(loop, run, messages, tools):
     for _ in range(2):
         response = await loop.provider.chat(
-            messages, tools, max_tokens=loop.config.defaults.max_tokens, on_event=run
+            messages, tools, max_tokens=loop.limits.max_tokens, on_event=run
         )
         add_up(loop.cost.total, response.usage)
         if response.unclear_at is None:
@@ -1831,12 +1853,12 @@ async def edit_memory(loop, run, messages, refuse):
             turn=replace(loop.turn("system:dream"), cwd=loop.workspace, restrict=True),
             hook=loop.cost,
             on_event=run,
-            max_iterations=loop.config.defaults.dream.max_iterations,
+            max_iterations=loop.limits.dream.max_iterations,
         )
     )
 
 
-class FencedTools(ToolRegistry):
+class FencedTools(tools.ToolRegistry):
     """Tools for Dream. `refuse(name, arguments)` returns why a call is forbidden, or ""."""
 
     def __init__(self, tools, refuse):
@@ -1848,7 +1870,14 @@ class FencedTools(ToolRegistry):
         return tool, arguments, problem or self.refuse(name, arguments)
 
 
-# ---- Subagents ----
+# ---- Tools that need the loop, and subagents ----
+
+
+def add_tools(loop):
+    """Add `spawn` and `cron`. Returns the MCP servers, which add their tools when they connect."""
+    loop.tools.register(tools.tool(loop.subagents.spawn))
+    loop.tools.register(JobRunner(loop).cron_tool())
+    return tools.MCPServers(loop.config.tools.mcp_servers, loop.tools)
 
 
 @dataclass
@@ -1856,27 +1885,25 @@ class SubagentManager:
     """Runs helper agents. A helper has one task, no conversation and fewer tools than the agent."""
 
     work: Callable  # `await work(task, turn)` returns the answer, or raises ToolError
-    most: int = 4  # the maximum number of running helpers
     running: dict = field(default_factory=dict)  # task → its session key
-    results: asyncio.Queue = field(default_factory=asyncio.Queue)  # the reports
+    report: Callable = lambda message: None  # gets an InboundMessage when a helper has ended
 
     def of(self, session_key):
         return [task for task, key in self.running.items() if key == session_key]
 
-    async def spawn(self, task: str, label: str = "", wait: bool = False, *, turn: Turn):
+    async def spawn(self, task: str, label: str = "", wait: bool = False, *, turn: tools.Turn):
         """Give a task to a helper that works in parallel and cannot ask questions. Put all needed
         facts into the task. The result comes as a message, or with `wait` as this call's result."""
-        if len(self.running) >= self.most:
-            raise ToolError(f"{self.most} helpers are at work. Wait, or do the task yourself.")
+        if len(self.running) >= 4:
+            raise tools.ToolError("4 helpers are at work. Wait, or do the task yourself.")
         name = label or task[:40]
         is_awaited = wait or turn.channel == "cron"  # a finished job gets no report
-        work = asyncio.create_task(
-            self.work(task, turn) if is_awaited else self._report(name, task, turn)
-        )
-        self.running[work] = turn.session_key
-        work.add_done_callback(self.running.pop)
+        work = self.work(task, turn) if is_awaited else self._report(name, task, turn)
+        running = asyncio.create_task(work)
+        self.running[running] = turn.session_key
+        running.add_done_callback(self.running.pop)
         if is_awaited:
-            return await work
+            return await running
         return f"Helper {name!r} is at work. Its result arrives as a message. Go on, or stop here."
 
     async def _report(self, name, task, turn):
@@ -1885,7 +1912,7 @@ class SubagentManager:
         except Exception as problem:
             outcome = problem
         text = template("subagent_result", helper=name, result=outcome)
-        self.results.put_nowait(InboundMessage("system", "subagent", turn.session_key, text))
+        self.report(channels.InboundMessage("system", "subagent", turn.session_key, text))
 
 
 async def helper_answer(loop, task, turn):
@@ -1916,7 +1943,7 @@ async def helper_answer(loop, task, turn):
     if result.stop_reason == "completed":
         return result.final_content
     cause = result.error or result.final_content
-    raise ToolError(f"The helper did not finish ({result.stop_reason}): {cause}")
+    raise tools.ToolError(f"The helper did not finish ({result.stop_reason}): {cause}")
 
 
 # ---- Slash commands ----
@@ -1941,23 +1968,29 @@ def slash_command(text):
     """`/NEW ` → ("new", ""), `/dream-log 1f3a` → ("dream-log", "1f3a"), other text → ("", "")"""
     # Commands: "/status@my_bot", "/dream-log 1f3a9c". Not commands: "/etc/hosts?", "/new York?"
     match = re.fullmatch(r"(?i)/([a-z][a-z-]*)(?:@\w+)?(?:\s+(\S.*))?", text.strip())
-    command, argument = match.groups(default="") if match else ("", "")
-    has_argument = command.lower() in ("model", "dream-log", "dream-restore")
-    return (command.lower(), argument) if has_argument or not argument else ("", "")
+    if not match:
+        return "", ""
+    command = match[1].lower()
+    if match[2] and command not in ("model", "dream-log", "dream-restore"):
+        return "", ""
+    return command, match[2] or ""
 
 
 async def begin_command(loop, command, session, line):
     """Run a command of WAITING. Returns its answer, or "" if a turn must be resumed."""
     origin = {"id": line["id"]} if "id" in line else {}  # of a chat's message
     session.mark(command, **origin)
-    if command == "undo":
-        return await in_thread(undo, loop, session)
-    if command == "new":
-        await session.synced()
-        loop.turn(session.key).seen.clear()
-        loop.background.start(loop.after_turn(session))
-        return "A new conversation begins; the journal keeps the old one."
-    return "" if session.unfinished else "There is no interrupted turn to resume."
+    match command:
+        case "undo":
+            return await tools.in_thread(undo, loop, session)
+        case "new":
+            await session.synced()
+            loop.files_seen[session.key].clear()
+            loop.background.start(loop.after_turn(session))
+            return "A new conversation begins; the journal keeps the old one."
+        case "continue" if not session.unfinished:
+            return "There is no interrupted turn to resume."
+    return ""
 
 
 def undo(loop, session):
@@ -1998,21 +2031,21 @@ async def answer_command(loop, command, argument, turn):
         case "dream":
             return await loop.dream.run()
         case "dream-log":
-            return await in_thread(repository.log, argument)
+            return await tools.in_thread(repository.log, argument)
         case "dream-restore":
-            return await in_thread(repository.restore, argument)
+            return await tools.in_thread(repository.restore, argument)
     return f"There is no /{command}. /help lists the commands."
 
 
 def status_text(loop, turn):
     request = preview(loop, turn)
-    messages = counted(len(loop.sessions.get(turn.session_key).history()), "message")
+    messages = memory.counted(len(loop.sessions.get(turn.session_key).history()), "message")
     return "\n".join(
         [
             f"nanobot {__version__}, model {loop.provider.model}, "
             f"session {turn.session_key}, {messages}",
             f"folder {turn.cwd}, workspace {loop.workspace}",
-            loop.config.defaults.share(request.tokens),
+            loop.limits.share(request.tokens),
             *request.notes,
             f"since the start, {ago(loop.started)}: {loop.cost.line(loop.cost.total)}",
         ]
@@ -2247,14 +2280,15 @@ def path_of(text):
 def load_config(path=None, environ=os.environ):
     """Read the settings file. Environment variables override it. If given, `path` must exist."""
     file = path or path_of(USUAL_SETTINGS)
-    config = read_setting(Config, read_json(file, environ) if path or file.exists() else {})
+    values = read_json(file, environ) if path or file.exists() else {}
+    config = read_setting(Config, values)
     config.path = file
-    for row in ROWS.values():
+    for row in providers.ROWS.values():
         if key := environ.get(row.env_key):
             config.providers.setdefault(row.name, ProviderSettings()).api_key = key
     defaults = config.defaults
     config.base_url = environ.get("OPENAI_BASE_URL", "")
-    if config.base_url and defaults.provider in ROWS:
+    if config.base_url and defaults.provider in providers.ROWS:
         defaults.provider = "auto"  # environment variables override the settings file
     defaults.model = environ.get("NANOBOT_MODEL") or defaults.model
     defaults.workspace = environ.get("NANOBOT_WORKSPACE") or defaults.workspace
@@ -2265,13 +2299,14 @@ def read_json(file, environ):
     """Read a settings file. Each `${VAR}` is replaced by the environment variable VAR."""
 
     def value_of(variable):
-        return json.dumps(environ[variable[1]])[1:-1]  # a quote in the value becomes \"
+        name = variable[1]
+        if name not in environ:
+            raise ConfigError(f"{file} needs the environment variable {name}, which is not set.")
+        return json.dumps(environ[name])[1:-1]  # a quote in the value becomes \"
 
     try:
         text = file.read_text(encoding="utf-8-sig")
         return json.loads(re.sub(r"\$\{(\w+)\}", value_of, text))
-    except KeyError as name:
-        fault = f"{file} needs the environment variable {name.args[0]}, which is not set."
     except OSError as problem:
         fault = f"{file}: {problem.strerror}. `nanobot onboard --config {file}` creates it."
     except ValueError as problem:
@@ -2288,7 +2323,7 @@ def read_setting(hint, value, place=""):
     (Config, {"agents": {"defaults": {"maxTokens": 2048}}}) → Config(agents=AgentSettings(…))
     """
     schema = tools.as_schema(dict if is_dataclass(hint) else hint)
-    schema["minimum"] = 1 if hint is int else 0  # `dream.intervalH: 0` means off
+    schema["minimum"] = 1 if hint is int else 0  # a float may be 0: `dream.intervalH: 0` means off
     if problems := tools.validate(value, schema, place or "the file"):
         raise ConfigError("; ".join(problems))
     if get_origin(hint) is dict:
@@ -2301,13 +2336,13 @@ def read_setting(hint, value, place=""):
     settings = {}
     for key, item in value.items():  # keys may be in camelCase or in snake_case
         path = f"{place}.{key}".lstrip(".")
-        problem = f"{path}: unknown key. Known keys: {', '.join(sorted(names))}"
         if name := names.get(camel_case(key)):
             settings[name] = read_setting(hints[name], item, path)
-        elif hint is MCPSettings:  # entries copied from other programs may have more keys
-            log.warning("ignored: %s", problem)
-        else:
+            continue
+        problem = f"{path}: unknown key. Known keys: {', '.join(sorted(names))}"
+        if hint is not MCPSettings:  # entries copied from other programs may have more keys
             raise ConfigError(problem)
+        log.warning("ignored: %s", problem)
     return hint(**settings)
 
 
@@ -2321,14 +2356,17 @@ def make_provider(config, model=""):
     model are missing."""
     defaults = config.defaults
     model = model or defaults.model
-    if unknown := config.providers.keys() - ROWS.keys():
-        raise ConfigError(f"providers.{min(unknown)} is unknown. Known: {', '.join(ROWS)}")
+    if unknown := config.providers.keys() - providers.ROWS.keys():
+        raise ConfigError(
+            f"providers.{min(unknown)} is unknown. Known: {', '.join(providers.ROWS)}"
+        )
     if defaults.provider == "offline":
-        return OfflineProvider()
+        return providers.OfflineProvider()
     if "human" in (defaults.provider, defaults.model):
-        return HumanProvider()
+        return providers.HumanProvider()
     own = {
-        name: providers.Endpoint(ROWS[name], **vars(row)) for name, row in config.providers.items()
+        name: providers.Endpoint(providers.ROWS[name], **vars(row))
+        for name, row in config.providers.items()
     }
     chosen = "" if defaults.provider == "auto" else defaults.provider
     try:
@@ -2338,7 +2376,7 @@ def make_provider(config, model=""):
     if endpoint:
         return providers.OpenAIProvider(endpoint)
     if model in ("", "offline"):
-        return OfflineProvider()
+        return providers.OfflineProvider()
     raise ConfigError(
         f"There is no key and no base URL for the model {model}. "
         "Set OPENAI_API_KEY or OPENAI_BASE_URL, or use --offline."
@@ -2347,11 +2385,11 @@ def make_provider(config, model=""):
 
 def lacks_model(loop):
     """True if the offline model answers although nobody has asked for the offline model."""
-    is_offline = isinstance(loop.provider, OfflineProvider)
+    is_offline = isinstance(loop.provider, providers.OfflineProvider)
     return is_offline and loop.config.defaults.provider != "offline"
 
 
-class ReadOnlyTools(ToolRegistry):
+class ReadOnlyTools(tools.ToolRegistry):
     """For --read-only: a tool that may change something is not added, also if it comes later."""
 
     def register(self, tool):
@@ -2363,7 +2401,8 @@ def make_tools(config):
     """The tools that the settings allow. MCP tools are added when their server connects."""
     settings = config.tools
     shell = config.tools.exec
-    registry = (ReadOnlyTools if config.read_only else ToolRegistry)(tools.FILE_TOOLS)
+    kind = ReadOnlyTools if config.read_only else tools.ToolRegistry
+    registry = kind(tools.FILE_TOOLS)
     if shell.enable:
         registry.register(
             tools.Exec(
@@ -2423,40 +2462,41 @@ PART_END = "\n\n---\n\n"  # between the parts of the system prompt
 
 class RunEvents:
     """Tells all listeners what happens in a run, as the events that providers.py describes. Each
-    message of a request is told once; later requests only name its number."""
+    message of a request is told once; later requests only name its number. `key` is the session's,
+    like "cli:work"."""
 
     def __init__(self, listeners, who, key="memory"):
         self.listeners = listeners  # functions that get each event as a dict
-        # key: of the session
         self.about = {"run": uuid.uuid4().hex[:8], "who": who, "key": key}
         self.numbers = {}  # each message of the last request, as JSON → its number
-        self.count = itertools.count(1)
+        self.new_numbers = itertools.count(1)
         self.tools = []  # of the last request
 
     def __call__(self, kind, **fields):
         if not self.listeners:
             return
         if kind == "request":
-            tools = fields.pop("tools")
-            fields |= self._numbered(fields["messages"], tools)
-            if tools != self.tools:
-                fields["tools"] = self.tools = tools
+            known = self.tools
+            self.tools = fields["tools"]
+            fields |= self._numbered(fields["messages"])  # "messages": now only the new ones
+            if self.tools == known:
+                del fields["tools"]
         event = {"time": time.time(), **self.about, "kind": kind, **fields}
         for listener in self.listeners:
             listener(event)
 
-    def _numbered(self, messages, tools):
+    def _numbered(self, messages):
         """The new messages, the numbers of all, and the estimated tokens of each message, of each
         part of the system prompt and, last, of the tools."""
-        parts = [*str(messages[0]["content"]).split(PART_END), lines_of_json(tools)]
+        parts = [*str(messages[0]["content"]).split(PART_END), lines_of_json(self.tools)]
         texts = [lines_of_json([message]) for message in messages]
         new = [text for text in dict.fromkeys(texts) if text not in self.numbers]
-        self.numbers |= zip(new, self.count, strict=False)
+        self.numbers |= zip(new, self.new_numbers, strict=False)
         self.numbers = {text: self.numbers[text] for text in texts}
         return {
             "sent": [self.numbers[text] for text in texts],
             "tokens": list(map(memory.message_tokens, messages)),
-            "parts": list(map(estimate, parts)),
+            "parts": list(map(memory.estimate, parts)),
             "messages": list(map(json.loads, new)),
         }
 
@@ -2521,7 +2561,7 @@ def text_of(event):
         case "answer":
             return str(event["answer"]["content"] or "")
         case "call":
-            return tool_hint(ToolCallRequest("", event["name"], event["arguments"]))
+            return tool_hint(providers.ToolCallRequest("", event["name"], event["arguments"]))
         case "journal":
             return json.dumps(dict(event["line"]))
     return str(event.get("text"))
@@ -2530,7 +2570,9 @@ def text_of(event):
 async def play(events, terminal, pace):
     """Show a recorded run as it looked at the terminal. Returns 1 if a turn failed, else 0.
     `pace` multiplies the pauses, which have at most 3 seconds."""
-    before, status, calls = sys.float_info.max, 0, {}
+    status = 0
+    calls = {}  # id → the hint of a call whose result comes later
+    before = sys.float_info.max  # the first event is shown at once: `sleep` of a negative time
     for event in events:
         await asyncio.sleep(min(event["time"] - before, 3) * pace)
         before = event["time"]
@@ -2547,7 +2589,7 @@ async def play(events, terminal, pace):
             kind = "tool_hint"
             text = f"{calls.get(event['id'])} · {event['outcome']}"
         if text and event["who"] == "turn":  # the terminal ignores the other kinds
-            await terminal.send(OutboundMessage("cli", "", text, kind))
+            await terminal.send(channels.OutboundMessage("cli", "", text, kind))
     return status
 
 
@@ -2592,7 +2634,7 @@ def kinds_to_show(settings):
 
 def ask_user(loop, ask, approve, step):
     """Let the agent ask the user: with --provider human, --approve and --step."""
-    if isinstance(loop.provider, HumanProvider):
+    if isinstance(loop.provider, providers.HumanProvider):
         loop.provider.ask = ask
     if approve:
         loop.hooks.append(ApprovalHook(loop.tools, ask))
@@ -2616,7 +2658,7 @@ class Talk:
         self.is_watched = err.isatty()  # does a person see the reports?
         ask = background.ask if self.has_keyboard else None
         self.loop = loop = AgentLoop(config)
-        self.folder = loop.workspace / ".nanobot"
+        self.folder = loop.state_folder
         self.key = self.open_session(arguments, held)
         self.resume = command_with_flags(arguments, "-s", self.key, "-m", "/continue")
         self.trust = command_with_flags(arguments, "trust")
@@ -2625,7 +2667,7 @@ class Talk:
         ask_user(loop, ask, arguments.approve, arguments.step and ask)
         if (arguments.approve or arguments.step) and ask is None:
             self.terminal.note(template("no_keyboard"))
-        loop.hooks += [LoggingHook(), WaitingHook(self.terminal.waiting)]
+        loop.hooks.append(WaitingHook(self.terminal.waiting))
         background.waiting = self.terminal.waiting
         background.close = loop.close
 
@@ -2642,7 +2684,7 @@ class Talk:
         key = key or sessions.new_key()
         try:
             held.enter_context(sessions.lock(key))
-        except SessionBusy:
+        except memory.SessionBusy:
             if arguments.session or arguments.resume:
                 raise
             self.terminal.note(f"Another program uses the latest one, {key}: a new one begins.")
@@ -2662,9 +2704,8 @@ class Talk:
         status = self.converse() if self.is_conversation else self.answer_once()
         self.terminal.waiting.begin("the memory (Ctrl-C leaves it for next time)")
         with contextlib.suppress(KeyboardInterrupt):  # a later turn does the cancelled memory work
-            # a single message seldom has such work
-            settled = self.loop.background.settled(5.0 if self.is_conversation else 60.0)
-            if self.background.complete(settled):
+            seconds = 5.0 if self.is_conversation else 60.0  # a single message seldom has such work
+            if self.background.complete(self.loop.background.settled(seconds)):
                 self.terminal.note("The work for the memory goes on next time.")
         return status
 
@@ -2706,7 +2747,7 @@ class Talk:
         state = "a new conversation · /help lists the commands"
         if count:
             state = (
-                f"continuing: {counted(count, 'message')}, "
+                f"continuing: {memory.counted(count, 'message')}, "
                 f"last {ago(session.path.stat().st_mtime)} · /new starts afresh"
             )
         # the working folder: with a fence, nanobot does not work in HOME
@@ -2721,12 +2762,12 @@ class Talk:
         terminal = self.terminal
         terminal.waiting.begin("the model")
         hear = terminal.hear if self.is_conversation else None  # else the shell gets the lines
-        work = answer_with_helpers(loop, text, self.key, terminal.send, terminal.heard)
+        work = answer_with_helpers(loop, text, self.key, terminal.send, terminal.take_queued)
         result = self.background.complete(work, hear)
         if result.requests:
             terminal.note(
-                f"{counted(result.requests, 'request')} · {loop.cost.line(result.usage)} · "
-                f"{loop.config.defaults.share(result.context_tokens)}"
+                f"{memory.counted(result.requests, 'request')} · {loop.cost.line(result.usage)} · "
+                f"{loop.limits.share(result.context_tokens)}"
             )
         if result.stop_reason == "max_iterations":
             complain(LIMIT_REACHED)
@@ -2765,18 +2806,19 @@ class Talk:
         message does so only if ten entries are unread, because its end waits for the dream."""
         await self.show_reports()
         loop = self.loop
-        await in_thread(memory.remember_terminals, loop.sessions)
+        await tools.in_thread(memory.remember_terminals, loop.sessions)
         unread = loop.memory.unread()
-        last = self.folder / "last-dream"
-        may_dream = self.is_watched and loop.config.defaults.dream.interval_h
-        if loop.config.read_only or len(unread) < (1 if self.is_conversation else 10):
+        enough = 1 if self.is_conversation else 10
+        last = self.folder / "last-dream"  # this file has the day of the last dream
+        may_dream = self.is_watched and loop.limits.dream.interval_h
+        if loop.config.read_only or not may_dream or len(unread) < enough:
             return
-        if may_dream and max(unread[0]["timestamp"], loop.memory.text_of(last)) < self.day:
+        if unread[0]["timestamp"] < self.day and loop.memory.text_of(last) < self.day:
             loop.background.start(self.dream(last), "the dream")
 
     async def dream(self, last):
         told = await self.loop.dream.run()
-        write_atomically(last, self.day)  # if the program ends before, the next one dreams
+        memory.write_atomically(last, self.day)  # if the program ends before, the next one dreams
         await self.tell(told)
 
     async def tell(self, text):
@@ -2784,32 +2826,33 @@ class Talk:
             self.terminal.report(text)
 
     async def watch_reports(self):
+        """Show reports while the prompt is open. After an error, they wait for the next program."""
         while True:
-            is_done = await logged(self.show_reports(), "reports")
-            await self.loop.program.sleep(1.0 if is_done else 60.0)
+            await self.show_reports()
+            await self.loop.program.sleep(1.0)
 
     async def show_reports(self):
         """Show the reports that wait for a terminal, if a person sees this one; the user's next
         message quotes them. After a kill, a report may appear twice."""
         inbox = self.loop.sessions.inbox(self.key)
         if not self.is_watched or not inbox.path.exists():
-            return True
-        with contextlib.suppress(SessionBusy):  # the reports stay until the next try
+            return
+        with contextlib.suppress(memory.SessionBusy):  # the reports stay until the next try
             async with self.loop.turns.hold(self.key) as session:
-                with locked(self.folder / "reports.lock", "Another terminal shows the reports."):
-                    reports = inbox.read()
-                    for report in reports:
+                with memory.locked(
+                    self.folder / "reports.lock", "Another terminal shows the reports."
+                ):
+                    for report in inbox.read():
                         line = report_line(report)
                         if report["id"] not in session.known_ids:
                             session.append(line)
                         self.terminal.report(memory.quoted(line, sys.maxsize))
-                    inbox.remove({report["id"] for report in reports})
-        return True
+                        inbox.remove({report["id"]})
 
 
 def agent_command(arguments):
     """Answer one message, or hold a conversation."""
-    with BackgroundLoop() as background, contextlib.ExitStack() as held:
+    with channels.BackgroundLoop() as background, contextlib.ExitStack() as held:
         return Talk(arguments, background, held).run()
 
 
@@ -2821,7 +2864,8 @@ def trust_command(arguments):
             f"{project.path} has no AGENTS.md or CLAUDE.md, and neither has its git repository."
         )
     project.keep(arguments.answer == "yes")
-    show(f"{project}: {'followed' if project.answer else 'not followed'}")
+    state = "followed" if project.answer else "not followed"
+    show(f"{project}: {state}")
 
 
 def undo_command(arguments):
@@ -2858,7 +2902,9 @@ def status_command(arguments):
     for part, state, problem in status_rows(AgentLoop(settings_of(arguments))):
         mark = "--" if problem is None else "ok"
         if problem:
-            mark, state, status = "BAD", f"{state}: {problem}", 1
+            mark = "BAD"
+            state = f"{state}: {problem}"
+            status = 1
         show(f"{mark:4}{part:22}{state}")
     return status
 
@@ -2896,9 +2942,9 @@ def status_rows(loop):
 
 async def model_and_problem(provider):
     """Check URL, key and model. Returns (description, problem); problem is "" if all is well."""
-    if isinstance(provider, HumanProvider):
+    if isinstance(provider, providers.HumanProvider):
         return "human: you play the model", ""
-    if isinstance(provider, OfflineProvider):
+    if isinstance(provider, providers.OfflineProvider):
         state = "offline: fixed rules; set OPENAI_API_KEY or OPENAI_BASE_URL to use a real model"
         return state, "; ".join(provider.rules.problems)
     problem = await provider.check()
@@ -2926,8 +2972,8 @@ def prompt_command(arguments):
     parts["User"] = last["content"]
     for name, text in parts.items():
         if text:
-            print(f"==== {name} (~{estimate(text):,} tokens) ====\n{printable(text)}\n")
-    print(*request.notes, f"Total: {loop.config.defaults.share(request.tokens)}", sep="\n")
+            show(f"==== {name} (~{memory.estimate(text):,} tokens) ====\n{text}\n")
+    print(*request.notes, f"Total: {loop.limits.share(request.tokens)}", sep="\n")
 
 
 def lines_of_json(records):
@@ -2949,7 +2995,9 @@ def sessions_command(arguments):
         if number > 20 and not arguments.all:
             return print("Older conversations: nanobot sessions --all")
         said = [line["content"] for line in sessions.messages(key) if line["role"] == "user"]
-        words = " ".join(str(said[0]).split())[:50] if said else "(no message yet)"
+        words = "(no message yet)"
+        if said:
+            words = " ".join(str(said[0]).split())[:50]
         folder = sessions.first_line(key).get("folder")
         place = f"{short_path(Path(folder))}, {key}" if folder else key
         show(f"{number:>3}  {ago(used):>14}  {words}  ({place})")
@@ -2976,7 +3024,7 @@ def ago(moment):
     seconds = int(time.time() - moment)
     for unit, length in (("day", 86_400), ("hour", 3_600), ("minute", 60)):
         if seconds >= length:
-            return f"{counted(seconds // length, unit)} ago"
+            return f"{memory.counted(seconds // length, unit)} ago"
     return "a moment ago"
 
 
@@ -2991,7 +3039,7 @@ def gateway_command(arguments):
     """Run the channels, the cron jobs and the heartbeat."""
     GATEWAY_LOG.setLevel(logging.INFO)
     config = settings_of(arguments)
-    loop = AgentLoop(config, hooks=[LoggingHook()], program=Program(config.workspace))
+    loop = AgentLoop(config, program=Program(config.workspace))
     if lacks_model(loop):
         raise ConfigError(
             "The gateway has no model: set a key, like OPENAI_API_KEY, or set OPENAI_BASE_URL. "
@@ -3003,9 +3051,7 @@ def gateway_command(arguments):
 def cron_command(arguments):
     """List the jobs, or `remove ID`."""
     loop = AgentLoop(settings_of(arguments))
-    clock = JobRunner(loop).clock
-    turn = loop.turn("cli:direct")
-    show(clock.cron(arguments.action, job_id=arguments.job_id, turn=turn))
+    show(JobRunner(loop).clock.cron(arguments.action, job_id=arguments.job_id, turn=None))
     if not gateway_runs(loop.workspace):
         print(template("no_gateway"))
 
@@ -3050,7 +3096,8 @@ def web_command(arguments):
 
 def connect_page(loop, page, arguments):
     """Let the page show the sessions and each turn, and ask the questions of a turn."""
-    page.chats |= {key[4:]: False for key in loop.sessions.list_keys() if key[:4] == "web:"}
+    keys = [key for key in loop.sessions.list_keys() if key.startswith("web:")]
+    page.chats |= {key.removeprefix("web:"): False for key in keys}  # False: they do not pause
     page.memory = lambda: loop.context.parts(loop.turn("web:page"))
     loop.listeners.append(page.show)
     loop.can_ask = lambda turn: turn.channel == "web"
@@ -3100,9 +3147,7 @@ COMMAND_LINE = {  # `--help` shows the docstrings of these functions
 
 
 SWITCH = {"action": "store_true"}
-TEXT = {"metavar": "TEXT"}
 FILE = {"metavar": "FILE", "type": path_of}
-RECORD = {"dest": "record", "default": []}
 
 SESSION = {"metavar": "NUMBER|KEY", "default": ""}
 OPTIONS = (  # rows: commands ("" means all), spellings, help, more settings of argparse
@@ -3110,11 +3155,11 @@ OPTIONS = (  # rows: commands ("" means all), spellings, help, more settings of 
     ("", "--workspace", "default: ~/.nanobot/workspace", {}),
     ("", "--model", "", {}),
     ("", "--base-url", "URL of the endpoint; usually ends in /v1", {}),
-    ("", "--provider", ", ".join([*ROWS, "offline", "human"]), {}),
+    ("", "--provider", ", ".join([*providers.ROWS, "offline", "human"]), {}),
     ("", "--offline", "", {"dest": "provider", "action": "store_const", "const": "offline"}),
     ("", "--logs --verbose", "write log messages to stderr", SWITCH),
-    ("agent", "text", "answer this text, then exit", TEXT | {"nargs": "*"}),
-    ("agent", "-m --message", "", TEXT | {"action": "append", "default": []}),
+    ("agent", "text", "answer this text, then exit", {"metavar": "TEXT", "nargs": "*"}),
+    ("agent", "-m --message", "", {"metavar": "TEXT", "action": "append", "default": []}),
     ("agent prompt", "-s --session", "a conversation's number or name", SESSION),
     (
         "agent",
@@ -3127,12 +3172,17 @@ OPTIONS = (  # rows: commands ("" means all), spellings, help, more settings of 
     ("agent", "-q --quiet", "print nothing but the answer and errors", SWITCH),
     ("agent web", "--approve", "ask before a tool writes or executes", SWITCH),
     ("agent prompt web", "--read-only", "only tools that change nothing", SWITCH),
-    ("agent web", "--trace", "append all events", FILE | RECORD | {"action": "append"}),
+    (
+        "agent web",
+        "--trace",
+        "append all events",
+        FILE | {"dest": "record", "action": "append", "default": []},
+    ),
     (
         "agent",
         "--json",
         "print all events on stdout, the answer on stderr",
-        RECORD | {"action": "append_const", "const": 1},
+        {"dest": "record", "action": "append_const", "const": 1, "default": []},
     ),
     ("prompt", "text", "", {"nargs": "?", "default": "Hello!"}),
     ("sessions", "action", "", {"nargs": "?", "choices": ["show"]}),
@@ -3146,7 +3196,7 @@ OPTIONS = (  # rows: commands ("" means all), spellings, help, more settings of 
     ("trace", "--html", "write the run as an HTML page", FILE),
     ("web", "--port", "default: any free port", {"type": int, "default": 0}),
     ("web", "--no-open", "do not open the browser", SWITCH),
-    ("walk", "-m --message", "", TEXT | {"default": "read a.txt"}),
+    ("walk", "-m --message", "", {"metavar": "TEXT", "default": "read a.txt"}),
     ("walk", "--all", "also show functions of second readings", SWITCH),
     ("walk", "--short", "only the data and the functions of AgentRunner", SWITCH),
     ("exercises", "numbers", "", {"nargs": "*", "metavar": "NUMBER"}),
@@ -3210,7 +3260,7 @@ def main(argv=None):
         status = COMMAND_LINE[arguments.command](arguments) or 0
         sys.stdout.flush()  # if Python's own flush at exit fails, the exit status is 120
         return status
-    except (ConfigError, channels.CronError, SessionBusy) as problem:
+    except (ConfigError, channels.CronError, memory.SessionBusy) as problem:
         complain(str(problem))
     except BrokenPipeError:  # `nanobot … | head`: the reader has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -3224,11 +3274,11 @@ def main(argv=None):
 
 
 def show(text):
-    print(printable(text))
+    print(channels.printable(text))
 
 
 def complain(text):
-    print(f"nanobot: {printable(text)}", file=sys.stderr)
+    print(f"nanobot: {channels.printable(text)}", file=sys.stderr)
 
 
 if __name__ == "__main__":
