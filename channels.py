@@ -38,12 +38,12 @@ import time
 import urllib.parse
 import zoneinfo
 from collections import defaultdict, deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime, timedelta, tzinfo
 from pathlib import Path
-from typing import Annotated, Literal, TextIO
+from typing import Annotated, Literal
 
 log = logging.getLogger("nanobot.channels")
 
@@ -245,7 +245,7 @@ class PrintableFormatter(logging.Formatter):
     """Shows unsafe characters as text, because a warning may quote a tool's result. All lines after
     the first are indented, so that a quoted text cannot imitate a log line."""
 
-    def format(self, record: logging.LogRecord):
+    def format(self, record):
         return printable(super().format(record)).replace("\n", "\n    ")
 
 
@@ -399,7 +399,7 @@ class Waiting:
     thread draws this line during a turn, except when the user has to answer a question. The line
     does not count the seconds, because the user may be typing behind it."""
 
-    def __init__(self, err: TextIO, clock: Callable = time.monotonic):
+    def __init__(self, err, clock=time.monotonic):
         self.err = err
         self.clock = clock
         self.can_draw = err.isatty() and os.environ.get("TERM") != "dumb"
@@ -408,7 +408,7 @@ class Waiting:
         self.is_drawn = False
         self._lock = threading.RLock()  # the main thread and the loop's thread both print
 
-    def begin(self, what: str):
+    def begin(self, what):
         """In a second, show what the turn waits for, such as `the model`."""
         with self._lock:
             self.erase()
@@ -431,14 +431,14 @@ class Waiting:
                     flush=True,
                 )
 
-    def erase(self, up: str = ""):
+    def erase(self, up=""):
         """`up` moves the cursor to the line, if it is not there."""
         with self._lock:
             if self.is_drawn:
                 self.is_drawn = False
                 print(f"{up}\r\x1b[J", end="", file=self.err, flush=True)
 
-    def print(self, text: str, file: TextIO):
+    def print(self, text, file):
         """Erase the waiting line, then print `text`."""
         with self._lock:
             self.erase()
@@ -460,7 +460,7 @@ class BackgroundLoop:
     returns             ◄─ None ────────────  … its end
     """
 
-    def __init__(self, close: Callable | None = None):
+    def __init__(self, close=None):
         self.loop = asyncio.new_event_loop()
         self.close = close  # awaited on the loop when the `with` block ends
         self.waiting = Waiting(io.StringIO())  # this draws nothing
@@ -473,7 +473,7 @@ class BackgroundLoop:
         self.loop.run_forever()
         self.loop.close()  # releases the loop's pipes and threads
 
-    def complete(self, work: Coroutine, hear: Callable | None = None):
+    def complete(self, work, hear=None):
         """Run `work`. On Ctrl-C, cancel `work`, wait for its end, and raise KeyboardInterrupt.
         `hear(text)` gets what the user types meanwhile."""
         questions = queue.SimpleQueue()  # a new queue contains no old question and no old None
@@ -513,7 +513,7 @@ class BackgroundLoop:
                 if hear and (text := typed_lines()):
                     hear(text)
 
-    async def ask(self, question: str, what: str = "", **details):
+    async def ask(self, question, what="", **details):
         """Ask the person at the terminal for a line; without `what`, the call to be approved is
         shown in pages. `details` are for the web page. Raises RuntimeError if no turn is running,
         or if it ends before the person answers."""
@@ -563,9 +563,9 @@ class CLI(Channel):
 
     def __init__(
         self,
-        out: TextIO | None = None,
-        err: TextIO | None = None,
-        kinds: Sequence = ("progress", "tool_hint", "retry"),  # printed to `err`
+        out=None,
+        err=None,
+        kinds=("progress", "tool_hint", "retry"),  # printed to `err`
     ):
         self.out = out or sys.stdout
         self.err = err or sys.stderr
@@ -577,7 +577,7 @@ class CLI(Channel):
         self.queued: list[str] = []  # what was typed during a turn
         self.draft = ""  # it stands in the next prompt
 
-    async def send(self, message: OutboundMessage):
+    async def send(self, message):
         match message.kind:
             case "delta" if self.live:
                 self._streamed += message.content
@@ -600,7 +600,7 @@ class CLI(Channel):
         self._print(rest.removesuffix("\n") + "\n")
         self._streamed = ""
 
-    def note(self, text: str):
+    def note(self, text):
         """Print lines to stderr, on a terminal dim, or red and green if they are of a diff. First,
         end a streamed answer's line."""
         if self._streamed:
@@ -613,7 +613,7 @@ class CLI(Channel):
             lines = [f"\x1b[{COLOURS.get(line[:1], 2)}m{line}\x1b[0m" for line in lines]
         self.waiting.print("\n".join([*lines, ""]), self.err)
 
-    def report(self, text: str):
+    def report(self, text):
         """Print a job's report at once, then the prompt again with the text typed so far."""
         prompt = self._prompt
         if prompt:
@@ -624,7 +624,7 @@ class CLI(Channel):
         report = printable(text.removesuffix("\n"))
         self.waiting.print(f"\r\x1b[K{report}\n{prompt}", self.err)
 
-    def hear(self, text: str):
+    def hear(self, text):
         """Queue what the user types during a turn."""
         self.queued.append(text)
         self.waiting.erase("\x1b[A")  # Enter has moved the cursor down
@@ -632,14 +632,14 @@ class CLI(Channel):
         if any(len(line.encode()) >= 4_095 for line in text.split("\n")):
             self.note("A terminal passes on 4,095 bytes of a line. Send the rest after the turn.")
 
-    def take_queued(self) -> list[dict]:
+    def take_queued(self):
         """Take what the running turn gets from the queue; a command waits for the turn's end."""
         lines = itertools.takewhile(lambda line: not line.startswith("/"), self.queued)
         lines = [{"content": line} for line in lines]
         del self.queued[: len(lines)]
         return lines
 
-    def converse(self, ask: Callable, history: Path):
+    def converse(self, ask, history):
         """Read and answer lines until the user exits. Ctrl-C stops a turn; Ctrl-D exits."""
         while True:
             text = ""
@@ -665,7 +665,7 @@ class CLI(Channel):
                 log.info("the turn failed", exc_info=True)
                 self.note(f"Sorry, that failed: {str(problem).rstrip('.')}.")
 
-    def read_line(self, prompt: str, history: Path):
+    def read_line(self, prompt, history):
         """Read a line, with line editing and history; the first one may be queued already. Raises
         EOFError on Ctrl-D."""
         if self.queued:
@@ -698,7 +698,7 @@ class CLI(Channel):
         readline.insert_text(self.draft)
         self.draft = ""  # the next input may be the answer to a question
 
-    def ask(self, question: str, read: Callable = read_answer):
+    def ask(self, question, read=read_answer):
         """Ask the user. A report that arrives meanwhile is shown above the question."""
         self._prompt = question
         try:
@@ -706,7 +706,7 @@ class CLI(Channel):
         finally:
             self._prompt = ""
 
-    def read_piped(self, beside_message: bool, folder: Path):
+    def read_piped(self, beside_message, folder):
         """Read standard input. With -m, wait at most 3 s, because a pipe may never send a byte, and
         leave a file alone that another program is reading."""
         if beside_message and is_partly_read(sys.stdin):
@@ -791,7 +791,7 @@ def on_thread(function, /, *args):
 class TelegramError(Exception):
     """A call of the Bot API has failed; a retry may help. The error text contains no token."""
 
-    def __init__(self, text: str, retry_after: float = 0):
+    def __init__(self, text, retry_after=0):
         super().__init__(text)
         self.retry_after = retry_after  # in seconds, from a response 429 "Too Many Requests"
 
@@ -799,16 +799,16 @@ class TelegramError(Exception):
 class BotAPI:
     """`await api.call("sendMessage", chat_id=1, text="Hi")`: https://core.telegram.org/bots/api"""
 
-    def __init__(self, token: str, base: str):
+    def __init__(self, token, base):
         self.token = urllib.parse.quote(token.strip(), safe=":")  # quoted if it is no token at all
         self.base = base.rstrip("/")
 
-    async def call(self, method: str, seconds: float = 60, **fields):
+    async def call(self, method, seconds=60, **fields):
         """The method's result. Raises TelegramError if a retry may help (with a wrong token, after
         a minute), and Refused if a retry cannot help (400, 403 "bot was blocked", 413)."""
         return await self._ask(method, json.dumps(fields).encode(), "application/json", seconds)
 
-    async def upload(self, kind: str, chat_id: str, path: Path):
+    async def upload(self, kind, chat_id, path):
         """Send a file as a "photo" or a "document". Raises the errors of `call`, also Refused if
         the file is too large, and OSError if it cannot be read."""
         size = path.stat().st_size
@@ -848,7 +848,7 @@ class BotAPI:
             raise Refused(problem)
         raise TelegramError(problem, answer.get("parameters", {}).get("retry_after", 0))
 
-    async def download(self, path: str):
+    async def download(self, path):
         """Download a file by the `file_path` from getFile; the server sends at most 20 MB."""
         status, data = await self._exchange(f"file/bot{self.token}/{urllib.parse.quote(path)}", 300)
         if status != 200:
@@ -895,14 +895,14 @@ class Telegram(Channel):
 
     def __init__(
         self,
-        token: str,
-        allow_from: Sequence[str | int] = (),
+        token,
+        allow_from=(),
         *,
-        api_base: str = "https://api.telegram.org",
-        group_policy: str = "mention",  # "open": the bot reads all group messages
-        media_folder: Path = Path("media"),
-        keep_strangers: Callable = log.debug,
-        sleep: Callable = asyncio.sleep,
+        api_base="https://api.telegram.org",
+        group_policy="mention",  # "open": the bot reads all group messages
+        media_folder=Path("media"),
+        keep_strangers=log.debug,
+        sleep=asyncio.sleep,
     ):
         super().__init__(allow_from)
         self.api = BotAPI(token, api_base)
@@ -917,7 +917,7 @@ class Telegram(Channel):
         self._order = defaultdict(asyncio.Lock)  # chat id → lock
         self._typing = {}  # chat id → task
 
-    async def start(self, bus: MessageBus):
+    async def start(self, bus):
         """Listen until cancelled."""
         told = ""
         while True:
@@ -1063,7 +1063,7 @@ class Telegram(Channel):
                 await self.api.call("sendChatAction", chat_id=chat_id, action="typing")
                 await self.sleep(4.0)
 
-    async def send(self, message: OutboundMessage):
+    async def send(self, message):
         """Send the text in parts, then the files. A retry skips the parts already sent."""
         if message.kind in ("delta", "retry"):
             return
@@ -1194,7 +1194,7 @@ def as_html(markdown):
     """
     aside = []
 
-    def put_aside(match: re.Match):
+    def put_aside(match):
         if match["words"]:
             aside.append(f'<a href="{match["address"][:1_000]}">{match["words"]}</a>')
         elif match["code"]:
@@ -1347,7 +1347,7 @@ class CronJob:
     error: str = ""  # the error of the last run
     enabled: bool = True
 
-    def due(self, after: float, zone: tzinfo):
+    def due(self, after, zone):
         """The first time later than `after`, or None. Raises ValueError for a bad schedule."""
         own_zone = zone_named(self.tz, zone)
         if self.cron_expr:
@@ -1395,7 +1395,7 @@ class JobStore:
                 f"{self.path} is damaged: {problem}. Repair the file, or move it away."
             ) from None
 
-    def edit(self, id: str, changes: dict | None, is_new: bool = False):
+    def edit(self, id, changes, is_new=False):
         """Change these keys of a job; None removes the job. Without `is_new`, an unknown id changes
         nothing: another program may have removed the job."""
         with self.lock(self.path.with_suffix(".lock")):
@@ -1497,7 +1497,7 @@ class CronService:
     def _shown(self, moment):
         return f"{datetime.fromtimestamp(moment).astimezone(self.zone):%a %Y-%m-%d %H:%M %Z}"
 
-    def add_system(self, id: str, every_seconds: float, enabled: bool = True):
+    def add_system(self, id, every_seconds, enabled=True):
         """Add a system job, or change its settings. The tool `cron` lists, but never removes it."""
         self.store.edit(
             id,
@@ -1643,12 +1643,12 @@ class WebPage(Channel):
 
     def __init__(
         self,
-        html: str,
-        runs: str,
-        journal_of: Callable,
-        tell: Callable,
-        as_json: Callable,
-        port: int = 0,
+        html,
+        runs,
+        journal_of,
+        tell,
+        as_json,
+        port=0,
     ):
         # recorded runs, which may be a stranger's, have no cookie and reach no server
         self.runs = runs, "sandbox allow-scripts"
@@ -1693,18 +1693,18 @@ class WebPage(Channel):
 
         return Server(("127.0.0.1", port), Handler)
 
-    async def start(self, bus: MessageBus):
+    async def start(self, bus):
         self.bus = bus
         self.loop = asyncio.get_running_loop()
         on_thread(self.server.serve_forever)
 
-    async def send(self, message: OutboundMessage):
+    async def send(self, message):
         if message.kind == "delta":
             self.drafts[message.chat_id] += message.content
         elif message.kind == "final":
             self.show({"kind": "say", "key": message.chat_id, "content": message.content})
 
-    def show(self, event: dict):
+    def show(self, event):
         """Questions that the current task asks from now on belong to the session of this event."""
         chat_id = page_chat(event["key"].removeprefix("web:"))
         self.turn_of.set(chat_id)
@@ -1721,7 +1721,7 @@ class WebPage(Channel):
         as_json = json.dumps if event.get("what") in ("approve", "call") else self.as_json
         return as_json({"time": time.time(), **event})
 
-    async def ask(self, text: str, what: str = "approve", **details):
+    async def ask(self, text, what="approve", **details):
         """Returns None if no window is open for 3 s. A reload takes less than that; a browser that
         has lost its connection is back after 1 s (`retry` in `do_GET`). A step ("request", "call")
         is only asked in a session for which "Step by step" is ticked."""
@@ -1745,7 +1745,7 @@ class WebPage(Channel):
             self._add("memory", kind="asked", id=number)
         return answer.result() if answer.done() else None
 
-    async def take(self, path: str, body: dict):
+    async def take(self, path, body):
         """Handle a request from the page; a message until it is on disk. Raises KeyError if a
         question was answered already."""
         if path == "/say":
@@ -1757,7 +1757,7 @@ class WebPage(Channel):
         else:
             self.questions.pop(body["id"]).set_result(str(body["text"]))
 
-    def news(self, chat_id: str, most: int):
+    def news(self, chat_id, most):
         """Yield a chat's events, all chats' questions and the memory's events as JSON, after the
         last `most` lines of the journal. Also yield "" every 0.1 s to detect a closed window."""
         journal = self.journal_of(f"{self.name}:{chat_id}")

@@ -637,7 +637,7 @@ def in_short(messages):
 # Real examples: 4,096 zero bytes after a power cut, half a line on a full disk, a `NaN`.
 
 
-def read_records(path: Path, is_valid: Callable):
+def read_records(path, is_valid):
     """The valid records of a file, in order. An invalid line is copied once to `*.corrupt`."""
     raw = patiently(path.read_bytes) if path.exists() else b""
     aside = path.with_name(f"{path.name}.corrupt")
@@ -666,7 +666,7 @@ def has(record, **kinds):
     return isinstance(record, dict) and all(isinstance(record.get(k), kinds[k]) for k in kinds)
 
 
-def journal_lines(path: Path):
+def journal_lines(path):
     """The valid lines of a journal. A file without a valid line is renamed."""
     lines = read_records(path, is_journal_line)
     if not lines and file_size(path):
@@ -679,7 +679,7 @@ def journal_lines(path: Path):
     return lines
 
 
-def is_journal_line(line: dict):
+def is_journal_line(line):
     """True for a mark, and for a message that a request can have: each call has an id, a name and
     arguments as JSON text, and a tool's result has the id of its call."""
     if "mark" in line or "_type" in line:
@@ -715,11 +715,11 @@ def numbered(lines):
 # ---- Files: safe writes (full disk, kill, power cut), and locks ----
 
 
-def as_lines(records: list[dict]):
+def as_lines(records):
     return "".join(to_json(record) + "\n" for record in records)
 
 
-def append_lines(path: Path, records: list[dict]):
+def append_lines(path, records):
     """Append all records or none. Returns the number of written bytes. Raises OSError."""
     data = as_lines(records).encode("utf-8", errors="replace")  # `?` replaces a lone surrogate
     size = file_size(path)
@@ -737,13 +737,13 @@ def append_lines(path: Path, records: list[dict]):
     return len(data)
 
 
-def open_private(path: Path, mode: str = "a+b"):
+def open_private(path, mode="a+b"):
     """Open a file, by default to read and append. A new file is readable by its owner only."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     return open(path, mode, opener=partial(os.open, mode=0o600))
 
 
-def write_atomically(path: Path, content: str):
+def write_atomically(path, content):
     """Replace a file's content. A crash leaves the old or the new text. Keeps links and modes.
     (tools.py has `write_atomic`, whose errors are for the model: it does not import this file.)"""
     path = path.resolve()
@@ -760,7 +760,7 @@ def write_atomically(path: Path, content: str):
     fsync(path)
 
 
-def patiently(work: Callable, *arguments):
+def patiently(work, *arguments):
     """Windows refuses to replace, and sometimes to read, a file that a program has open: retry for
     a second."""
     for _ in range(50):
@@ -773,7 +773,7 @@ def patiently(work: Callable, *arguments):
     return work(*arguments)
 
 
-def fsync(path: Path):
+def fsync(path):
     with open(path, "r+b") as file:  # Windows cannot sync a file that is open for reading only
         os.fsync(file.fileno())
     with contextlib.suppress(OSError):  # some systems cannot sync a folder
@@ -784,7 +784,7 @@ def fsync(path: Path):
             os.close(descriptor)
 
 
-def file_size(path: Path):
+def file_size(path):
     return path.stat().st_size if path.exists() else 0
 
 
@@ -793,7 +793,7 @@ class SessionBusy(Exception):
 
 
 @contextlib.contextmanager
-def locked(path: Path, busy: str = ""):
+def locked(path, busy=""):
     """Lock `path`. If another program holds the lock, wait, or raise SessionBusy if `busy` is set.
     A kill unlocks `path`. Open protected files inside the `with` block."""
     with open_private(path) as file, contextlib.ExitStack() as unlock:
@@ -820,9 +820,9 @@ class SessionManager:
 
     def __init__(
         self,
-        workspace: Path,
-        store: MemoryStore | None = None,
-        events_of: Callable = lambda key: None,
+        workspace,
+        store=None,
+        events_of=lambda key: None,
     ):
         self.folder = workspace / "sessions"
         self.events_of = events_of  # the session's key → its `on_event`
@@ -830,7 +830,7 @@ class SessionManager:
         self._cache = {}  # the least recently used session first
         self._held = set()
 
-    def path(self, key: str):
+    def path(self, key):
         """`cli:direct` → `cli%3Adirect.jsonl`, or `cli_direct.jsonl` if this older name exists."""
         name = quote(key, " @+,=", errors="replace").replace(".", "%2E")
         if os.name == "nt":  # for Windows, Work.jsonl and work.jsonl are one file: %57ork, %3Awork
@@ -839,13 +839,13 @@ class SessionManager:
         older = self.folder / f"{name.replace('%3A', '_')}.jsonl"
         return older if older.exists() and not path.exists() else path
 
-    def inbox(self, key: str):
+    def inbox(self, key):
         """All terminals have the same inbox: whichever comes first shows the reports."""
         if key.startswith("cli:"):
             return Inbox(self.folder.parent / ".nanobot" / "terminal.inbox")
         return Inbox(self.path(key).with_suffix(".inbox"))
 
-    def outbox(self, key: str):
+    def outbox(self, key):
         """What the tool `message` has sent to this chat, until it has arrived."""
         return Inbox(self.path(key).with_suffix(".outbox"))
 
@@ -854,7 +854,7 @@ class SessionManager:
         It has a random part, because programs may start at the same time."""
         return f"cli:{time.strftime('%Y-%m-%d-%H%M')}-{secrets.token_hex(3)}"
 
-    def first_line(self, key: str):
+    def first_line(self, key):
         """The first line of the journal. Terminals write their `folder`, and `typed: true` for what
         `-c` may continue. {} if there is no journal, or the line is damaged."""
         with contextlib.suppress(OSError, ValueError):
@@ -864,7 +864,7 @@ class SessionManager:
                 return first
         return {}
 
-    def latest(self, folder: Path):
+    def latest(self, folder):
         """The key of the newest `typed` conversation at a terminal in `folder`, or ""."""
         for key in self.list_keys():
             first = self.first_line(key)
@@ -872,7 +872,7 @@ class SessionManager:
                 return key
         return ""
 
-    def get(self, key: str):
+    def get(self, key):
         """Returns a session, reloaded if another program has changed its file. Raises OSError."""
         session = self._cache.pop(key, None)
         if session is None or session.size != file_size(session.path):
@@ -882,7 +882,7 @@ class SessionManager:
             del self._cache[next(iter(self._cache))]
         return session
 
-    def load(self, key: str):
+    def load(self, key):
         """Load a session. If a mark `saved` is lost or damaged, use the history entry instead."""
         session = Session(key, self.path(key), self.events_of(key))
         size = file_size(session.path)
@@ -896,10 +896,10 @@ class SessionManager:
         session.size = size if lines else 0
         return session
 
-    def messages(self, key: str):
+    def messages(self, key):
         return [line for line in journal_lines(self.path(key)) if "role" in line]
 
-    def transcript(self, key: str):
+    def transcript(self, key):
         return [readable(line) for line in self.messages(key)]
 
     def by_last_use(self):
@@ -917,7 +917,7 @@ class SessionManager:
         return [key for key, _ in self.by_last_use()]
 
     @contextlib.contextmanager
-    def lock(self, key: str):
+    def lock(self, key):
         """Lock a session, so that no other program writes to it. Calls may be nested."""
         if key in self._held:
             yield
@@ -936,7 +936,7 @@ class SessionManager:
 # ---- Texts and sizes ----
 
 
-def readable(message: dict):
+def readable(message):
     """`[2026-04-03T10:00:00+0200] assistant: calls read_file({"path": "a.txt"})`; the result is
     `[2026-04-03T10:00:01+0200] tool read_file: 1| hello`."""
     parts = [str(message.get("content") or "")]
@@ -951,7 +951,7 @@ def readable(message: dict):
     return f"{who}: " + "\n".join(parts).strip()
 
 
-def text_of_turns(messages: list[dict]):
+def text_of_turns(messages):
     """The text of a conversation for `save_memory`. `runtime` names time, chat and folder."""
     lines = []
     for message in messages:
@@ -959,7 +959,7 @@ def text_of_turns(messages: list[dict]):
     return "\n".join(lines)
 
 
-def without_images(message: dict):
+def without_images(message):
     """Remove the image bytes from a message. The text line with the image's name stays."""
     content = message.get("content")
     if not isinstance(content, list):
@@ -968,19 +968,19 @@ def without_images(message: dict):
     return {**message, "content": "\n".join(texts) or "[image]"}
 
 
-def request(system: str, text: str):
+def request(system, text):
     return [{"role": "system", "content": system}, {"role": "user", "content": text}]
 
 
 # tools.py has `counted` and `shorten` (in characters), too: these files do not import each other.
 
 
-def counted(count: int, one: str, several: str = ""):
+def counted(count, one, several=""):
     """Returns "0 steps", "1 step", "2,000 steps", "2 entries"."""
     return f"{count:,} {one}" if count == 1 else f"{count:,} {several or one + 's'}"
 
 
-def fitted(text: str, most: int):
+def fitted(text, most):
     """Remove characters from the middle of a text until it has at most `most` tokens."""
     size = len(text)
     cut = text
@@ -1010,7 +1010,7 @@ def estimate(text: str):
 cached_estimate = lru_cache(maxsize=1_000)(estimate)  # each request repeats most messages
 
 
-def message_tokens(message: dict):
+def message_tokens(message):
     """The estimated tokens of a message. An image counts as 1,000 tokens."""
     content = message.get("content")
     tokens = 4
@@ -1025,7 +1025,7 @@ def message_tokens(message: dict):
     return tokens
 
 
-def total_tokens(messages: list[dict]):
+def total_tokens(messages):
     return sum(message_tokens(message) for message in messages)
 
 
@@ -1139,7 +1139,7 @@ class MemoryRepository:
     files = (*DREAM_FILES, "skills")  # an older version's repositories have the history, too
     attributes = "* !text !eol !diff !filter !ident !working-tree-encoding\n"  # replaces the user's
 
-    def __init__(self, workspace: Path):
+    def __init__(self, workspace):
         self.workspace = workspace
         self.folder = workspace / ".nanobot" / "memory.git"
 
@@ -1174,7 +1174,7 @@ class MemoryRepository:
             )
         return done.stdout
 
-    def commit(self, subject: str):
+    def commit(self, subject):
         """Commit the files. Returns `1 file changed, 2 insertions(+)`, or "". Raises OSError."""
         if not (self.folder / "HEAD").exists():
             self.git("init", "-q")
@@ -1188,7 +1188,7 @@ class MemoryRepository:
             self.git("commit", "-q", "-m", f"{subject}: {told}")
         return told
 
-    def record(self, subject: str):
+    def record(self, subject):
         """Commit if git works, and unless a dream is running, whose commit then contains these
         changes, too. Returns `1 file changed, 2 insertions(+)`, or ""."""
         try:
@@ -1198,7 +1198,7 @@ class MemoryRepository:
             log.info("MEMORY.md is not committed: %s", problem)
             return ""
 
-    def log(self, sha: str = ""):
+    def log(self, sha=""):
         """List the last commits, one per line. With `sha`, show the changes of that commit."""
         try:
             what = ["show", f"{sha}^0"] if sha else ["log", "-50"]  # `--help^0` is no option
@@ -1206,7 +1206,7 @@ class MemoryRepository:
         except OSError as problem:
             return f"There is no log: {problem}"
 
-    def restore(self, sha: str = ""):
+    def restore(self, sha=""):
         """Undo one commit (default: the last dream) with a new commit. Returns a message."""
         why = "the commit is undone already, or its lines have changed since then."
         try:
@@ -1259,7 +1259,7 @@ class Skill:
 class SkillsLoader:
     """Loads the skills of the workspace and the built-in skills."""
 
-    def __init__(self, *folders: Path, read: Read = Path.read_bytes):
+    def __init__(self, *folders, read=Path.read_bytes):
         self.folders = folders  # if two folders have the same skill, the first folder wins
         self.read = read
 
@@ -1289,7 +1289,7 @@ NEEDED = (("bins", shutil.which, "program"), ("env", os.getenv, "environment var
 NAME = r"[^\s,\[\]\"'-][^\s,\[\]\"']{0,200}"
 
 
-def skill_of(path: Path, data: bytes):
+def skill_of(path, data):
     """Parse the bytes of a file SKILL.md. All parts of the file are optional."""
     text = data.decode("utf-8-sig", errors="replace").replace("\r\n", "\n")
     match = re.match(FRONT_MATTER, text)
@@ -1313,7 +1313,7 @@ def skill_of(path: Path, data: bytes):
 QUOTED = r"""(["'])((?:\\.|''|(?!\1).)*)"""  # 'it''s late'   "say \\"hi\\" # twice"
 
 
-def fields_of(front: str):
+def fields_of(front):
     """Parse YAML lines `key: value`. A value may have quotes, or continue on indented lines."""
     fields = {}
     front = re.sub(r"\n\n+", "\n", front)  # one regex for both steps would take quadratic time

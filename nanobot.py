@@ -909,7 +909,7 @@ async def answer_with_helpers(loop, text, key, on_event=None, waiting=list):
 class RunningTurns:
     """Locks: each session runs one turn at a time, across all tasks and processes."""
 
-    def __init__(self, sessions: memory.SessionManager):
+    def __init__(self, sessions):
         self.sessions = sessions
         self.tasks = {}  # session key → running turn
         self.chats = {}  # a job's session key → chat for its report
@@ -1142,7 +1142,7 @@ class CompositeHook(AgentHook):
     """Calls several hooks in order. An error in one hook is logged; the other hooks still run. If
     the failed hook may deny calls (not `only_watches`), the calls of this step are denied."""
 
-    def __init__(self, hooks: Iterable[AgentHook]):
+    def __init__(self, hooks):
         self.hooks = list(hooks)
         self.wants_streaming = any(hook.wants_streaming for hook in self.hooks)
 
@@ -1219,14 +1219,14 @@ class LoggingHook(AgentHook):
 class CostTrackingHook(AgentHook):
     """Adds up tokens. If the settings have a price for the model, `line` also shows the cost."""
 
-    def __init__(self, prices: dict[str, Price], model: str):
+    def __init__(self, prices, model):
         self.price = prices.get(model)
         self.total = dict(NO_USAGE)
 
     async def after_iteration(self, context):
         add_up(self.total, context.response.usage)
 
-    def line(self, usage: dict):
+    def line(self, usage):
         """Tokens and cost, such as "1,234 in (200 cached) · 56 out · 0.0012" (~ if estimated)."""
         mark = "~" if usage["estimated"] else ""
         cached = f" ({usage['cached_tokens']:,} cached)" if usage["cached_tokens"] else ""
@@ -1359,7 +1359,7 @@ def tool_hint(call):
 class BusService:
     """Answers the chats of a bus. At most `maxConcurrent` turns run at once, one per chat."""
 
-    def __init__(self, loop: AgentLoop, bus: channels.MessageBus):
+    def __init__(self, loop, bus):
         self.loop = loop
         self.bus = bus
         self.conversations = {}  # session key → Conversation
@@ -1368,7 +1368,7 @@ class BusService:
         loop.subagents.report = bus.publish
         loop.tools.register(tools.tool(self.message))
 
-    async def receive(self, message: channels.InboundMessage):
+    async def receive(self, message):
         """Queue a message in its chat. Commands run at once, except /new and /continue."""
         if message.channel == "system":  # a report: its `chat_id` is a session key
             self.work.start(self._conversation(message.chat_id).take_in(message, "report"))
@@ -1708,7 +1708,7 @@ class JobRunner:
     """Runs each due job as its own turn. `tell(message)` sends the job's report to its chat.
     Without `tell`, only jobs of terminals run, if no gateway runs; reports wait in the inbox."""
 
-    def __init__(self, loop: AgentLoop, tell: Callable | None = None):
+    def __init__(self, loop, tell=None):
         self.loop = loop
         self.is_gateway = tell is not None
         self.tell = tell or self._into_inbox
@@ -1748,7 +1748,7 @@ class JobRunner:
         if tasks:
             await self._answer("cron:heartbeat", template("heartbeat", tasks=tasks))
 
-    async def run_job(self, job: channels.CronJob, run: str):
+    async def run_job(self, job, run):
         """Run a job and send its answer or error to its chat. The report gets the id `run`."""
         if job.channel == "system":
             memory.remember_terminals(self.loop.sessions)
@@ -2099,7 +2099,7 @@ class AgentDefaults:
         """The maximum size of a request in tokens, including the tool definitions."""
         return self.context_window_tokens - self.max_tokens - 1_024
 
-    def share(self, tokens: int):
+    def share(self, tokens):
         """How full the context window is: "context 1,234 of 65,536" """
         return f"context {tokens:,} of {self.context_window_tokens:,}"
 
@@ -2173,7 +2173,7 @@ class Price:
     output: float = 0.0
     cached: float | None = None  # if None, the same price as `input`
 
-    def of(self, usage: dict):
+    def of(self, usage):
         price = usage["prompt_tokens"] * self.input + usage["completion_tokens"] * self.output
         if self.cached is not None:
             price -= usage["cached_tokens"] * (self.input - self.cached)

@@ -509,7 +509,7 @@ def joined_content(above, below):
     return f"{above}\n\n{below}" if below else above
 
 
-def as_blocks(content: str | list):
+def as_blocks(content):
     """ "Hi" → [{"type": "text", "text": "Hi"}]"""
     return content if isinstance(content, list) else [{"type": "text", "text": content}]
 
@@ -715,7 +715,7 @@ class Endpoint:
     extra_body: dict = field(default_factory=dict)
     text_tool_calls: str = "auto"  # run calls written as text? on, off, auto (local models)
 
-    def without_secrets(self, text: str):
+    def without_secrets(self, text):
         """Hide API keys and URL passwords, because error texts of servers may contain them."""
         for secret in [self.api_key, *self.extra_headers.values()]:
             if len(secret) > 7:  # but not "ollama"
@@ -998,7 +998,7 @@ def difference(old, new):
 def setting(**values):
     """A change that sets the parameters in `values`; the value None removes a parameter."""
 
-    def change(body: dict):
+    def change(body):
         return {name: value for name, value in (body | values).items() if value is not None}
 
     return change
@@ -1011,7 +1011,7 @@ def in_messages(change):
 def without_keys(value, unwanted):
     """Remove keys at every depth."""
 
-    def kept(found: dict):
+    def kept(found):
         return {key: found[key] for key in found if key not in unwanted}
 
     return json.loads(to_json(value), object_hook=kept)
@@ -1046,7 +1046,7 @@ def without_extras(message):
 def with_short_ids(message):
     """call_8bXe0aTzQmW2 → 588788278, in the call and in its result."""
 
-    def short(found: dict):
+    def short(found):
         ids = {key: new_id(found[key]) for key in ("id", "tool_call_id") if key in found}
         return found | ids
 
@@ -1260,7 +1260,7 @@ class Connection:
             self._loop = None
             await self._client.close()
 
-    async def chunks(self, body: dict):
+    async def chunks(self, body):
         """Yield the chunks of an answer; one chunk if the server does not stream. Raises Failure.
 
         The first chunk must arrive within the request timeout (SSE comments do not count), each
@@ -1348,7 +1348,7 @@ class AnswerReader:
     If `reads_text` is set, the request's tools may be called as text.
     """
 
-    def __init__(self, request: LLMRequest, reads_text: bool):
+    def __init__(self, request, reads_text):
         self.request = request
         self.tools = parameters_by_name(request.tools) if reads_text else {}
         self.answer = LLMResponse(finish_reason=None)
@@ -1357,7 +1357,7 @@ class AnswerReader:
         self.parts = []  # CallParts
         self.has_ended = False  # True: the server has signalled the end of the answer
 
-    def feed(self, chunk: dict):
+    def feed(self, chunk):
         """Add a chunk. Returns the text that may be shown now. Raises Failure for an error."""
         choices = chunk.get("choices") or []
         for part in (chunk, *choices):
@@ -1480,7 +1480,7 @@ class AnswerReader:
 class Usage(dict):
     """Token counts: `usage.total_tokens` is the same as `usage["total_tokens"]`."""
 
-    def __getattr__(self, name: str):
+    def __getattr__(self, name):
         if name not in self:
             raise AttributeError(name)
         return self[name]
@@ -1649,7 +1649,7 @@ def keyless_json(named):
     return lambda event: keys.sub(r"\1\2\3[key]", write(event))
 
 
-def recorded_answer(event: dict):
+def recorded_answer(event):
     """For tests: ScriptedProvider(recorded_answer(event) for event in events if …)"""
     answer = LLMResponse(**event["answer"])
     answer.tool_calls = [ToolCallRequest(**call) for call in answer.tool_calls]
@@ -1669,7 +1669,7 @@ class HumanProvider(LLMProvider):
     ask: Callable | None = None
     model = "human"
 
-    async def answer(self, request: LLMRequest):
+    async def answer(self, request):
         question, line, answer = request_text(request), None, None
         while answer is None:
             if self.ask:
@@ -1696,7 +1696,7 @@ You are the model. Answer in words, or call a tool: read_file("a.txt")
 or read_file {"path": "a.txt"}. `nanobot prompt` prints the whole prompt and all parameters."""
 
 
-def request_text(request: LLMRequest):
+def request_text(request):
     """What a person reads of a request: the messages since the model's last one, of the prompt only
     the headings, and at the beginning of a turn the tools with their parameters."""
     lines = []
@@ -1715,7 +1715,7 @@ def request_text(request: LLMRequest):
     return "\n".join(lines)
 
 
-def typed(line: str, tools: dict[str, dict]):
+def typed(line, tools):
     """Return the answer that a person has typed, or None for a call that cannot be read.
 
     'read_file("a.txt")', 'read_file {"path": "a.txt"}' → a call;  'read_file("a.txt' → None
@@ -1765,7 +1765,7 @@ class Rules:
     A rule: {"title": "read files", "words": ["<file>"], "tool": "read_file", "path": "<file>"}
     """
 
-    def __init__(self, text: str):
+    def __init__(self, text):
         self.kinds = defaultdict(lambda: "(?!)")  # {"url": "(?:https?://\\S+)"}
         self.sentences = []  # (the regex of a sentence, its rule)
         self.problems = []
@@ -1833,7 +1833,7 @@ class Rules:
             regex += MARKS.get(token, said)
         return regex
 
-    def find(self, text: str, read_only: Collection[str]):
+    def find(self, text, read_only):
         """Find the rule of each step, and its <words>: `list docs and read a.txt` has two steps.
 
         If a step has no rule, nothing runs: the only rule has an `offer` then. Only rules that read
@@ -1853,7 +1853,7 @@ class Rules:
         rule, said = self.match(head)
         return [(rule if "offer" in rule else self.otherwise, said)]
 
-    def match(self, text: str):
+    def match(self, text):
         """Return the first rule that has a matching sentence, and the values of its <words>."""
         spoken = re.sub(self.kinds["after"], "", text.strip())
         spoken = re.sub(self.kinds["before"], "", spoken)
@@ -1863,7 +1863,7 @@ class Rules:
                 return rule, found.groupdict("")
         return self.otherwise, {}
 
-    def stems(self, text: str):
+    def stems(self, text):
         """`the grades of b.csv` → {"grad", "csv", "b.csv"}: what is meant, without endings"""
         text = text.lower().replace("to do", "todo")
         return {
@@ -1873,7 +1873,7 @@ class Rules:
         }
 
 
-def nearest(word: str, known: Collection[str]):
+def nearest(word, known):
     """`opne` → `open`, `mny` → `many`: the known word that is nearest, or the same word"""
     alike = [each for each in known if each[0] == word[0]]
     swapped = [each for each in alike if sorted(each) == sorted(word)]
@@ -1909,7 +1909,7 @@ class Plan:
     The earlier turns are planned again, too, because they say which file "it" is.
     """
 
-    def __init__(self, request: LLMRequest, rules: Rules):
+    def __init__(self, request, rules):
         self.request = request
         self.rules = rules
         # <words>; `file` is "it", `last` is the last number
@@ -2077,7 +2077,7 @@ class Plan:
         return self._result("edit_file", place | edit) if page else text
 
 
-def fill(template: str, known: dict, change: Callable = str):
+def fill(template, known, change=str):
     """`<file> says:` → `a.txt says:`; a line with a <word> that is not known is left out"""
     lines = [
         re.sub(WORD, lambda word: change(known[word[1]]), line)
@@ -2087,7 +2087,7 @@ def fill(template: str, known: dict, change: Callable = str):
     return "\n".join(lines)
 
 
-def arguments_of(rule: dict, known: dict):
+def arguments_of(rule, known):
     """Fill in a tool's arguments; omit an argument if the user did not say its <words>."""
     arguments = {}
     for name, template in rule.items():
@@ -2126,7 +2126,7 @@ SIGNS = {  # what is said → what it means to Python
 }
 
 
-def calculate(text: str):
+def calculate(text):
     """`15% of 240` → `36`; a text that is no sum → `not a number`"""
     for said, sign in SIGNS.items():
         text = re.sub(said, sign, text.lower())

@@ -430,7 +430,7 @@ def write_file(path: str, content: str, *, turn: Turn) -> ToolResult:
 # `write_atomic` in forms of their own: these files do not import each other.
 
 
-async def in_thread(function: Callable, /, *args, **kwargs):
+async def in_thread(function, /, *args, **kwargs):
     """Run a blocking function in a new daemon thread and await it; if cancelled, drop the result.
     `asyncio.to_thread` has few threads (CPU cores + 4), and the program's exit waits for them."""
     future = Future()
@@ -622,7 +622,7 @@ def unexpected_keys(params, schema):
 class Schema(dict):
     """`StringSchema("A path", min_length=1)`; `IntegerSchema(60)` has the default 60."""
 
-    def __init__(self, kind: str, first=None, /, nullable: bool = False, **keywords):
+    def __init__(self, kind, first=None, /, nullable=False, **keywords):
         self["type"] = [kind, "null"] if nullable else kind
         meaning = "description" if isinstance(first, str) else "default"
         for name, value in {meaning: first, **keywords}.items():
@@ -637,7 +637,7 @@ NumberSchema = functools.partial(Schema, "number")
 BooleanSchema = functools.partial(Schema, "boolean")
 
 
-def ArraySchema(items=Any, description: str = "", **keywords):
+def ArraySchema(items=Any, description="", **keywords):
     return Schema("array", description, items=as_schema(items), **keywords)
 
 
@@ -668,7 +668,7 @@ def tool_parameters_schema(description: str = "", required: Iterable[str] = (), 
 def tool_parameters(schema: dict):
     """Class decorator for a hand-written schema, such as `tool_parameters_schema(…)`."""
 
-    def decorate(tool_class: type):
+    def decorate(tool_class):
         tool_class.parameters = schema
         return tool_class
 
@@ -716,7 +716,7 @@ def try_to_read(path, most):
         return b"", problem.strerror
 
 
-def read_bytes(path: Path, most: int = MAX_FILE_BYTES):
+def read_bytes(path, most=MAX_FILE_BYTES):
     """Read a regular file; raises ToolError with the reason if the file cannot be read."""
     data, problem = try_to_read(path, most)
     if problem:
@@ -724,7 +724,7 @@ def read_bytes(path: Path, most: int = MAX_FILE_BYTES):
     return data
 
 
-def plain_text(data: bytes):
+def plain_text(data):
     """b"\\xef\\xbb\\xbfone\\r\\ntwo\\r\\n" → "one\\ntwo"; a UTF-16 BOM selects UTF-16."""
     encoding = "utf-16" if data.startswith(UTF16_MARKS) else "utf-8"
     text = data.removeprefix(UTF8_MARK).decode(encoding, errors="replace")
@@ -798,7 +798,7 @@ def write_atomic(path, data):
         raise ToolError(f"Cannot write {path}: {problem.strerror}. Nothing was changed.") from None
 
 
-def image_block(data: bytes):
+def image_block(data):
     """Make an `image_url` block; returns None if the data are not a png, jpeg, gif or webp."""
     for kind, start in IMAGE_STARTS.items():
         if re.match(start, data):
@@ -962,7 +962,7 @@ def forget_old_changes(kept):
             entry.unlink()
 
 
-def kept_changes(store: Path):
+def kept_changes(store):
     """What `change_file` has kept, oldest first: {"session", "turn", "folder", "path", "file" …}"""
     changes = []
     for entry in sorted(store.glob("undo-*")):
@@ -971,7 +971,7 @@ def kept_changes(store: Path):
     return changes
 
 
-def take_back(store: Path, session: str):
+def take_back(store, session):
     """Undo the session's last turn that changed files. Returns for each file whether it is as
     before, or was left alone because something else has changed it since."""
     changes = [change for change in kept_changes(store) if change["session"] == session]
@@ -1610,7 +1610,7 @@ SAFE_ENVIRONMENT = (  # other variables may hold API keys
 )
 
 
-def clean_environment(*more: str):
+def clean_environment(*more):
     return {name: os.environ[name] for name in {*SAFE_ENVIRONMENT, *more} & os.environ.keys()}
 
 
@@ -1905,10 +1905,10 @@ class Web:
 
     def __init__(
         self,
-        whitelist: Iterable[str] = (),
+        whitelist=(),
         resolve=socket.getaddrinfo,
-        seconds: float = 30,
-        proxy: str = "",
+        seconds=30,
+        proxy="",
     ):
         self.whitelist = [ipaddress.ip_network(network) for network in whitelist]
         self.resolve = resolve
@@ -1920,7 +1920,7 @@ class Web:
         code = base64.b64encode(login.encode()).decode()
         self.login = {"Proxy-Authorization": f"Basic {code}"} if login else {}
 
-    async def ask(self, url: str, redirects: int = 0, **request):
+    async def ask(self, url, redirects=0, **request):
         """Return http.client's response and the body. Options: `trusted`, `body`, `headers`."""
         try:
             work = self._ask(web_url(url), redirects, **request)
@@ -2015,7 +2015,7 @@ MARKS = {
 }
 
 
-def page_text(source: str, url: str = ""):
+def page_text(source, url=""):
     """Convert HTML to text: # headings, - lists, [links](url), | cells, code; no menus, scripts.
 
     <h1>Hi</h1><p>See <a href="/b">b</a>  →  # Hi ⏎ ⏎ See [b](https://example.com/b)
@@ -2331,7 +2331,7 @@ class MCPServer:
         self.started = 0.0
         self.retry_at = 0.0
 
-    async def connect(self, patience: float = 5.0):
+    async def connect(self, patience=5.0):
         """Connect if needed; wait for the result until `patience` s after the attempt began."""
         is_running = self.task and not self.task.done()
         if not is_running and time.monotonic() >= self.retry_at:
@@ -2479,13 +2479,13 @@ class MCPServers:
     url, headers, type, tool_timeout, enabled_tools and disabled.
     """
 
-    def __init__(self, settings: dict[str, Any], registry: ToolRegistry):
+    def __init__(self, settings, registry):
         self.servers = [
             MCPServer(name, its, registry) for name, its in settings.items() if not its.disabled
         ]
         self.told_problems = set()
 
-    async def connect(self, patience: float = 5.0):
+    async def connect(self, patience=5.0):
         """Before a turn: connect to all unconnected servers; wait `patience` seconds at most."""
         await asyncio.gather(*(server.connect(patience) for server in self.servers))
         problems = {server.problem for server in self.servers} - {""}
