@@ -402,7 +402,7 @@ class Waiting:
     def __init__(self, err, clock=time.monotonic):
         self.err = err
         self.clock = clock
-        self.can_draw = err.isatty() and os.environ.get("TERM") != "dumb"
+        self.can_draw = err.isatty()
         self.what = ""
         self.since = 0.0
         self.is_drawn = False
@@ -1231,9 +1231,7 @@ def split_html(text, limit=4_096):
                 opened.pop()
             else:
                 opened.append(tag)
-        rest = "".join(opened) + text[len(part) :]  # the next part opens these tags again
-        # every text of `as_html` gets shorter; if another one does not, this must end, too
-        text = rest if len(rest) < len(text) else text[limit:]
+        text = "".join(opened) + text[len(part) :]  # the next part opens these tags again
         for tag in reversed(opened):  # <code class="language-py"> is closed by </code>
             part += f"</{tag.strip('<>').split()[0]}>"
         if plain_text(part).strip():  # "400 message text is empty"

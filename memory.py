@@ -899,9 +899,6 @@ class SessionManager:
     def messages(self, key):
         return [line for line in journal_lines(self.path(key)) if "role" in line]
 
-    def transcript(self, key):
-        return [readable(line) for line in self.messages(key)]
-
     def by_last_use(self):
         """(key, time of its last use) of all sessions, the most recently used first. Some sessions
         have only an inbox."""

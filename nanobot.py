@@ -273,17 +273,13 @@ class AgentRunner:
     def prepare(self, state: RunState):
         """Choose the tools of the next request: none if the model must answer in words. Tell the
         model if a tool is new, because an MCP server has connected, or if few steps are left."""
-        known = names_of(state.tools)
         may_call = state.has_tools and not state.is_over_limit
         state.tools = state.spec.tools.get_definitions() if may_call else []
-        new = [name for name in names_of(state.tools) if known and name not in known]
         limit = state.spec.max_iterations
         if state.is_over_limit:
             state.note = template("out_of_iterations", limit=limit)
         elif state.note:
             return
-        elif new:
-            state.note = f"[New tools: {', '.join(new)}]"
         elif limit - state.iteration == 5:
             state.note = "[Five more steps are allowed in this turn.]"
 
@@ -333,6 +329,7 @@ class AgentRunner:
     async def _chat(self, state, request):
         spec = state.spec
         on_delta = state.show if spec.hook.wants_streaming else None
+        names = providers.parameters_by_name(state.tools)
         await spec.hook.before_request(request.messages, state.tools)
         state.result.requests += 1
         response = await self.provider.chat(
@@ -344,7 +341,7 @@ class AgentRunner:
             on_delta=on_delta,
             on_retry=spec.hook.on_retry,
             on_event=partial(spec.on_event, step=state.iteration, total=request.tokens),
-            read_only=[name for name in names_of(state.tools) if is_read_only(name, spec.tools)],
+            read_only=[name for name in names if is_read_only(name, spec.tools)],
         )
         if response.usage.get("estimated"):  # one estimate everywhere, also in `nanobot prompt`
             response.usage["prompt_tokens"] = request.tokens
@@ -966,10 +963,6 @@ def add_up(total, usage):
         total[name] += usage.get(name, 0)
     total["total_tokens"] = total["prompt_tokens"] + total["completion_tokens"]
     total["estimated"] |= usage.get("estimated", False)
-
-
-def names_of(schemas):
-    return [schema["function"]["name"] for schema in schemas]
 
 
 def is_read_only(name, tools):
@@ -2990,7 +2983,7 @@ def sessions_command(arguments):
                 f"There is no session {arguments.show!r}: "
                 f"see `{command_with_flags(arguments, 'sessions')}`."
             )
-        return show("\n".join(sessions.transcript(key)))
+        return show("\n".join(map(memory.readable, sessions.messages(key))))
     for number, (key, used) in enumerate(conversations(sessions), 1):
         if number > 20 and not arguments.all:
             return print("Older conversations: nanobot sessions --all")

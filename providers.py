@@ -1670,7 +1670,8 @@ class HumanProvider(LLMProvider):
     model = "human"
 
     async def answer(self, request):
-        question, line, answer = request_text(request), None, None
+        question = request_text(request)
+        line = answer = None
         while answer is None:
             if self.ask:
                 line = await self.ask(
@@ -2080,9 +2081,9 @@ class Plan:
 def fill(template, known, change=str):
     """`<file> says:` → `a.txt says:`; a line with a <word> that is not known is left out"""
     lines = [
-        re.sub(WORD, lambda word: change(known[word[1]]), line)
+        re.sub(WORD, lambda match: change(known[match[1]]), line)
         for line in template.split("\n")
-        if all(known.get(word) for word in re.findall(WORD, line))
+        if all(map(known.get, re.findall(WORD, line)))
     ]
     return "\n".join(lines)
 

@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 FILES = ["nanobot", "providers", "memory", "tools", "channels"]
-NODES_AT_MOST = 50_000  # of the syntax tree, in all five files: packing a line gains nothing
+NODES_AT_MOST = 47_000  # of the syntax tree, in all five files: packing a line gains nothing
 LEAVES = [name for name in FILES if name != "nanobot"]
 SOURCES = {name: (ROOT / f"{name}.py").read_text(encoding="utf-8") for name in FILES}
 TREES = {name: ast.parse(source) for name, source in SOURCES.items()}

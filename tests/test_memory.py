@@ -32,6 +32,7 @@ from memory import (
     estimate,
     remember_terminals,
     total_tokens,
+    readable,
 )
 from nanobot import AgentLoop, Config, JobRunner, Program
 from providers import LLMProvider, LLMResponse, ToolCallRequest, legal
@@ -314,7 +315,7 @@ def check_damaged(workspace: Path, path: Path, whole: bytes, data: bytes) -> Non
     undamaged = {n for line in intact for n in tokens_in(line.get("content"))}
     sessions = SessionManager(workspace, MemoryStore(workspace))
     session = sessions.get(CHAT)
-    shown = tokens_in(sessions.transcript(CHAT))
+    shown = tokens_in([readable(line) for line in sessions.messages(CHAT)])
     assert undamaged <= set(shown), "no undamaged line is lost"
     sent = tokens_in(session.conversation())
     is_new = any(line.get("mark") == "new" for line in intact)
