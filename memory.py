@@ -277,8 +277,7 @@ class Inbox:
                 fsync(self.path)
 
     def read(self) -> list[dict]:
-        keys = {"id": str, "kind": str, "content": str, "media": list | None}
-        return read_records(self.path, partial(has, **keys))
+        return read_records(self.path, partial(has, id=str, kind=str, content=str))
 
     def remove(self, ids: set[str]):
         with locked(self.lock):

@@ -603,7 +603,7 @@ class ContextBuilder:
 
         In a request, `runtime` (time, chat, working folder) precedes the text.
         """
-        files = [attachment(Path(path)) for path in media]
+        files = [attachment(Path(str(path))) for path in media]  # a damaged line may have numbers
         lines = [line for line, _ in files]
         runtime = template(
             "runtime",

@@ -34,7 +34,6 @@ from nanobot import (
     JobRunner,
     Price,
     load_config,
-    names_of,
     Program,
 )
 from providers import (
@@ -47,6 +46,7 @@ from providers import (
     ToolCallRequest,
     failed,
     legal,
+    parameters_by_name,
 )
 from test_providers import check_grammar
 from tools import Tool, ToolError, ToolRegistry, ToolResult, tool
@@ -795,7 +795,7 @@ def test_the_model_is_told_what_the_user_took_back(tmp_path):
 def test_the_registry_of_a_program_is_not_changed(tmp_path):
     registry = ToolRegistry([look])
     agent(settings_for(tmp_path), Script([]), registry)
-    assert names_of(registry.get_definitions()) == ["look"]
+    assert list(parameters_by_name(registry.get_definitions())) == ["look"]
 
 
 def test_a_session_may_overwrite_what_it_has_read_since_new(tmp_path):
@@ -907,7 +907,7 @@ def program(own_home: Path, server: FakeLLM) -> Config:
 
 def saves_when_asked(body):
     """An endpoint that answers, and takes its time when it is asked for what is to be remembered."""
-    if "save_memory" in names_of(body.get("tools", [])):
+    if "save_memory" in parameters_by_name(body.get("tools", [])):
         kept = ask_for("save_memory", history_entry="We spoke of cats.", memory_update="")
         return Reply(None, [kept], "tool_calls", delay=0.05)
     return f"{len(body['messages'])} messages"
@@ -1203,7 +1203,7 @@ ALL_TOOLS += " web_fetch web_search spawn cron"
 )
 def test_the_tools_are_these_and_two_sorts_can_be_switched_off(own_home, off, gone):
     loop = loop_of(own_home, {"tools": {off: {"enable": False}} if off else {}})
-    names = names_of(loop.tools.get_definitions())
+    names = parameters_by_name(loop.tools.get_definitions())
     assert sorted(names) == sorted(set(ALL_TOOLS.split()) - set(gone.split()))
 
 
@@ -1466,7 +1466,7 @@ def test_a_helper_reports_in_its_chat_in_the_agents_words(tmp_path):
     async def script(request):
         text = users(request)[-1]
         if text == "dig":
-            assert not {"spawn", "message", "cron"} & set(names_of(request.tools))
+            assert not {"spawn", "message", "cron"} & set(parameters_by_name(request.tools))
             assert "# Skills" in request.messages[0]["content"]
             return await gate.wait("gold")
         asks = text == "go" and is_question(request)
@@ -1615,16 +1615,16 @@ def test_what_the_message_tool_said_in_an_outage_arrives_after_a_restart_and_onc
     serve(tmp_path, script, Chats.at_rest)  # the next start sends nothing again
 
 
-def test_a_waiting_message_with_odd_files_is_set_aside_and_its_chat_goes_on(tmp_path):
+def test_a_waiting_message_with_odd_files_is_answered_and_its_chat_goes_on(tmp_path):
     async def work(chats):
         inbox = chats.loop.sessions.inbox("desk:1")
         good = {"id": "1", "kind": "user", "content": "one"}  # no files: it may lack the key
         inbox.append(good | {"id": "0", "content": "odd", "media": [7]})
         inbox.append(good)
-        assert await told(chats, "two") == "to one\n\ntwo"
+        answer = await told(chats, "two")
+        assert "odd" in answer and answer.endswith("one\n\ntwo"), answer
         await chats.at_rest()
-        aside = inbox.path.with_name(f"{inbox.path.name}.corrupt").read_text()
-        assert '"odd"' in aside and not inbox.path.exists()
+        assert not inbox.path.exists()
 
     serve(tmp_path, echo, work)
 

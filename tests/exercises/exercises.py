@@ -169,7 +169,7 @@ def sandbox_here() -> tuple[Any, str]:
         shown = [*SYSTEM, sys.prefix, sys.base_prefix, str(grading.ROOT)]
         shown.append(os.environ["NANOBOT_EXERCISES"])  # the student's folder
         reads = [word for path in shown for word in ("--ro-bind-try", path, path)]
-        return [*BWRAP, *reads, "--bind", place, place, "--chdir", place]
+        return [*BWRAP.split(), *reads, "--bind", place, place, "--chdir", place]
 
     return beginning, "in a sandbox: it sees no file of yours but its own folder, and no network"
 
