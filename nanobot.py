@@ -147,7 +147,8 @@ class AgentHook:
         """A hook may change `response.tool_calls`; the changed calls are journalled and run."""
 
     async def before_execute_tools(self, tool_calls: list[providers.ToolCallRequest]):
-        """To deny a call, set `call.denied = "reason"`; the model gets the reason as the result."""
+        """To deny a call, set `call.denied = "reason"`; the model gets the reason as the result.
+        The call is in the journal already, as a call of the model; it does not run."""
 
     async def after_tool(
         self, call: providers.ToolCallRequest, result: tools.ToolResult, seconds: float
@@ -241,7 +242,11 @@ class AgentRunner:
         self.provider = provider
 
     async def run(self, spec: AgentRunSpec) -> AgentRunResult:
-        """Ask the model until the run ends. Raises CancelledError, and errors of the callbacks."""
+        """Ask the model until the run ends: in at most `max_iterations` + 1 steps. A step sends one
+        request, or two if the first was too long for the model. Before each step `make_room` may
+        send up to 15 (5 rounds of 3 attempts); HTTP retries are not counted. At the limit the user
+        gets the model's summary, or "I stopped at the limit of 40 steps". Raises CancelledError,
+        ValueError if no request can fit, and errors of the callbacks."""
         model = spec.model or self.provider.model
         state = RunState(list(spec.messages), model=model, spec=spec, note=spec.note)
         try:
@@ -271,8 +276,8 @@ class AgentRunner:
         )
 
     def prepare(self, state: RunState):
-        """Choose the tools of the next request: none if the model must answer in words. Tell the
-        model if a tool is new, because an MCP server has connected, or if few steps are left."""
+        """Choose the tools of the next request: none if the model must answer in words. Tools of
+        MCP servers that have connected meanwhile are new. Tell the model if few steps are left."""
         may_call = state.has_tools and not state.is_over_limit
         state.tools = state.spec.tools.get_definitions() if may_call else []
         limit = state.spec.max_iterations
@@ -469,9 +474,8 @@ class AgentRunner:
                 await self._finish(state, "max_iterations", text)
             case "empty":  # not journalled, because small models imitate earlier empty answers
                 result.stop_reason = "empty"
-                why = "the model sent nothing useful"
-                if response.finish_reason in WITHHELD:
-                    why = "the endpoint blocked the answer"
+                held = response.finish_reason in WITHHELD
+                why = "the endpoint blocked the answer" if held else "the model sent nothing useful"
                 result.final_content = f"There is no answer: {why}. Ask in other words."
             case "failed":
                 result.stop_reason = "error"
@@ -813,7 +817,7 @@ class AgentLoop:
 
         Message: channel → inbox file → acknowledgement → wait for a slot (8 turns at once) and for
                  the session → journal → requests to the model → removal from the inbox.
-        Answer:  journal → outbox of the chat → channel → mark `delivered` in the journal
+        Answer:  journal → the chat's queue in the bus → channel → mark `delivered` in the journal
         """
         service = BusService(self, bus)
         try:

@@ -289,7 +289,8 @@ class OpenAIProvider(LLMProvider):
 
         400 "'max_tokens' is not supported"  → change the body (`HEALING`) and retry at once
         429 "try again in 20s"               → retry after 20 s (if no time is given: 1, 2 and 4 s)
-        401, or any error after shown text   → return an answer with cause and fix in `error`
+        401, 429 "exceeded your current quota", any error after shown text
+                                             → return an answer with cause and fix in `error`
         """
         tried = list(self.learnt.get(request.model, []))
         body = request_body(self.endpoint, request, tried)
