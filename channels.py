@@ -1847,9 +1847,9 @@ class PageRequest:
                 line = f"data: {event}\n\n" if event else ":\n\n"
                 self.wfile.write(line.encode())
         else:
-            html, right = self.page.runs if path == "/runs" else self.page.html
+            html, directive = self.page.runs if path == "/runs" else self.page.html
             nonce = secrets.token_urlsafe(16)
-            policy = PAGE_POLICY.format(nonce, right)
+            policy = PAGE_POLICY.format(nonce, directive)
             html = html.replace("%NONCE%", nonce)
             self._reply(200, html, "text/html", **{"Content-Security-Policy": policy})
 

@@ -108,7 +108,7 @@ class Session:
             self.known_ids.append(line["id"])
         match line:
             case {"mark": "saved", "upto": int(upto)}:
-                self.highest = max(self.highest, upto)  # later messages are not saved
+                self.highest = max(self.highest, upto)  # the next message is numbered above it
                 self.saved = min(upto, self.last)
                 self.summary = line.get("summary", "")
                 self.messages = [message for message in self.messages if message["n"] > self.saved]
@@ -468,8 +468,8 @@ class Consolidator:
             n = message["n"]
             if n in session.turn_ends and n <= upto:
                 longer = text_of_turns(part)
-                is_past_new = end <= session.start < n
-                if end and (is_past_new or estimate(longer) > room):
+                contains_new = end <= session.start < n
+                if end and (contains_new or estimate(longer) > room):
                     break
                 end = n
                 text = longer
@@ -528,7 +528,7 @@ class Governed:
         tasks = [n for n in users if messages[n] is task]  # empty if a hook has copied the task
         self.begin = max(tasks or users, default=0)  # where this turn begins
         steps = [n for n, message in enumerate(messages) if message.get("tool_calls")]
-        self.limit = max([self.begin, *steps])  # the model has not read the last step yet
+        self.first_kept = max([self.begin, *steps])  # the model has not read the last step yet
         self.list_size = min(2_000, budget // 8)  # tokens for the list of what is left out
         for make_shorter in (self._leave_out, self._remove_pictures, self._cut_results):
             if self.tokens > budget:
@@ -540,13 +540,15 @@ class Governed:
         kept = []
         left_out = []
         freed = 0
-        for n, message in enumerate(self.messages[: self.limit]):
-            is_user = message["role"] == "user"
-            is_boundary = is_user if n <= self.begin else message["role"] != "tool"
+        for n, message in enumerate(self.messages[: self.first_kept]):
+            role = message["role"]
+            is_user = role == "user"
+            # earlier turns go as a whole; this turn goes step by step
+            is_boundary = is_user if n <= self.begin else role != "tool"
             if is_boundary and freed >= excess + self.list_size:
                 break
             is_own = is_user and n >= self.begin
-            if is_own or message["role"] == "system" or "is_summary" in message:
+            if is_own or role == "system" or "is_summary" in message:
                 kept.append(message)
             else:
                 left_out.append(message)
@@ -797,7 +799,7 @@ def locked(path, busy=""):
     A kill unlocks `path`. Open protected files inside the `with` block."""
     with open_private(path) as file, contextlib.ExitStack() as unlock:
         while True:
-            with contextlib.suppress(BlockingIOError, PermissionError):
+            try:
                 if os.name == "nt":
                     import msvcrt
 
@@ -808,9 +810,10 @@ def locked(path, busy=""):
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     unlock.callback(fcntl.flock, file, fcntl.LOCK_UN)  # a child may hold it open
                 break
-            if busy:
-                raise SessionBusy(busy)
-            time.sleep(0.02)
+            except (BlockingIOError, PermissionError):
+                if busy:
+                    raise SessionBusy(busy) from None
+                time.sleep(0.02)
         yield
 
 

@@ -283,10 +283,8 @@ class AgentRunner:
         limit = state.spec.max_iterations
         if state.is_over_limit:
             state.note = template("out_of_iterations", limit=limit)
-        elif state.note:
-            return
         elif limit - state.iteration == 5:
-            state.note = "[Five more steps are allowed in this turn.]"
+            state.note = state.note or "[Five more steps are allowed in this turn.]"
 
     def govern(self, state: RunState) -> memory.Governed:
         """Copy the messages; if they exceed the context window, leave out old parts: [system, old
@@ -389,9 +387,13 @@ class AgentRunner:
         finally:  # keep the results of finished calls, also after a cancellation
             done = [task.result() for task in tasks if not (task.cancelled() or task.exception())]
             state.messages += [message for message, _ in done]
-        names = [message["content"] for message, images in done if images]
-        if names:  # images go into a user message, because a tool message may not contain them
-            images = [image for _, images in done for image in images]
+        names = []
+        images = []
+        for message, found in done:
+            if found:
+                names.append(message["content"])
+                images += found
+        if images:  # they go into a user message, because a tool message may not contain them
             text = {"type": "text", "text": "\n".join(names)}
             state.add({"role": "user", "content": [text, *images]})
 
@@ -1495,7 +1497,7 @@ class Conversation:
 
     async def go_on_after_restart(self):
         """Resume a recent open turn, but at most twice, because the turn may crash the gateway. If
-        it is not resumed, a report says so, once: its id is that of an earlier start's report."""
+        it is not resumed, a report says so, at each start with the same id, so it is shown once."""
         session = self.loop.sessions.get(self.key)
         for line in self.outbox.read():
             self._send_said(line)
@@ -2487,14 +2489,17 @@ class RunEvents:
         part of the system prompt and, last, of the tools."""
         parts = [*str(messages[0]["content"]).split(PART_END), lines_of_json(self.tools)]
         texts = [lines_of_json([message]) for message in messages]
-        new = [text for text in dict.fromkeys(texts) if text not in self.numbers]
-        self.numbers |= zip(new, self.new_numbers, strict=False)
+        new = []
+        for text in texts:
+            if text not in self.numbers:
+                self.numbers[text] = next(self.new_numbers)
+                new.append(json.loads(text))
         self.numbers = {text: self.numbers[text] for text in texts}
         return {
             "sent": [self.numbers[text] for text in texts],
             "tokens": list(map(memory.message_tokens, messages)),
             "parts": list(map(memory.estimate, parts)),
-            "messages": list(map(json.loads, new)),
+            "messages": new,
         }
 
 
@@ -2799,23 +2804,25 @@ class Talk:
 
     async def begin(self):
         """Show the reports. Write entries about earlier conversations, so that the next request has
-        them. At most once a day, start a dream if an entry of an earlier day is unread; a single
-        message does so only if ten entries are unread, because its end waits for the dream."""
+        them. At most once a day, start a dream if an entry of an earlier day is unread; after a
+        single message only if ten are unread, because the program ends only after the dream."""
         await self.show_reports()
         loop = self.loop
         await tools.in_thread(memory.remember_terminals, loop.sessions)
         unread = loop.memory.unread()
         enough = 1 if self.is_conversation else 10
-        last = self.folder / "last-dream"  # this file has the day of the last dream
+        day_file = self.folder / "last-dream"  # it has the day of the last dream
         may_dream = self.is_watched and loop.limits.dream.interval_h
         if loop.config.read_only or not may_dream or len(unread) < enough:
             return
-        if unread[0]["timestamp"] < self.day and loop.memory.text_of(last) < self.day:
-            loop.background.start(self.dream(last), "the dream")
+        if unread[0]["timestamp"] < self.day and loop.memory.text_of(day_file) < self.day:
+            loop.background.start(self.dream(day_file), "the dream")
 
-    async def dream(self, last):
+    async def dream(self, day_file):
         told = await self.loop.dream.run()
-        memory.write_atomically(last, self.day)  # if the program ends before, the next one dreams
+        memory.write_atomically(
+            day_file, self.day
+        )  # if the program ends before, the next one dreams
         await self.tell(told)
 
     async def tell(self, text):

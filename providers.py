@@ -1457,6 +1457,7 @@ class AnswerReader:
     def whole(self):
         """Return the answer, even if it reached max_tokens. Raises Failure if it broke off."""
         answer = self.answer
+        # None if the endpoint gave no reason: REASONS has the key "none"
         reason = REASONS.get(str(answer.finish_reason).lower(), "stop")
         answer.finish_reason = reason
         is_finished = reason in ("stop", "tool_calls")
@@ -1672,8 +1673,8 @@ class HumanProvider(LLMProvider):
 
     async def answer(self, request):
         question = request_text(request)
-        line = answer = None
-        while answer is None:
+        line = None
+        while True:
             if self.ask:
                 line = await self.ask(
                     f"{question}\n{HOW_TO_ANSWER}\nmodel> ",
@@ -1685,12 +1686,13 @@ class HumanProvider(LLMProvider):
             if line is None:
                 return failed("`--provider human` needs a terminal. On the page, open a window.")
             answer = typed(line.strip(), parameters_by_name(request.tools))
+            if answer:
+                answer.usage = estimate_usage(request, answer)
+                return answer
             question = (
                 "This line looks like a call, but is no call of a tool above.\n"
                 'Texts need quotes, and ")" comes last: read_file("a.txt")'
             )
-        answer.usage = estimate_usage(request, answer)
-        return answer
 
 
 HOW_TO_ANSWER = """
@@ -1869,7 +1871,7 @@ class Rules:
         """`the grades of b.csv` → {"grad", "csv", "b.csv"}: what is meant, without endings"""
         text = text.lower().replace("to do", "todo")
         return {
-            re.sub(rf"(?<=\w{{3}}){ENDING}$", "", word)
+            re.sub(rf"(?<=\w\w\w){ENDING}$", "", word)
             for word in re.findall(r"[^\W_]+", text) + re.findall(r"[\w-]+\.\w+", text)
             if not re.fullmatch(self.kinds["common"], word)
         }
@@ -1947,7 +1949,9 @@ class Plan:
         """Plan one turn. Returns an answer for each step and file."""
         self.matches = {}
         self.next_call = None
-        self.question = re.sub(KEYS, "", question)[:1_000]  # no key is looked for
+        self.question = re.sub(KEYS, "", question)[
+            :1_000
+        ]  # without API keys: its words are looked for
         self.paths = None  # the files here, once they are needed
         reports = []
         for rule, said in self.rules.find(question, self.request.read_only):
@@ -2097,7 +2101,7 @@ def arguments_of(rule, known):
             continue
         is_put_together = name == "command" and template != "<command>"
         text = fill(template, known, shlex.quote if is_put_together else str)
-        if text or not template:
+        if text or not template:  # an empty template is an empty text
             arguments[name] = text
     return arguments
 

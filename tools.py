@@ -847,13 +847,14 @@ def rewrite(path, turn, change):
         raise ToolError(f"{real} is UTF-16: change it with exec (iconv), or use write_file.")
     mark = UTF8_MARK if data.startswith(UTF8_MARK) else b""
     text = data.removeprefix(mark).decode("utf-8", errors="surrogateescape")
+    # CRLF, if all lines end with it
     line_end = "\r\n" if text.count("\r\n") == text.count("\n") > 0 else "\n"
     before = text.replace(line_end, "\n")
     after = change(before)
     new = mark + after.replace("\n", line_end).encode("utf-8", errors="surrogateescape")
     note = change_file(turn, real, data, new)
-    shown, text = diff(before, after, path)
-    return ToolResult(text + note, shown=shown + note)
+    shown, told = diff(before, after, path)
+    return ToolResult(told + note, shown=shown + note)
 
 
 def diff(before, after, name):
@@ -975,14 +976,14 @@ def take_back(store, session):
     """Undo the session's last turn that changed files. Returns for each file whether it is as
     before, or was left alone because something else has changed it since."""
     changes = [change for change in kept_changes(store) if change["session"] == session]
-    last = [change for change in changes if change["turn"] == changes[-1]["turn"]]
+    last_turn = [change for change in changes if change["turn"] == changes[-1]["turn"]]
     outcomes = {}
-    for path in {change["path"] for change in last}:
-        its = [change for change in last if change["path"] == path]
-        shown = os.path.relpath(path, its[0]["folder"])
-        outcomes[shown] = restore(Path(path), its)
+    for path in sorted({change["path"] for change in last_turn}):
+        of_file = [change for change in last_turn if change["path"] == path]
+        shown = os.path.relpath(path, of_file[0]["folder"])
+        outcomes[shown] = restore(Path(path), of_file)
     if any(outcomes.values()):
-        for change in last:
+        for change in last_turn:
             change["file"].unlink(missing_ok=True)
     return outcomes
 
@@ -2048,7 +2049,7 @@ def prose_text(source):
 
 def mark_of(tag):
     """The text that stands for a tag: <h2> → ⏎ ⏎ ##, <td> → |, <p> → ⏎ ⏎, <b> → nothing."""
-    name = (tag[1] or tag[3] or "").lower()
+    name = (tag[1] or tag[3] or "").lower()  # [3]: of a tag without its ">"
     if re.fullmatch(r"h\d", name):
         return f"\n\n{'#' * int(name[1])} "
     return "\n\n" if re.fullmatch(BLOCK, name) else MARKS.get(name, "")
