@@ -1243,7 +1243,7 @@ async def grep(
     *,
     turn: Turn,
 ):
-    r"""Search lines with a Python regular expression (\s and \b, not [[:space:]] and \<).
+    r"""Search lines with a Python regular expression (\s, not [[:space:]]).
     output_mode "content" returns `path:line: text`."""
     type_glob = TYPES.get(type, f"*.{type}")  # an unlisted type like rb means *.rb
     root = turn.path(path)

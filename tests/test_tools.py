@@ -265,6 +265,7 @@ def test_a_result_over_the_limit_goes_into_a_file_that_read_file_can_page(turn):
     path = Path(re.search(r"the text is in (\S+\.txt)", text)[1])
     assert "row 0 " in text and "row 4999 " in text and len(text) <= turn.max_result_chars
     assert path.read_text().endswith("row 4999 ?") and len(list(turn.results.iterdir())) == 200
+    assert os.name != "posix" or turn.results.stat().st_mode & 0o777 == 0o700
     assert "5000| row 4999" in call(turn, "read_file", path=str(path), offset=4_990).text
 
 
