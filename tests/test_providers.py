@@ -1218,6 +1218,7 @@ TYPED = {  # a text is an answer; None: it is asked about, and never an answer
     'read_file {"path": "a.txt", "colour": 1}': {"path": "a.txt", "colour": 1},
     "read_file": {},
     'read_file("a.txt"': None,
+    'read_file {"path": "a.txt"': None,
     'raed_file {"path": "a.txt"}': None,
     '<tool_call>{"name": "read_file"}</tool_call>': None,
     "I read a.txt (twice): {x}": "I read a.txt (twice): {x}",
