@@ -1449,19 +1449,25 @@ def keeping(pattern: str):
     return save
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("turns", [210, pytest.param(2_000, marks=pytest.mark.slow)])
-def test_a_conversation_of_2000_turns_forgets_nothing_and_what_is_sent_does_not_grow(
-    tmp_path, turns
-):
+def talkative_loop(workspace: Path, window: int = 65_536) -> AgentLoop:
+    """Its model reads a file in each turn, and keeps what the user likes best. bench.py uses it, too."""
 
     def talk(request):
         is_read = request.messages[-1]["role"] == "tool"
         return "It says something." if is_read else call("read_file", path="a.txt")
 
     model = Model(talk, keeping(r"my (favourite \w+ is \w+)"))
-    loop = make_loop(tmp_path, model, context_window_tokens=8_000, max_tokens=2_000)
-    (tmp_path / "a.txt").write_text("a line of text\n" * 200)
+    (workspace / "a.txt").write_text("a line of text\n" * 200)
+    return make_loop(workspace, model, context_window_tokens=window, max_tokens=2_000)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("turns", [210, pytest.param(2_000, marks=pytest.mark.slow)])
+def test_a_conversation_of_2000_turns_forgets_nothing_and_what_is_sent_does_not_grow(
+    tmp_path, turns
+):
+    loop = talkative_loop(tmp_path, 8_000)
+    model = loop.provider
     sizes = []
 
     async def work() -> None:
