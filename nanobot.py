@@ -1280,7 +1280,7 @@ class ApprovalHook(AgentHook):
             self.always.add(kind)
         if answer.lower() in ("y", "yes", "a", "always"):
             return ""
-        _, _, reason = answer.partition(" ")  # "n it is used elsewhere" → "it is used elsewhere"
+        reason = re.sub(r"(?i)\Ano?\b[ ,]*", "", answer)  # "n it is used" → "it is used"
         return f"The user did not approve this call: {reason}".rstrip(": ")
 
 

@@ -643,6 +643,15 @@ def approve(answers: list[str], *steps, name: str = "act"):
 
 
 @pytest.mark.parametrize(
+    ("answer", "reason"),
+    [("n", ""), ("No, not now", ": not now"), ("don't run it", ": don't run it"), ("", "")],
+)
+def test_what_is_said_with_a_no_is_the_reason(answer, reason):
+    ran, _, told = approve([answer], call("act"))
+    assert (ran, told) == ([], [f"The user did not approve this call{reason}"])
+
+
+@pytest.mark.parametrize(
     ("answers", "ran", "asked"),
     [
         (["n", "Y"], ["2"], 2),
