@@ -1110,9 +1110,8 @@ def find_files(turn, path, *globs):
         if time.monotonic() > deadline:
             raise ToolError(f"{root} has too many files: search in one of its folders.")
         name = entry.path[start:].replace(os.sep, "/")  # on Windows: src\a.py → src/a.py
-        if is_secret(Path(entry.path), turn.secret):
-            continue
-        if all(any(is_match(name, glob) for glob in choices) for choices in wanted):
+        is_wanted = all(any(is_match(name, glob) for glob in choices) for choices in wanted)
+        if is_wanted and not is_secret(Path(entry.path), turn.secret):
             files.append((prefix + name, entry.path))
     return files
 
