@@ -770,7 +770,7 @@ def test_a_turn_runs_within_80_percent_of_the_budget_and_its_system_prompt_stays
 
     def talk(request):
         steps = len([m for m in request.messages if m["role"] == "tool"])
-        page = call("read_file", path="large.txt", offset=steps + 1, limit=180)
+        page = call("read_file", path="large.txt", offset=steps + 1, limit=165)
         return "Done." if steps == 6 else page
 
     talk_of(tmp_path, 12, 3_200)
