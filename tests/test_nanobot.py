@@ -1359,8 +1359,8 @@ def test_whenever_messages_come_each_is_answered_in_one_turn_and_the_journal_is_
             for earlier, later in itertools.pairwise(asked):
                 check_grammar(later)
                 assert later[: len(earlier)] == earlier
-            whole = legal([asked[-1][0], *chats.session(chat).history()], reply=False)
-            assert whole[:-1] == asked[-1] and not chats.session(chat).unfinished
+            whole = legal([asked[-1][0], *chats.session(chat).history()])
+            assert whole == asked[-1] and not chats.session(chat).unfinished
 
     tools = [tool(act), tool(act, name="watch", read_only=True)]
     serve(tmp_path, script, work, *tools, max_tool_iterations=1_000)
