@@ -163,7 +163,8 @@ class LLMProvider:
         other text. Options: max_tokens, temperature, tool_choice. If the endpoint fails, the
         response has `finish_reason="error"`. CancelledError and errors of callbacks are not caught.
         """
-        valid, tools = legal(messages), tools or []
+        valid = legal(messages)
+        tools = tools or []
         name = model or self.model
         request = LLMRequest(valid, tools, name, options, on_delta, on_retry, read_only, on_event)
         healed = [remedy.notice for remedy in self.learnt.get(name, [])]
@@ -244,7 +245,7 @@ def legal(messages: list[dict]) -> list[dict]:
 # ---- An endpoint: ask, change a refused request, wait and retry ----
 
 
-@dataclass(eq=False)
+@dataclass
 class Failure(Exception):
     """A request failed. The table TROUBLES has a row for each kind of failure: how often to retry,
     and what to tell the user. For example:
@@ -385,7 +386,7 @@ def request_body(endpoint, request, remedies):
         body |= {"stream": True, "stream_options": {"include_usage": True}}
     body = without_none(body | endpoint.extra_body)
     if endpoint.spec.supports_prompt_caching:
-        body = cache_marks(body)
+        body = with_cache_marks(body)
     for remedy in remedies:
         body = remedy.change(body)
     return body
@@ -739,7 +740,6 @@ def choose_endpoint(
             known[row.name].api_key = general_key
             known["openai"].api_key = ""
     host = row_of_address(base_url)
-    is_own_server = base_url and not host.env_key
     if host.env_key:
         spec = host
     elif provider:
@@ -757,7 +757,7 @@ def choose_endpoint(
         raise ValueError(f"Provider {spec.name} {problem}. Set its apiBase, or --base-url.")
     if spec.env_key and not chosen.api_key and not base_url:
         raise ValueError(f"Provider {spec.name} has no key: set {spec.env_key}.")
-    if is_own_server:
+    if base_url and not host.env_key:  # the user's own server
         if spec.env_key:
             chosen = Endpoint(spec)  # without the key and the headers for the maker's host
         chosen.api_key = chosen.api_key or general_key
@@ -974,8 +974,11 @@ def find_remedy(failure, body, tried):
         fits = re.search(f"(?is){remedy.complaint}", failure.text)
         if fits and remedy not in tried and remedy.change(body) != body:
             return remedy
-    optional = sorted(body.keys() - {"model", "messages", "tools"})
-    refused = [name for name in optional if is_refused(name, failure.text)]
+    refused = [
+        name
+        for name in body
+        if name not in ("model", "messages", "tools") and is_refused(name, failure.text)
+    ]
     if not refused:
         return None
     notice = f"{' and '.join(refused)} is left out: this model does not accept it"
@@ -1006,8 +1009,11 @@ def is_refused(name, complaint):
 
 def difference(old, new):
     """The parameters that a remedy has changed: {"stop": None}. The long ones are left out."""
-    short = (old | new).keys() - {"messages", "tools"}
-    return {name: new.get(name) for name in short if old.get(name) != new.get(name)}
+    return {
+        name: new.get(name)
+        for name in old | new
+        if name not in ("messages", "tools") and old.get(name) != new.get(name)
+    }
 
 
 def setting(**values):
@@ -1020,6 +1026,7 @@ def without_none(body):
 
 
 def in_messages(change):
+    """Make a change of a request from the change of a message."""
     return lambda body: {**body, "messages": [change(each) for each in body["messages"]]}
 
 
@@ -1067,7 +1074,7 @@ def with_short_ids(message):
     def shortened(found):
         for key in ("id", "tool_call_id"):
             if key in found:
-                found[key] = nine_digits(zlib.crc32(found[key].encode()))
+                found[key] = nine_digits(zlib.crc32(str(found[key]).encode()))
         return found
 
     return json.loads(to_json(message), object_hook=shortened)
@@ -1090,7 +1097,8 @@ def tools_as_text(body):
     if "tools" in body:
         lines = "\n".join(to_json(tool["function"]) for tool in body["tools"])
         messages.append({"role": "system", "content": TOOLS_AS_TEXT + lines})
-    return setting(messages=legal(messages), tools=None, tool_choice=None)(body)
+    changed = {"messages": legal(messages), "tools": None, "tool_choice": None}
+    return without_none(body | changed)
 
 
 def calls_as_text(message):
@@ -1102,8 +1110,9 @@ def calls_as_text(message):
         return message
     lines = [text] if text else []
     for call in message["tool_calls"]:
-        name, arguments = call["function"]["name"], call["function"]["arguments"]
-        lines.append(f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>')
+        function = call["function"]  # its arguments are JSON already
+        line = f'{{"name": "{function["name"]}", "arguments": {function["arguments"]}}}'
+        lines.append(f"<tool_call>{line}</tool_call>")
     return {"role": "assistant", "content": "\n".join(lines)}
 
 
@@ -1212,13 +1221,15 @@ HEALING = [
 DONE = {"choices": [{}]}  # the chunk for `data: [DONE]`: a choice without `delta` ends the answer
 
 
-def cache_marks(body):
+def with_cache_mark(message):
     """Mark the system message, so that the endpoint caches the tools and the system message."""
-    first, *rest = body["messages"]
-    if first["role"] != "system":
-        return body
-    block = {"type": "text", "text": first["content"], "cache_control": {"type": "ephemeral"}}
-    return {**body, "messages": [{**first, "content": [block]}, *rest]}
+    if message["role"] != "system":
+        return message
+    block = {"type": "text", "text": message["content"], "cache_control": {"type": "ephemeral"}}
+    return {**message, "content": [block]}
+
+
+with_cache_marks = in_messages(with_cache_mark)
 
 
 @cache
@@ -1350,7 +1361,6 @@ REASONS = {  # the endpoint's finish reason → OpenAI's; any other (`eos`, `end
 
 @dataclass
 class CallParts:  # a call that is arriving in pieces
-    index: int | None
     call: ToolCallRequest
     written: str = ""  # the JSON of its arguments
 
@@ -1368,6 +1378,7 @@ class AnswerReader:
         self.text = ""  # the answer so far, without thoughts
         self.end = 0  # `text` is shown up to here; the rest may begin a thought or a call
         self.calls = []  # CallParts
+        self.open_calls = {}  # index → the last of `calls` with this index, which a piece continues
         self.has_ended = False  # True: the server has signalled the end of the answer
 
     @property
@@ -1384,7 +1395,8 @@ class AnswerReader:
         for part in (chunk, *choices):
             if part.get("error"):
                 raise refusal(part["error"])
-            self.answer.usage = read_usage(part.get("usage") or {}) or self.answer.usage
+            if part.get("usage"):
+                self.answer.usage = read_usage(part["usage"])
         return "".join([self._add(choice) for choice in choices])
 
     def _add(self, choice):
@@ -1411,18 +1423,16 @@ class AnswerReader:
         all are 0      0 a read_file {"path":"a"}              0 b now {}
         without ids    0 read_file {"pa    0 th":"a"}          0 now {}
 
-        So a name begins a call, and a piece without a name continues the call with its index.
+        So a name begins a call, and a piece without a name continues the last call with its index.
         """
         index = piece.get("index")
         function = piece.get("function") or {}
         name = function.get("name")
-        begun = [parts for parts in self.calls if index in (None, parts.index)]
-        if name or not begun:
+        if name or index not in self.open_calls:
             call = ToolCallRequest(piece.get("id") or new_id(), name or "unnamed")
-            parts = CallParts(index, call)
-            self.calls.append(parts)
-        else:
-            parts = begun[-1]
+            self.open_calls[index] = CallParts(call)
+            self.calls.append(self.open_calls[index])
+        parts = self.open_calls[index]
         arguments = function.get("arguments") or ""
         parts.written += arguments if isinstance(arguments, str) else to_json(arguments)
         if "extra_content" in piece:  # Gemini's signature of a thought
@@ -1446,7 +1456,7 @@ class AnswerReader:
     def close(self):
         """Finish the answer. Returns the text that is not shown yet."""
         held = self.text[self.end :]
-        if not self.shown and THOUGHT_TAG.match(held.lstrip()):
+        if not self.shown and re.match(THOUGHT_TAG, held.lstrip()):
             self.text = ""  # a thought that does not end
             return ""
         try:
@@ -1467,8 +1477,8 @@ class AnswerReader:
         """Decide about calls that were written as text, by the rules 1 to 3 below."""
         if not self.shown.strip():
             return True
-        has_own_tag = re.match(TAG, held) and END_TOKENS.match(rest)
-        if not has_own_tag or THOUGHT_TAG.search(self.shown):
+        has_own_tag = re.match(TAG, held) and re.match(END_TOKENS, rest)
+        if not has_own_tag or re.search(THOUGHT_TAG, self.shown):
             return False
         return all(call.name in self.request.read_only for call in calls)
 
@@ -1483,10 +1493,7 @@ class AnswerReader:
             call = parts.call
             call.arguments, call.error = parse_arguments(parts.written, repair=is_finished)
             answer.tool_calls.append(call)
-        is_whole = self.has_ended
-        if answer.tool_calls:
-            is_whole = not any(call.error for call in answer.tool_calls)
-        if reason == "error" or not (reason or is_whole):
+        if reason == "error" or not (reason or self.has_ended):
             raise Failure("the answer broke off", "closed")
         text = self.text
         if reason != "length":  # the model continues a cut answer, also after a line break
@@ -1562,14 +1569,14 @@ UNCLEAR = rf"(?: {{0,3}}(?:`{{1,9}}|~{{1,9}})\w{{0,20}}\s{{0,99}})?{PARTIAL}"
 THOUGHT_LINE = r"(?m)(?:\A\s{0,200}|^)</?(?:(?:think|thinking|thought)>|\w{0,8}\Z)"
 THOUGHT_START = re.compile(THOUGHT_LINE)
 LINE_START = re.compile(rf"{THOUGHT_LINE}|(?:\A\s{{0,200}}|^)(?:{TAG}|{FENCE}|{BARE}|{UNCLEAR})")
-THOUGHT_TAG = re.compile(r"</?(?:think|thinking|thought)>")
+THOUGHT_TAG = "</?(?:think|thinking|thought)>"
 THOUGHT = re.compile(
     r"\s{0,200}(?:<(?:think|thinking|thought)>(?:[^<]++|<)*?)?</(?:think|thinking|thought)>"
 )
 AROUND = re.compile(
     r"(?:\s|</?(?:tool_calls?|tools)>|</function>|<\|python_tag\|>|\[TOOL_CALLS\](?=\s{0,99}[\[{]))*"
 )
-END_TOKENS = re.compile(r"(?:\s|<\|\w{1,30}\|>|</s>|<end_of_turn>)*\Z")
+END_TOKENS = r"(?:\s|<\|\w{1,30}\|>|</s>|<end_of_turn>)*\Z"
 # after a call: an end token, or a result that the model has invented
 INVENTED = re.compile(r"<\||</s>|<end_of_turn>|<tool_res(?:ponse|ult)>|```(?!json|tool_call)")
 PARAMETER = r"<parameter=(\w+)>\n?((?:(?!<parameter=).)*?)\n?</parameter>"
@@ -1620,22 +1627,17 @@ def read_calls(text, tools):
 
 
 def text_call(found, tools):
-    """{"name": "ls", "arguments": {"path": ".", "colour": 1}} → ls({"path": "."})
+    """{"name": "ls", "arguments": {"path": "."}} → ls({"path": "."})
 
-    Drop unknown arguments. Raises an exception for an unknown tool, a missing argument, and for
-    JSON that is no call, but a log entry or the description of a tool."""
+    Raises an exception for an unknown tool, and for JSON that is no call, but a log entry or the
+    description of a tool. Wrong arguments are told to the model when the call runs."""
     is_wrapped = found.keys() <= {"type", "id", "function"}  # {"type": "function", "function": {…}}
     call = found["function"] if is_wrapped else found
     is_log_entry = found.get("type", "function") != "function" or call.keys() - CALL_KEYS
     is_description = "properties" in call.get("parameters", {})
-    schema = tools[call["name"]]
     written = call.get("arguments", call.get("parameters"))
     arguments, error = parse_arguments(written, repair=False)
-    properties = schema.get("properties")
-    if properties and not schema.get("additionalProperties"):
-        arguments = {key: value for key, value in arguments.items() if key in properties}
-    is_incomplete = set(schema.get("required", [])) - arguments.keys()
-    if error or is_incomplete or is_log_entry or is_description:
+    if error or is_log_entry or is_description or call["name"] not in tools:
         raise ValueError("not a call")
     return ToolCallRequest(new_id(), call["name"], arguments)
 
