@@ -163,12 +163,14 @@ class LLMProvider:
         other text. Options: max_tokens, temperature, tool_choice. If the endpoint fails, the
         response has `finish_reason="error"`. CancelledError and errors of callbacks are not caught.
         """
-        valid = legal(messages)
+        lawful = legal(messages)
         tools = tools or []
         name = model or self.model
-        request = LLMRequest(valid, tools, name, options, on_delta, on_retry, read_only, on_event)
+        request = LLMRequest(lawful, tools, name, options, on_delta, on_retry, read_only, on_event)
         healed = [remedy.notice for remedy in self.learnt.get(name, [])]
-        on_event("request", model=name, options=options, messages=valid, tools=tools, healed=healed)
+        on_event(
+            "request", model=name, options=options, messages=lawful, tools=tools, healed=healed
+        )
         began = time.monotonic()
         response = failed("It was stopped.")  # for the event, if `answer` is cancelled
         try:
@@ -214,7 +216,7 @@ class ScriptedProvider(LLMProvider):
         return reply
 
 
-# ---- A valid history, which every endpoint accepts ----
+# ---- A lawful history, which every endpoint accepts ----
 
 
 def legal(messages: list[dict]) -> list[dict]:
@@ -236,10 +238,10 @@ def legal(messages: list[dict]) -> list[dict]:
     talk = with_results([message for message in clean if message["role"] != "system"])
     if not talk or talk[0]["role"] != "user":
         talk.insert(0, {"role": "user", "content": "(earlier messages are left out)"})
-    valid = with_neighbours_joined(system + talk)
-    if valid[-1]["role"] == "assistant":
-        valid.pop()
-    return without_surrogates(valid)
+    lawful = with_neighbours_joined(system + talk)
+    if lawful[-1]["role"] == "assistant":
+        lawful.pop()
+    return without_surrogates(lawful)
 
 
 # ---- An endpoint: ask, change a refused request, wait and retry ----
@@ -739,8 +741,8 @@ def choose_endpoint(
         if row.key_prefix and general_key.startswith(row.key_prefix):
             known[row.name].api_key = general_key
             known["openai"].api_key = ""
-    host = row_of_address(base_url)
-    if host.env_key:
+    host = row_of_address(base_url)  # "custom" if there is no base URL
+    if host.env_key:  # a maker's own address
         spec = host
     elif provider:
         spec = ROWS[provider]
@@ -1360,9 +1362,9 @@ REASONS = {  # the endpoint's finish reason → OpenAI's; any other (`eos`, `end
 
 
 @dataclass
-class CallParts:  # a call that is arriving in pieces
+class CallParts:  # a call of a stream
     call: ToolCallRequest
-    written: str = ""  # the JSON of its arguments
+    written: str = ""  # the JSON of its arguments, as far as it has arrived
 
 
 class AnswerReader:
@@ -1424,8 +1426,9 @@ class AnswerReader:
         without ids    0 read_file {"pa    0 th":"a"}          0 now {}
 
         So a name begins a call, and a piece without a name continues the last call with its index.
+        No index means 0.
         """
-        index = piece.get("index")
+        index = piece.get("index", 0)
         function = piece.get("function") or {}
         name = function.get("name")
         if name or index not in self.open_calls:
@@ -1439,7 +1442,8 @@ class AnswerReader:
             parts.call.extra["extra_content"] = piece["extra_content"]
 
     def _ready(self, piece):
-        """Return the text that may be shown now. Thoughts and possible calls are held back."""
+        """Add a piece of text, remove whole thoughts, and return the text that may be shown now.
+        The beginnings of thoughts and of possible calls are held back."""
         begin = self.end
         self.text += piece
         line_start = LINE_START if self.tools else THOUGHT_START
@@ -1499,8 +1503,9 @@ class AnswerReader:
         if reason != "length":  # the model continues a cut answer, also after a line break
             text = text.rstrip("\n")
         answer.content = without_surrogates(text) if text.strip() else None
-        extra = answer.extra
-        answer.reasoning_content = extra.get("reasoning_content") or extra.get("reasoning")
+        answer.reasoning_content = answer.extra.get("reasoning_content") or answer.extra.get(
+            "reasoning"
+        )
         answer.usage = answer.usage or estimate_usage(self.request, answer)
         return answer
 
@@ -1557,30 +1562,38 @@ def token_counts(sent, received, cached=0, estimated=False):
 # 4. A quote, an example in a sentence or in a code fence that is open, a schema, a log entry, a
 #    broken call: nothing runs.
 
+# Repetitions have an upper limit, like {0,99}, so that no text takes long.
+# how a call begins: <tool_call>, <function=now>, [TOOL_CALLS]
 TAG = r"<(?:tool_calls?|tools)>|<function=|\[TOOL_CALLS\]|<\|python_tag\|>"
-BARE = r'[\[{]\s{0,99}{?\s{0,99}"(?:name|type|id|function|arguments|parameters)"'
-FENCE = rf"```(?:json|tool_call)?[ \t\r]{{0,9}}\n\s{{0,80}}(?={TAG}|{BARE})"
+BARE = r'[\[{]\s{0,99}{?\s{0,99}"(?:name|type|id|function|arguments|parameters)"'  # [{"name"
+FENCE = rf"```(?:json|tool_call)?[ \t\r]{{0,9}}\n\s{{0,80}}(?={TAG}|{BARE})"  # ```json\n
 FENCE_OR_END = re.compile(f"{FENCE}|```")
-# the end of a piece of a stream: `<tool_c`, `[TOOL_`, `{"na`, "```js"
+# the text so far ends in `<tool_c`, `[TOOL_`, `{"na` or "```js": the next piece decides
 PARTIAL = r'(?:</?\|?\w{0,12}\|?|\[[A-Z_]{1,11}|[\[{]\s{0,99}(?:{?\s{0,99}(?:"\w{0,10})?)?)?\Z'
-UNCLEAR = rf"(?: {{0,3}}(?:`{{1,9}}|~{{1,9}})\w{{0,20}}\s{{0,99}})?{PARTIAL}"
+PARTIAL_LINE = rf"(?: {{0,3}}(?:`{{1,9}}|~{{1,9}})\w{{0,20}}\s{{0,99}})?{PARTIAL}"
 # Some models write <think>…</think> before lines. If a chat template contains <think>, only
-# </think> arrives. The start of a piece of a stream may be `<th`.
+# </think> arrives. The text so far may end in `<th`.
 THOUGHT_LINE = r"(?m)(?:\A\s{0,200}|^)</?(?:(?:think|thinking|thought)>|\w{0,8}\Z)"
+# what is held back from here on: a possible thought, and for LINE_START also a possible call
 THOUGHT_START = re.compile(THOUGHT_LINE)
-LINE_START = re.compile(rf"{THOUGHT_LINE}|(?:\A\s{{0,200}}|^)(?:{TAG}|{FENCE}|{BARE}|{UNCLEAR})")
+LINE_START = re.compile(
+    rf"{THOUGHT_LINE}|(?:\A\s{{0,200}}|^)(?:{TAG}|{FENCE}|{BARE}|{PARTIAL_LINE})"
+)
 THOUGHT_TAG = "</?(?:think|thinking|thought)>"
-THOUGHT = re.compile(
+THOUGHT = re.compile(  # <think>Hm, <b>.</think>
     r"\s{0,200}(?:<(?:think|thinking|thought)>(?:[^<]++|<)*?)?</(?:think|thinking|thought)>"
 )
+# what may stand before, between and after calls: "</tool_call>\n<tool_call>\n"
 AROUND = re.compile(
     r"(?:\s|</?(?:tool_calls?|tools)>|</function>|<\|python_tag\|>|\[TOOL_CALLS\](?=\s{0,99}[\[{]))*"
 )
-END_TOKENS = r"(?:\s|<\|\w{1,30}\|>|</s>|<end_of_turn>)*\Z"
+END_TOKENS = r"(?:\s|<\|\w{1,30}\|>|</s>|<end_of_turn>)*\Z"  # <|im_end|>
 # after a call: an end token, or a result that the model has invented
 INVENTED = re.compile(r"<\||</s>|<end_of_turn>|<tool_res(?:ponse|ult)>|```(?!json|tool_call)")
+# <parameter=path>\na.txt\n</parameter>
 PARAMETER = r"<parameter=(\w+)>\n?((?:(?!<parameter=).)*?)\n?</parameter>"
-# <function=now>, Mistral's [TOOL_CALLS]now{} and [TOOL_CALLS]now[ARGS]{}, Groq's <function=now{}
+# <function=now>, Mistral's [TOOL_CALLS]now{} and [TOOL_CALLS]now[ARGS]{}, Groq's <function=now{}:
+# group 1 is the name, group 2 has the PARAMETERs; arguments as JSON follow
 NAMED = re.compile(
     rf"(?s)(?:<function=|\[TOOL_CALLS\])([\w-]+)(?:>|"
     rf"(?:\[CALL_ID\]\w{{1,40}})?(?:\[ARGS\])?(?=\s{{0,9}}{{))((?:\s*{PARAMETER})*)\s*"
@@ -1602,7 +1615,7 @@ def read_calls(text, tools):
     Raises an exception for an invalid call, and for any other text between the calls. A JSON
     parser reads JSON calls, so a code fence or a tag inside a string stays in the string."""
     calls = []
-    is_fenced = False
+    is_fenced = False  # True: a code fence is open at `place`
     place = 0
     while True:
         place = AROUND.match(text, place).end()
@@ -1678,8 +1691,9 @@ def keyless_json(named):
     the form of a key, and each value in `named` whose name says key, token, secret or password."""
     secrets = re.findall(NAMED_SECRET, json.dumps(named, ensure_ascii=False))
     secrets.sort(key=len, reverse=True)
-    keys = re.compile("|".join([KEYS, *map(re.escape, secrets)]))
+    keys = re.compile("|".join([KEYS, *map(re.escape, secrets)]))  # the longest first
     write = json.JSONEncoder(ensure_ascii=False, default=vars).encode  # vars: of an LLMResponse
+    # the groups of KEYS are what stays, like `password=`
     return lambda event: keys.sub(r"\1\2\3[key]", write(event))
 
 

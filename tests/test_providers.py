@@ -497,6 +497,11 @@ CALL_STREAMS = {
         piece(arguments=": 1}"),
         piece(id="2", name="b", arguments=Y),
     ],
+    "the index only in the first chunk": [
+        piece(index=0, id="1", name="a", arguments='{"x"'),
+        piece(arguments=": 1}"),
+        piece(index=1, id="2", name="b", arguments=Y),
+    ],
     "whole, every index 0, with empty ids": [
         piece(index=0, id="", name="a", arguments=X),
         piece(index=0, id="", name="b", arguments=Y),
