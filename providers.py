@@ -331,9 +331,8 @@ class OpenAIProvider(LLMProvider):
         """Make one HTTP attempt. Raises Failure. An exception in `on_delta` is not caught."""
         reads_text = self.endpoint.text_tool_calls == "on"
         if self.endpoint.text_tool_calls == "auto":
-            reads_text = (
-                self.is_local or "tools" not in body
-            )  # these models may write calls as text
+            # local models write calls as text, and so does a model that got the tools as text
+            reads_text = self.is_local or "tools" not in body
         reader = AnswerReader(request, reads_text)
         try:
             async with contextlib.aclosing(self.connection.chunks(body)) as chunks:
@@ -349,7 +348,7 @@ class OpenAIProvider(LLMProvider):
 
     async def _warn_if_cut(self, request, answer):
         """Warn once if the server cut the request. Ollama does so silently, beyond its
-        context window (4,096 tokens by default). `sent` is a rough estimate, hence the factor."""
+        context window (4,096 tokens by default). `sent` is an estimate, hence the factor 2."""
         read = answer.usage["prompt_tokens"]
         sent = estimate_usage(request, answer)["prompt_tokens"]
         is_cut = 1_000 < read < 5_000 and sent > 2 * read
