@@ -321,6 +321,7 @@ class OpenAIProvider(LLMProvider):
                 return await self._give_up(failure)
 
     async def _give_up(self, failure):
+        """The answer with the cause and what to do; for a wrong model, with the offered models."""
         error = explanation(failure, self.endpoint)
         if failure.kind == "model":
             error += f" {await self.check() or 'Choose another with --model.'}"
@@ -1082,6 +1083,7 @@ def with_short_ids(message):
 
 
 def with_system_as_user(body):
+    """system "You are …", user "Hi" → user "You are …\\n\\nHi"."""
     first, *rest = body["messages"]
     return {**body, "messages": legal([{**first, "role": "user"}, *rest])}
 
@@ -1269,7 +1271,7 @@ class Connection:
             default_headers=where.extra_headers,
             http_client=openai.DefaultAsyncHttpxClient(
                 verify=where.api_base.startswith("https://"),  # loading certificates takes 30 ms
-                trust_env=not where.spec.is_local,
+                trust_env=not where.spec.is_local,  # a proxy does not reach the user's machine
                 follow_redirects=False,
             ),
         )
