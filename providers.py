@@ -36,7 +36,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -88,7 +88,7 @@ class LLMResponse:
     error: str | None = None
     extra: dict = field(default_factory=dict)  # the reasoning fields, copied into later requests
     is_overflow: bool = False  # True: the request exceeds the model's context window
-    unclear_at: int | None = None  # where `content` has a call that may be only an example
+    unclear_at: int | None = None  # from here on, `content` is a call or only an example of one
 
     @property
     def has_tool_calls(self) -> bool:
@@ -142,7 +142,7 @@ class LLMProvider:
 
     model = ""
     is_local = False  # True: a server on the user's own machine
-    learnt: dict = {}  # model name → remedies that the model needs, like those of HEALING
+    learnt: dict = {}  # model name → the rows of HEALING that its requests need
 
     async def chat(
         self,
@@ -163,7 +163,8 @@ class LLMProvider:
         other text. Options: max_tokens, temperature, tool_choice. If the endpoint fails, the
         response has `finish_reason="error"`. CancelledError and errors of callbacks are not caught.
         """
-        lawful, tools = legal(messages), tools or []
+        lawful = legal(messages)
+        tools = tools or []
         name = model or self.model
         request = LLMRequest(lawful, tools, name, options, on_delta, on_retry, read_only, on_event)
         healed = [remedy.notice for remedy in self.learnt.get(name, [])]
@@ -171,7 +172,7 @@ class LLMProvider:
             "request", model=name, options=options, messages=lawful, tools=tools, healed=healed
         )
         began = time.monotonic()
-        response = failed("It was stopped.")
+        response = failed("It was stopped.")  # for the event, if `answer` is cancelled
         try:
             response = await self.answer(request)
         finally:
@@ -218,7 +219,7 @@ class ScriptedProvider(LLMProvider):
 # ---- A lawful history, which every endpoint accepts ----
 
 
-def legal(messages: list[dict], reply: bool = True) -> list[dict]:
+def legal(messages: list[dict]) -> list[dict]:
     """Copy a conversation and repair the copy, so that every endpoint accepts the copy. Idempotent.
 
     user "List the files"                  user "List the files"
@@ -229,8 +230,8 @@ def legal(messages: list[dict], reply: bool = True) -> list[dict]:
     assistant "I will"
 
     At most one system message comes first, then a user message. Adjacent messages of one role are
-    joined. Each call has one result. Ids are unique, texts are not empty. Unknown keys are removed.
-    If `reply` is set, assistant messages at the end are removed.
+    joined. Each call has one result. Ids are unique, texts are not empty. Unknown keys are removed,
+    and an assistant message at the end, because the model is to write it.
     """
     clean = [clean_message(message) for message in messages]
     system = [message for message in clean if message["role"] == "system"]
@@ -238,22 +239,22 @@ def legal(messages: list[dict], reply: bool = True) -> list[dict]:
     if not talk or talk[0]["role"] != "user":
         talk.insert(0, {"role": "user", "content": "(earlier messages are left out)"})
     lawful = with_neighbours_joined(system + talk)
-    while reply and lawful[-1]["role"] == "assistant":
+    if lawful[-1]["role"] == "assistant":
         lawful.pop()
-    return with_whole_letters(lawful)
+    return without_surrogates(lawful)
 
 
 # ---- An endpoint: ask, change a refused request, wait and retry ----
 
 
-@dataclass(eq=False)
+@dataclass
 class Failure(Exception):
-    """A request failed. TROUBLES finds the `kind` in the endpoint's text. For each kind it says how
-    often to retry, and what to tell the user:
+    """A request failed. The table TROUBLES has a row for each kind of failure: how often to retry,
+    and what to tell the user. For example:
 
-    "busy" (429, 5xx), "closed" and "network" three times, "loading" (503) six times, "timeout"
-    once. Not at all: "unpaid" (also 429, if the quota is exhausted), "key", "model".
-    "overflow" goes back to the runner, which sends a shorter request.
+    "busy" (429, 5xx)    three retries          "key" (401)     no retry
+    "loading" (503)      six retries            "unpaid" (402)  no retry
+    "overflow"           no retry: the runner sends a shorter request
     """
 
     cause: str
@@ -292,45 +293,47 @@ class OpenAIProvider(LLMProvider):
         401, 429 "exceeded your current quota", any error after shown text
                                              → return an answer with cause and fix in `error`
         """
-        tried = list(self.learnt.get(request.model, []))
-        body = request_body(self.endpoint, request, tried)
-        tries = 0
+        remedies = list(self.learnt.get(request.model, []))
+        body = request_body(self.endpoint, request, remedies)
+        retries = 0
         while True:
             try:
                 response = await self._ask(request, body)
-                self.learnt[request.model] = [remedy for remedy in tried if remedy.is_remembered]
+                self.learnt[request.model] = [each for each in remedies if each.is_remembered]
                 await self._warn_if_cut(request, response)
                 return response
             except Failure as problem:
-                failure = problem
-            remedy = find_remedy(failure, body, tried)
+                failure = problem  # because `problem` does not exist after this block
+            remedy = find_remedy(failure, body, remedies)
+            seconds = retry_after(failure, retries)
             if remedy:
-                tried.append(remedy)
-                old = body
-                body = remedy.change(old)
+                remedies.append(remedy)
+                changed = remedy.change(body)
                 notice = f"{self.endpoint.spec.name}, {request.model}: {remedy.notice}"
-                await request.tell(notice, error=failure.cause, changed=difference(old, body))
-                continue
-            seconds = retry_after(failure, tries)
-            if seconds is None:
-                error = explanation(failure, self.endpoint)
-                if failure.kind == "model":
-                    error += f" {await self.check() or 'Choose another with --model.'}"
-                return failed(
-                    error,
-                    content=failure.shown or None,
-                    is_overflow=failure.kind == "overflow",
-                )
-            tries += 1
-            wait = f"{failure.cause}; asking again in {seconds:.0f} s"
-            await request.tell(wait, error=failure.cause)
-            await asyncio.sleep(seconds * self.pace)
+                await request.tell(notice, error=failure.cause, changed=difference(body, changed))
+                body = changed
+            elif seconds is not None:
+                retries += 1
+                notice = f"{failure.cause}; asking again in {seconds:.0f} s"
+                await request.tell(notice, error=failure.cause)
+                await asyncio.sleep(seconds * self.pace)
+            else:
+                return await self._give_up(failure)
+
+    async def _give_up(self, failure):
+        """The answer with the cause and what to do; for a wrong model, with the offered models."""
+        error = explanation(failure, self.endpoint)
+        if failure.kind == "model":
+            error += f" {await self.check() or 'Choose another with --model.'}"
+        is_overflow = failure.kind == "overflow"
+        return failed(error, content=failure.shown or None, is_overflow=is_overflow)
 
     async def _ask(self, request, body):
         """Make one HTTP attempt. Raises Failure. An exception in `on_delta` is not caught."""
-        is_weak = self.is_local or "tools" not in body  # calls may arrive as text
-        wish = self.endpoint.text_tool_calls
-        reads_text = wish == "on" or (wish == "auto" and is_weak)
+        reads_text = self.endpoint.text_tool_calls == "on"
+        if self.endpoint.text_tool_calls == "auto":
+            # local models write calls as text, and so does a model that got the tools as text
+            reads_text = self.is_local or "tools" not in body
         reader = AnswerReader(request, reads_text)
         try:
             async with contextlib.aclosing(self.connection.chunks(body)) as chunks:
@@ -341,19 +344,19 @@ class OpenAIProvider(LLMProvider):
         except Failure as failure:
             failure.cause = self.endpoint.without_secrets(failure.cause)
             if request.on_delta:
-                failure.shown = reader.text[: reader.end]
+                failure.shown = reader.shown
             raise
 
     async def _warn_if_cut(self, request, answer):
         """Warn once if the server cut the request. Ollama does so silently, beyond its
-        context window (4,096 tokens by default)."""
-        seen = answer.usage["prompt_tokens"]
+        context window (4,096 tokens by default). `sent` is an estimate, hence the factor 2."""
+        read = answer.usage["prompt_tokens"]
         sent = estimate_usage(request, answer)["prompt_tokens"]
-        is_cut = 1_000 < seen < 5_000 and sent > 2 * seen
+        is_cut = 1_000 < read < 5_000 and sent > 2 * read
         if is_cut and self.is_local and not self.is_warned:
             self.is_warned = True
             await request.tell(
-                f"The server read {seen:,} of about {sent:,} tokens. Set a larger context. "
+                f"The server read {read:,} of about {sent:,} tokens. Set a larger context. "
                 "For Ollama: OLLAMA_CONTEXT_LENGTH=64000 ollama serve"
             )
 
@@ -375,7 +378,7 @@ class OpenAIProvider(LLMProvider):
         return f"Set --model or NANOBOT_MODEL to one of these models: {', '.join(offered[:20])}"
 
 
-def request_body(endpoint, request, learnt):
+def request_body(endpoint, request, remedies):
     """Return {"model": "m", "messages": […], …}, with the changes that this model needs."""
     body = {"model": request.model, "messages": request.messages, "tools": request.tools or None}
     body |= request.options
@@ -383,22 +386,23 @@ def request_body(endpoint, request, learnt):
         body[endpoint.spec.max_tokens_field] = body.pop("max_tokens")
     if request.on_delta:
         body |= {"stream": True, "stream_options": {"include_usage": True}}
-    body = setting(**endpoint.extra_body)(body)
+    body = without_none(body | endpoint.extra_body)
     if endpoint.spec.supports_prompt_caching:
-        body = cache_marks(body)
-    for remedy in learnt:
+        body = with_cache_marks(body)
+    for remedy in remedies:
         body = remedy.change(body)
     return body
 
 
-def retry_after(failure: Failure, tries: int) -> float | None:
+def retry_after(failure: Failure, retries: int) -> float | None:
     """Return the delay in seconds before the next attempt, or None if a retry cannot help.
+    `retries` is the number of earlier retries.
 
     429 "Rate limit reached, try again in 20s" → 20.0;  503 → 1.0, then 2.0, then 4.0;  401 → None
     """
-    if failure.shown or tries >= TROUBLES[failure.kind].retries:
+    if failure.shown or retries >= TROUBLES[failure.kind].retries:
         return None
-    return min(failure.seconds or 2.0**tries, 60.0)
+    return min(failure.seconds or 2.0**retries, 60.0)
 
 
 # ---- A model without a network ----
@@ -440,7 +444,7 @@ NO_RESULT = "[interrupted: its outcome is unknown. Check before you repeat it]"
 def clean_message(message):
     """Copy the known keys of a message and its calls, and fill in a blank text."""
     clean = {key: message[key] for key in KNOWN_KEYS if message.get(key)}
-    if not str(clean.get("content", "")).strip():
+    if not str(clean.get("content", "")).strip():  # str(), because it may be a list of blocks
         # no filler in assistant messages, because models imitate their own messages
         clean["content"] = None if clean["role"] == "assistant" else "(empty)"
     if "tool_calls" in clean:
@@ -457,21 +461,22 @@ def with_results(messages):
     """
     paired = []
     used_ids = set()
-    waiting = defaultdict(list)  # old id → tool messages that still contain NO_RESULT
+    open_results = defaultdict(list)  # old id → results in `paired` that still are NO_RESULT
     for message in messages:
+        if message["role"] == "tool":
+            fitting = open_results[message.get("tool_call_id")]
+            if fitting:
+                fitting.pop(0)["content"] = message["content"]
+            continue
         calls = message.get("tool_calls", [])
         if calls:
-            waiting.clear()
-        if message["role"] == "tool":
-            places = waiting[message.get("tool_call_id")]
-            if places:
-                places.pop(0)["content"] = message["content"]
-        elif calls or message["content"]:
+            open_results.clear()
+        if calls or message["content"]:
             paired.append(message)
         for call in calls:
             old_id = call["id"]
             if old_id in used_ids:
-                call["id"] = f"{len(used_ids):09d}"  # nine digits, because Mistral wants nine
+                call["id"] = nine_digits(len(used_ids))
             used_ids.add(call["id"])
             result = {
                 "role": "tool",
@@ -479,27 +484,31 @@ def with_results(messages):
                 "content": NO_RESULT,
                 "name": call["function"]["name"],  # Gemini requires the name
             }
-            waiting[old_id].append(result)
+            open_results[old_id].append(result)
             paired.append(result)
     return paired
 
 
-def new_id(old=""):
-    """Make an id of nine digits, which every endpoint accepts; equal old ids give equal new ids."""
-    number = zlib.crc32(old.encode()) if old else time.perf_counter_ns()
+def new_id():
+    """Make the id of a call that has none."""
+    return nine_digits(time.perf_counter_ns())
+
+
+def nine_digits(number):
+    """7 → "000000007". As the id of a call, every endpoint accepts it; Mistral accepts no other."""
     return f"{number % 10**9:09d}"
 
 
 def with_neighbours_joined(messages):
-    """user "a", user [image] → user [text "a", image]. The reasoning is kept."""
+    """user "a", user [image] → user [text "a", image].  Of two reasonings the first is kept."""
     joined = messages[:1]
     for message in messages[1:]:
         above = joined[-1]
-        if message["role"] == "tool" or message["role"] != above["role"]:
-            joined.append(message)
-        else:
+        if above["role"] == message["role"] != "tool":
             content = joined_content(above["content"], message["content"])
             joined[-1] = {**message, **above, "content": content}
+        else:
+            joined.append(message)
     return joined
 
 
@@ -515,7 +524,7 @@ def as_blocks(content):
     return content if isinstance(content, list) else [{"type": "text", "text": content}]
 
 
-def with_whole_letters(value):
+def without_surrogates(value):
     """Repair surrogates, which UTF-8 cannot encode: "\\ud83d\\ude00 \\ud83d" → "😀 ?"."""
     try:
         to_json(value).encode()
@@ -536,7 +545,7 @@ def parse_arguments(written, repair):
     """Return a call's arguments and an error: `({}, "its arguments are not valid JSON …")`."""
     try:
         text = written if isinstance(written, str) else to_json(written)
-        value = with_whole_letters(load_json(text.strip() or "{}", repair))  # raises for NaN
+        value = without_surrogates(load_json(text.strip() or "{}", repair))  # raises for NaN
     except Exception as problem:  # ValueError, RecursionError, and whatever json-repair raises
         return {}, f"its arguments are not valid JSON ({problem})"
     if not isinstance(value, dict):
@@ -552,8 +561,9 @@ def load_json(text, repair):
     try:
         return JSON.decode(text)
     except ValueError:
-        if not repair or len(text) > 10_000 or ends_within(text):
+        if not repair or len(text) > 10_000 or is_cut_off(text):
             raise
+    # the text is complete, but no JSON
     try:
         with warnings.catch_warnings(action="ignore"):  # "\\d" causes a SyntaxWarning
             return ast.literal_eval(text)  # {'path': 'a.txt', 'all': True}
@@ -563,11 +573,10 @@ def load_json(text, repair):
         return json_repair.loads(text)
 
 
-def ends_within(text):
-    """Return True if the text ends inside a string, object or list: `{"command":"rm -rf bui`."""
+def is_cut_off(text):
+    """Return True if the text ends inside a string or an object: `{"command":"rm -rf bui`."""
     rest = re.sub(JSON_STRING, "", text)
-    is_open = rest.count("{") > rest.count("}") or rest.count("[") > rest.count("]")
-    return is_open or '"' in rest or "'" in rest
+    return rest.count("{") > rest.count("}") or '"' in rest or "'" in rest
 
 
 # ---- Which endpoint gets the request ----
@@ -579,11 +588,11 @@ class ProviderSpec:
     """A row of the table PROVIDERS: all facts about one endpoint."""
 
     name: str
-    keywords: str = ""  # regular expression for the start of model names: gpt|o1
-    env_key: str = ""  # environment variable with the API key
     default_api_base: str = ""
-    hosts: tuple[str, ...] = ()  # other hosts or ports, such as ".api.z.ai" or ":1234"
-    key_prefix: str = ""
+    env_key: str = ""  # environment variable with the API key; if empty, it is the user's server
+    keywords: str = ""  # regular expression for the start of model names: gpt|o1
+    hosts: tuple[str, ...] = ()  # other ends of host and port, such as ".api.z.ai" or ":1234"
+    key_prefix: str = ""  # keys begin with it, like gsk_
     default_model: str = ""
     is_gateway: bool = False  # True: it offers models of many makers, like openai/gpt-5
     is_local: bool = False  # True: the server needs no key and is asked without a proxy
@@ -592,18 +601,17 @@ class ProviderSpec:
 
 
 # The order counts for a model of an unknown maker: the user's own servers, gateways, makers
-PROVIDERS = [  # name, keywords, env_key, default_api_base, hosts
-    ProviderSpec("ollama", "", "", "http://localhost:11434/v1", (":11434",), is_local=True),
-    ProviderSpec("lmstudio", "", "", "http://localhost:1234/v1", (":1234",), is_local=True),
-    ProviderSpec("vllm", "", "", "http://localhost:8000/v1", is_local=True),
-    ProviderSpec("llamacpp", "", "", "http://localhost:8080/v1", is_local=True),
-    ProviderSpec("local", "", "", "http://localhost:8000/v1", is_local=True),
+PROVIDERS = [  # name, default_api_base, env_key, keywords, hosts
+    ProviderSpec("ollama", "http://localhost:11434/v1", hosts=(":11434",), is_local=True),
+    ProviderSpec("lmstudio", "http://localhost:1234/v1", hosts=(":1234",), is_local=True),
+    ProviderSpec("vllm", "http://localhost:8000/v1", is_local=True),
+    ProviderSpec("llamacpp", "http://localhost:8080/v1", is_local=True),
+    ProviderSpec("local", "http://localhost:8000/v1", is_local=True),
     ProviderSpec("custom"),
     ProviderSpec(
         "openrouter",
-        "",
-        "OPENROUTER_API_KEY",
         "https://openrouter.ai/api/v1",
+        "OPENROUTER_API_KEY",
         default_model="openrouter/auto",
         key_prefix="sk-or-",
         is_gateway=True,
@@ -611,94 +619,86 @@ PROVIDERS = [  # name, keywords, env_key, default_api_base, hosts
     ),
     ProviderSpec(
         "siliconflow",
-        "",
-        "SILICONFLOW_API_KEY",
         "https://api.siliconflow.cn/v1",
-        (".api.siliconflow.com",),
+        "SILICONFLOW_API_KEY",
+        hosts=(".api.siliconflow.com",),
         is_gateway=True,
     ),
-    ProviderSpec(
-        "aihubmix",
-        "",
-        "AIHUBMIX_API_KEY",
-        "https://aihubmix.com/v1",
-        is_gateway=True,
-    ),
+    ProviderSpec("aihubmix", "https://aihubmix.com/v1", "AIHUBMIX_API_KEY", is_gateway=True),
     ProviderSpec(
         "openai",
-        "gpt|chatgpt|o1|o3|o4",
-        "OPENAI_API_KEY",
         "https://api.openai.com/v1",
+        "OPENAI_API_KEY",
+        "gpt|chatgpt|o1|o3|o4",
         default_model="gpt-5-mini",
         max_tokens_field="max_completion_tokens",
     ),
     ProviderSpec(
         "anthropic",
-        "claude",
-        "ANTHROPIC_API_KEY",
         "https://api.anthropic.com/v1",
+        "ANTHROPIC_API_KEY",
+        "claude",
         key_prefix="sk-ant-",
         default_model="claude-sonnet-4-5",
     ),
     ProviderSpec(
         "deepseek",
-        "deepseek",
-        "DEEPSEEK_API_KEY",
         "https://api.deepseek.com/v1",
+        "DEEPSEEK_API_KEY",
+        "deepseek",
         default_model="deepseek-chat",
     ),
     ProviderSpec(
         "gemini",
-        "gemini|gemma",
+        "https://generativelanguage.googleapis.com/v1beta/openai",
         "GEMINI_API_KEY",
+        "gemini|gemma",
         key_prefix="AIza",
         default_model="gemini-flash-latest",
-        default_api_base="https://generativelanguage.googleapis.com/v1beta/openai",
     ),
-    ProviderSpec("groq", "", "GROQ_API_KEY", "https://api.groq.com/openai/v1", key_prefix="gsk_"),
+    ProviderSpec("groq", "https://api.groq.com/openai/v1", "GROQ_API_KEY", key_prefix="gsk_"),
     ProviderSpec(
         "mistral",
-        "mistral|codestral",
-        "MISTRAL_API_KEY",
         "https://api.mistral.ai/v1",
+        "MISTRAL_API_KEY",
+        "mistral|codestral",
         default_model="mistral-medium-latest",
     ),
     ProviderSpec(
         "moonshot",
-        "kimi|moonshot",
-        "MOONSHOT_API_KEY",
         "https://api.moonshot.ai/v1",
+        "MOONSHOT_API_KEY",
+        "kimi|moonshot",
         (".api.moonshot.cn",),
     ),
     ProviderSpec(
-        "zhipu", "glm", "ZAI_API_KEY", "https://open.bigmodel.cn/api/paas/v4", (".api.z.ai",)
+        "zhipu", "https://open.bigmodel.cn/api/paas/v4", "ZAI_API_KEY", "glm", (".api.z.ai",)
     ),
     ProviderSpec(
-        "minimax", "minimax", "MINIMAX_API_KEY", "https://api.minimax.io/v1", (".minimaxi.com",)
+        "minimax", "https://api.minimax.io/v1", "MINIMAX_API_KEY", "minimax", (".minimaxi.com",)
     ),
     ProviderSpec(
         "dashscope",
-        "qwen",
-        "DASHSCOPE_API_KEY",
         "https://dashscope.aliyuncs.com/compatible-mode/v1",
+        "DASHSCOPE_API_KEY",
+        "qwen",
         (".dashscope-intl.aliyuncs.com",),
         default_model="qwen-plus",
     ),
-    ProviderSpec("volcengine", "doubao", "ARK_API_KEY", "https://ark.cn-beijing.volces.com/api/v3"),
+    ProviderSpec("volcengine", "https://ark.cn-beijing.volces.com/api/v3", "ARK_API_KEY", "doubao"),
     ProviderSpec(
         "xai",
-        "grok",
-        "XAI_API_KEY",
         "https://api.x.ai/v1",
+        "XAI_API_KEY",
+        "grok",
         key_prefix="xai-",
         default_model="grok-4",
     ),
-    ProviderSpec(
+    ProviderSpec(  # each customer has a host: kit.openai.azure.com
         "azure",
-        "",
-        "AZURE_OPENAI_API_KEY",
-        max_tokens_field="max_completion_tokens",
+        env_key="AZURE_OPENAI_API_KEY",
         hosts=(".openai.azure.com", ".services.ai.azure.com"),
+        max_tokens_field="max_completion_tokens",
     ),
 ]
 ROWS = {row.name: row for row in PROVIDERS}
@@ -741,10 +741,15 @@ def choose_endpoint(
         if row.key_prefix and general_key.startswith(row.key_prefix):
             known[row.name].api_key = general_key
             known["openai"].api_key = ""
-    host = row_of_address(base_url) if base_url else None
-    spec = ROWS.get(provider) or host or row_of_model(known, model)
-    if host and host.env_key:
+    host = row_of_address(base_url)  # "custom" if there is no base URL
+    if host.env_key:  # a maker's own address
         spec = host
+    elif provider:
+        spec = ROWS[provider]
+    elif base_url:
+        spec = host
+    else:
+        spec = row_of_model(known, model)
     if spec is None:
         return None
     chosen = known[spec.name]
@@ -754,37 +759,40 @@ def choose_endpoint(
         raise ValueError(f"Provider {spec.name} {problem}. Set its apiBase, or --base-url.")
     if spec.env_key and not chosen.api_key and not base_url:
         raise ValueError(f"Provider {spec.name} has no key: set {spec.env_key}.")
-    maker, _, rest = model.partition("/")
-    if maker == spec.name and ("/" in rest or not spec.is_gateway):  # but keep openrouter/auto
-        model = rest
-    if host and not host.env_key:  # the user's own server
+    if base_url and not host.env_key:  # the user's own server
         if spec.env_key:
-            chosen = Endpoint(spec)
+            chosen = Endpoint(spec)  # without the key and the headers for the maker's host
         chosen.api_key = chosen.api_key or general_key
     if spec.is_local and not urlsplit(address).path.strip("/"):
-        address = address.rstrip("/") + "/v1"
+        address = address.rstrip("/") + "/v1"  # http://localhost:9000 → http://localhost:9000/v1
+    # groq/llama-3 → llama-3, openrouter/openai/gpt-5 → openai/gpt-5; but openrouter/auto stays
+    prefix, _, rest = model.partition("/")
+    if prefix == spec.name and ("/" in rest or not spec.is_gateway):
+        model = rest
     return replace(chosen, api_base=address, model=model or spec.default_model)
 
 
 def row_of_address(base_url):
     """Find the row for a base URL: eu.api.openai.com → openai, other hosts → local or custom."""
-    place = f".{urlsplit(base_url).netloc.rpartition('@')[2]}"  # .api.openai.com, .localhost:11434
+    # .api.openai.com or .localhost:11434; with the dot, evil-api.openai.com does not fit
+    host = "." + urlsplit(base_url).netloc.rpartition("@")[2]
     for row in PROVIDERS:
-        own = urlsplit(row.default_api_base).netloc
-        if place.endswith((f".{own}", *row.hosts)):
+        row_host = "." + urlsplit(row.default_api_base).netloc
+        if host.endswith((row_host, *row.hosts)):
             return row
-    # ".localhost:9000", ".127.0.0.1:9000", ".192.168.0.7"
-    is_local = re.match(r"\.(localhost|0\.0\.0\.0|\[::1\])(:|$)|\.(127|10|192\.168)\.", place)
+    # .localhost:9000, .127.0.0.1:9000, .192.168.0.7
+    is_local = re.match(r"\.(localhost|0\.0\.0\.0|\[::1\])(:|$)|\.(127|10|192\.168)\.", host)
     return ROWS["local"] if is_local else ROWS["custom"]
 
 
 def row_of_model(known, model):
-    """Choose a row that has a key or an address: the maker's row, or else the first one. Another
-    maker gets the request only if the model's maker is unknown."""
+    """Choose among the rows that the user gave a key or an address: the row of the model's maker,
+    or else the first one. If this is another maker, which would refuse the model, raise ValueError.
+    """
     usable = []
     for row in PROVIDERS:
-        own = known[row.name]
-        if own.api_base or (own.api_key and row.default_api_base):
+        endpoint = known[row.name]
+        if endpoint.api_base or (endpoint.api_key and row.default_api_base):
             usable.append(row)
     maker = maker_of(model)
     if maker and (maker.is_local or maker in usable):
@@ -800,12 +808,13 @@ def row_of_model(known, model):
 
 def maker_of(model):
     """`ollama/llama3` → ollama;  `gpt-5`, `hf.co/gpt-5` → openai;  `unheard-of` → None"""
-    named = ROWS.get(model.partition("/")[0])
-    if named:
-        return named
+    prefix = model.partition("/")[0]
+    if prefix in ROWS:
+        return ROWS[prefix]
     for row in PROVIDERS:
         if row.keywords and re.search(f"(?i)(?<![a-z0-9])({row.keywords})", model):
             return row
+    return None
 
 
 # ---- What went wrong ----
@@ -813,14 +822,16 @@ def maker_of(model):
 
 
 class Trouble(NamedTuple):  # a row of TROUBLES
-    pattern: str  # a regular expression for `429 Slow down`, or for the names of two exceptions
+    # a regular expression for what `kind_of` gets: the status and the text of an endpoint's error
+    # (`429 {'error': 'Slow down'}`), or two names of exceptions (`APIConnectionError ConnectError`)
+    pattern: str
     advice: str = "{where} failed: {cause}"  # for the user: the cause, then what to do
     retries: int = 0
     cause: str = ""  # if empty, the cause is the text of the endpoint or of the exception
 
 
-CODE = "(^|'code': )"  # the status begins the text; after a "200 OK", only the body has a code
-AGAIN = r"(?:try again|retry)\w{0,9} (?:in|after) (?=\d)"  # as in "Please try again in 5.2s".
+STATUS = "(^|'code': )"  # it begins the text; after a "200 OK", only the body has a code
+WAIT_FOR = r"(?:try again|retry)\w{0,9} (?:in|after) (?=\d)"  # as in "Please try again in 5.2s"
 TROUBLES = {  # the first row whose pattern fits
     # llama.cpp "Loading model"; the six delays of 1 to 32 s take a minute
     "loading": Trouble("^503 .*(loading model|currently loading)", retries=6),
@@ -839,20 +850,20 @@ TROUBLES = {  # the first row whose pattern fits
     # "You exceeded your current quota", "Insufficient Balance", "余额不足". But "quota exceeded,
     # try again in 20s" is a rate limit, and a 401 with "insufficient permissions" is about the key
     "unpaid": Trouble(
-        rf"^(?!401 |5\d\d |.*{AGAIN})"
+        rf"^(?!401 |5\d\d |.*{WAIT_FOR})"
         "(402 |.*('code': 402|insufficient|exceeded.{0,20}quota|billing|credit|balance|payment|"
         "余额|欠费))",
         "{where} reports a billing problem ({cause}). Add credit, or use another --provider.",
     ),
     # "The engine is currently overloaded", "Rate limit reached", Groq 400 "tool_use_failed"
     "busy": Trouble(
-        rf"{CODE}(408|409|429|5\d\d)\b|{AGAIN}|overloaded|rate.?limit|访问量过大|速率限制|"
+        rf"{STATUS}(408|409|429|5\d\d)\b|{WAIT_FOR}|overloaded|rate.?limit|访问量过大|速率限制|"
         "tool_use_failed",
         retries=3,
     ),
     # xAI "Incorrect API key provided", Gemini "API key not valid", LiteLLM "No connected db"
     "key": Trouble(
-        rf"{CODE}40[13]\b|incorrect api key|api key not valid|no connected db",
+        rf"{STATUS}40[13]\b|incorrect api key|api key not valid|no connected db",
         "{where} refuses the key ({cause}). Replace {variable}.",
     ),
     # "is not a valid model ID", DeepSeek "Model Not Exist", LiteLLM "Invalid model name passed in"
@@ -887,7 +898,7 @@ TROUBLES = {  # the first row whose pattern fits
         "The openai package cannot be loaded ({cause}). Install it: "
         "pip install --force-reinstall openai",
     ),
-    "other": Trouble(""),
+    "other": Trouble(""),  # fits every text
 }
 
 
@@ -902,7 +913,7 @@ def explanation(failure, endpoint):
 
 
 def kind_of(text):
-    """Find the row of TROUBLES: "429 {'error': 'Slow down'}" → "busy"."""
+    """Find the row of TROUBLES: "429 {'error': 'Slow down'}" → "busy". The last row always fits."""
     for kind, row in TROUBLES.items():
         if re.search(f"(?is){row.pattern}", text):
             return kind
@@ -914,29 +925,32 @@ def as_failure(problem):
         return problem
     log.debug("the request failed", exc_info=problem)
     response = getattr(problem, "response", None)
-    if response is not None:
+    if response is not None:  # an HTTP error
         return refusal(problem.body, response.status_code, response.headers.get("retry-after", ""))
-    below = problem.__cause__
-    kind = kind_of(f"{type(problem).__name__} {type(below).__name__}")
-    return Failure(TROUBLES[kind].cause or str(below or problem), kind)
+    source = problem.__cause__  # ConnectError("No route to host"), below "Connection error."
+    kind = kind_of(f"{type(problem).__name__} {type(source).__name__}")
+    return Failure(TROUBLES[kind].cause or str(source or problem), kind)
 
 
-# "message": "Provider returned error", also at a depth, and a text with \" and \n
+# in JSON: "message": "Unknown name \"x\""
 ERROR_TEXT = r'"(?:message|error|raw)": ("(?:[^"\\]|\\.)*")'
 
 
 def refusal(body, status=None, wait=""):
-    """Find the error message in nested JSON; `wait` is the value of the header retry-after.
+    """Find the error messages at any depth of an error's JSON, and the delay that it asks for;
+    `wait` is the value of the header retry-after.
 
     [{"error":{"code":400,"message":"Unknown name"}}]  → Failure("Unknown name", …)
     """
     text = str(body or "")[:4_000]  # enough text for each pattern, and the search stays fast
-    said = ": ".join(map(JSON.decode, re.findall(ERROR_TEXT, json.dumps(body))))
-    line = " ".join((said or text).split())[:500]
+    messages = map(JSON.decode, re.findall(ERROR_TEXT, json.dumps(body)))
+    line = " ".join((": ".join(messages) or text).split())[:500]
     cause = f"HTTP {status}: {line}" if status else line
-    waits = f"retry after {wait}s, {text}"
-    soon = re.search(rf"(?i){AGAIN}(\d{{1,9}}(?:\.\d{{1,9}})?) ?s", waits)
-    seconds = float(soon[1]) if soon else 0.0
+    # the header first, in the words of an error text: "retry after 20s"
+    delay = re.search(
+        rf"(?i){WAIT_FOR}(\d{{1,9}}(?:\.\d{{1,9}})?) ?s", f"retry after {wait}s, {text}"
+    )
+    seconds = float(delay[1]) if delay else 0.0
     return Failure(cause, kind_of(f"{status} {text}"), text, status, seconds)
 
 
@@ -953,8 +967,10 @@ class Remedy(NamedTuple):  # a row of HEALING
 
 
 def find_remedy(failure, body, tried):
-    """Find the first remedy that fits the error and changes the body."""
-    if failure.shown or (failure.status or 400) not in (400, 404, 405, 413, 415, 422, 500):
+    """Find the first remedy that fits the error and changes the body, or else leave out the
+    parameters that the error refuses."""
+    # None: the error arrived in the stream, after a "200 OK"
+    if failure.shown or failure.status not in (None, 400, 404, 405, 413, 415, 422, 500):
         return None
     for remedy in HEALING:
         fits = re.search(f"(?is){remedy.complaint}", failure.text)
@@ -962,8 +978,8 @@ def find_remedy(failure, body, tried):
             return remedy
     refused = [
         name
-        for name in sorted(body.keys() - {"model", "messages", "tools"})
-        if is_refused(name, failure.text)
+        for name in body
+        if name not in ("model", "messages", "tools") and is_refused(name, failure.text)
     ]
     if not refused:
         return None
@@ -971,6 +987,7 @@ def find_remedy(failure, body, tried):
     return Remedy("", notice, setting(**dict.fromkeys(refused)))
 
 
+# "Unsupported parameter", "Extra inputs are not permitted", "Only the default (1) is supported"
 REFUSAL = (
     "(?i)support|unknown|unrecognized|unexpected|extra|forbidden|deprecated|incompatible|"
     "cannot|must|only|may not"
@@ -983,39 +1000,45 @@ def is_refused(name, complaint):
     Groq "property 'store' is unsupported", xAI "Argument not supported on this model: stop", Ollama
     "does not support thinking", xAI "does not support parameter reasoningEffort"
     """
-    word = name.replace("_", "_?")  # xAI writes reasoningEffort
-    plain = rf"['\"`]{word}\\*['\"`]|(: |support |parameter |invalid ){word}\b"
-    named = rf"\b{word}\b" if "_" in name else plain
+    if "_" in name:
+        word = name.replace("_", "_?")  # xAI writes reasoningEffort
+        mention = rf"\b{word}\b"
+    else:
+        mention = rf"['\"`]{name}\\*['\"`]|(: |support |parameter |invalid ){name}\b"
     # without a word of refusal, the server may only have repeated the whole request in its error
-    return re.search(REFUSAL, complaint) and re.search(f"(?i){named}", complaint)
+    return re.search(REFUSAL, complaint) and re.search(f"(?i){mention}", complaint)
 
 
 def difference(old, new):
     """The parameters that a remedy has changed: {"stop": None}. The long ones are left out."""
-    short = (old | new).keys() - {"messages", "tools"}
-    return {name: new.get(name) for name in short if old.get(name) != new.get(name)}
+    return {
+        name: new.get(name)
+        for name in old | new
+        if name not in ("messages", "tools") and old.get(name) != new.get(name)
+    }
 
 
 def setting(**values):
     """A change that sets the parameters in `values`; the value None removes a parameter."""
+    return lambda body: without_none(body | values)
 
-    def change(body):
-        return {name: value for name, value in (body | values).items() if value is not None}
 
-    return change
+def without_none(body):
+    return {name: value for name, value in body.items() if value is not None}
 
 
 def in_messages(change):
+    """Make a change of a request from the change of a message."""
     return lambda body: {**body, "messages": [change(each) for each in body["messages"]]}
 
 
-def without_keys(value, unwanted):
-    """Remove keys at every depth."""
+def without_unwanted_keys(body):
+    """Remove the keys in UNWANTED at every depth."""
 
     def kept(found):
-        return {key: found[key] for key in found if key not in unwanted}
+        return {key: found[key] for key in found if not re.fullmatch(UNWANTED, key)}
 
-    return json.loads(to_json(value), object_hook=kept)
+    return json.loads(to_json(body), object_hook=kept)
 
 
 def as_text(message):
@@ -1028,6 +1051,7 @@ def as_text(message):
 
 
 def with_some_reasoning(message):
+    """Add an empty reasoning to an answer that has none."""
     return {"reasoning_content": "", **message} if message["role"] == "assistant" else message
 
 
@@ -1036,25 +1060,30 @@ def with_signature(message):
     if "tool_calls" not in message:
         return message
     first, *rest = message["tool_calls"]
-    foreign = {"google": {"thought_signature": "skip_thought_signature_validator"}}
-    return {**message, "tool_calls": [{"extra_content": foreign, **first}, *rest]}
+    signature = {"google": {"thought_signature": "skip_thought_signature_validator"}}
+    return {**message, "tool_calls": [{"extra_content": signature, **first}, *rest]}
 
 
 def without_extras(message):
+    """Remove the reasoning, and from results the names of their tools."""
     return {key: message[key] for key in message if key not in (*REASONING, "name")}
 
 
 def with_short_ids(message):
-    """call_8bXe0aTzQmW2 → 588788278, in the call and in its result."""
+    """call_8bXe0aTzQmW2 → 588788278, in the call and in its result. The arguments of a call are a
+    text, so an `id` in them stays."""
 
-    def short(found):
-        ids = {key: new_id(found[key]) for key in ("id", "tool_call_id") if key in found}
-        return found | ids
+    def shortened(found):
+        for key in ("id", "tool_call_id"):
+            if key in found:
+                found[key] = nine_digits(zlib.crc32(str(found[key]).encode()))
+        return found
 
-    return json.loads(to_json(message), object_hook=short)
+    return json.loads(to_json(message), object_hook=shortened)
 
 
 def with_system_as_user(body):
+    """system "You are …", user "Hi" → user "You are …\\n\\nHi"."""
     first, *rest = body["messages"]
     return {**body, "messages": legal([{**first, "role": "user"}, *rest])}
 
@@ -1071,7 +1100,8 @@ def tools_as_text(body):
     if "tools" in body:
         lines = "\n".join(to_json(tool["function"]) for tool in body["tools"])
         messages.append({"role": "system", "content": TOOLS_AS_TEXT + lines})
-    return setting(messages=legal(messages), tools=None, tool_choice=None)(body)
+    changed = {"messages": legal(messages), "tools": None, "tool_choice": None}
+    return without_none(body | changed)
 
 
 def calls_as_text(message):
@@ -1083,26 +1113,16 @@ def calls_as_text(message):
         return message
     lines = [text] if text else []
     for call in message["tool_calls"]:
-        name, arguments = call["function"]["name"], call["function"]["arguments"]
-        lines.append(f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>')
+        function = call["function"]  # its arguments are JSON already
+        line = f'{{"name": "{function["name"]}", "arguments": {function["arguments"]}}}'
+        lines.append(f"<tool_call>{line}</tool_call>")
     return {"role": "assistant", "content": "\n".join(lines)}
 
 
+# keys of requests and tools' schemas that some endpoints refuse, and that nobody needs
 UNWANTED = (
-    "cache_control",
-    "additionalProperties",
-    "$schema",
-    "$id",
-    "const",
-    "default",
-    "propertyNames",
-    "not",
-    "oneOf",
-    "anyOf",
-    "allOf",
-    "patternProperties",
-    "exclusiveMinimum",
-    "exclusiveMaximum",
+    r"cache_control|additionalProperties|\$schema|\$id|const|default|propertyNames|not|oneOf|anyOf|"
+    "allOf|patternProperties|exclusiveMinimum|exclusiveMaximum"
 )
 HEALING = [
     # "However, you requested 8500 tokens (308 in the messages, 8192 in the completion)"
@@ -1176,7 +1196,7 @@ HEALING = [
     Remedy(
         "unknown name.{0,200}(schema|parameters|function)|top level|cache_control",
         "some schema keywords and all cache marks are left out",
-        partial(without_keys, unwanted=UNWANTED),
+        without_unwanted_keys,
     ),
     # Anthropic "image exceeds 5 MB maximum: 6093312 bytes > 5242880 bytes"
     Remedy(
@@ -1186,6 +1206,7 @@ HEALING = [
         in_messages(as_text),
         is_remembered=False,
     ),
+    # after the remedy for one bad image, because this pattern also fits its errors:
     # DeepSeek "unknown variant `image_url`, expected `text`", Groq "'messages.0.content' : value
     # must be a string"
     Remedy(
@@ -1203,13 +1224,15 @@ HEALING = [
 DONE = {"choices": [{}]}  # the chunk for `data: [DONE]`: a choice without `delta` ends the answer
 
 
-def cache_marks(body):
+def with_cache_mark(message):
     """Mark the system message, so that the endpoint caches the tools and the system message."""
-    first, *rest = body["messages"]
-    if first["role"] != "system":
-        return body
-    block = {"type": "text", "text": first["content"], "cache_control": {"type": "ephemeral"}}
-    return {**body, "messages": [{**first, "content": [block]}, *rest]}
+    if message["role"] != "system":
+        return message
+    block = {"type": "text", "text": message["content"], "cache_control": {"type": "ephemeral"}}
+    return {**message, "content": [block]}
+
+
+with_cache_marks = in_messages(with_cache_mark)
 
 
 @cache
@@ -1231,11 +1254,12 @@ class Connection:
     endpoint: Endpoint
     request_timeout: float
     idle_timeout: float
-    _loop: asyncio.AbstractEventLoop | None = None  # the event loop of the connections
+    _client: object = None  # the SDK's client
+    _loop: object = None  # the event loop of the client's connections, which no other can use
 
     def client(self):
-        here = asyncio.get_running_loop()
-        if self._loop is here:
+        loop = asyncio.get_running_loop()
+        if self._loop is loop:
             return self._client
         openai = load_sdk()
         where = self.endpoint
@@ -1247,13 +1271,13 @@ class Connection:
             default_headers=where.extra_headers,
             http_client=openai.DefaultAsyncHttpxClient(
                 verify=where.api_base.startswith("https://"),  # loading certificates takes 30 ms
-                trust_env=not where.spec.is_local,
+                trust_env=not where.spec.is_local,  # a proxy does not reach the user's machine
                 follow_redirects=False,
             ),
         )
         if row_of_address(where.api_base).name != "openai":  # only OpenAI may get OPENAI_ORG_ID
             self._client.organization = self._client.project = None
-        self._loop = here
+        self._loop = loop
         return self._client
 
     async def close(self):
@@ -1268,6 +1292,7 @@ class Connection:
         later chunk within the idle timeout. No timeout runs while the caller handles a chunk.
         """
         chunk = None
+        # ask the SDK for the response as it is, and to send the key
         raw = {"headers": {"X-Stainless-Raw-Response": "stream"}, "security": {"bearer_auth": True}}
         try:
             async with asyncio.timeout(self.request_timeout) as clock:
@@ -1278,6 +1303,7 @@ class Connection:
                     async for chunk in chunks_of(response):
                         clock.reschedule(None)
                         yield chunk
+                        # after [DONE], wait for the end, because only then the connection is reused
                         patience = 0.5 if chunk is DONE else self.idle_timeout
                         clock.reschedule(asyncio.get_running_loop().time() + patience)
                 finally:
@@ -1315,6 +1341,7 @@ def parse_answer(data):
         if isinstance(answer, dict):
             return answer
     start = " ".join(data[:2_000].decode(errors="replace").split())
+    # nothing or `{"choices": [` broke off, but `<html>` is no answer of a model
     kind = "closed" if not start or start.startswith("{") else "nonsense"
     raise Failure(f"not a JSON object but: {start[:120] or 'nothing'}", kind)
 
@@ -1323,24 +1350,22 @@ def parse_answer(data):
 # Endpoints stream calls in different ways, and may send an error after a "200 OK".
 
 REASONS = {  # the endpoint's finish reason → OpenAI's; any other (`eos`, `end_turn`) → `stop`
-    "none": None,
     "tool_calls": "tool_calls",
     "content_filter": "content_filter",
     "refusal": "refusal",
     "length": "length",
-    "max_tokens": "length",
-    "model_length": "length",  # Anthropic, Mistral
+    "max_tokens": "length",  # Anthropic
+    "model_length": "length",  # Mistral
     "error": "error",
-    "abort": "error",
-    "insufficient_system_resource": "error",  # vLLM, DeepSeek
+    "abort": "error",  # vLLM
+    "insufficient_system_resource": "error",  # DeepSeek
 }
 
 
 @dataclass
-class CallParts:  # a call that is arriving in pieces
-    index: int | None
+class CallParts:  # a call of a stream
     call: ToolCallRequest
-    written: str = ""  # the JSON of its arguments
+    written: str = ""  # the JSON of its arguments, as far as it has arrived
 
 
 class AnswerReader:
@@ -1355,8 +1380,17 @@ class AnswerReader:
         self.answer = LLMResponse(finish_reason=None)
         self.text = ""  # the answer so far, without thoughts
         self.end = 0  # `text` is shown up to here; the rest may begin a thought or a call
-        self.parts = []  # CallParts
+        self.calls = []  # CallParts
+        self.open_calls = {}  # index → the last of `calls` with this index, which a piece continues
         self.has_ended = False  # True: the server has signalled the end of the answer
+
+    @property
+    def shown(self):
+        return self.text[: self.end]
+
+    @property
+    def is_in_fence(self):
+        return self.shown.count("```") % 2 == 1
 
     def feed(self, chunk):
         """Add a chunk. Returns the text that may be shown now. Raises Failure for an error."""
@@ -1364,20 +1398,23 @@ class AnswerReader:
         for part in (chunk, *choices):
             if part.get("error"):
                 raise refusal(part["error"])
-            self.answer.usage = read_usage(part.get("usage") or {}) or self.answer.usage
+            if part.get("usage"):
+                self.answer.usage = read_usage(part["usage"])
         return "".join([self._add(choice) for choice in choices])
 
     def _add(self, choice):
         answer = self.answer
         answer.finish_reason = choice.get("finish_reason") or answer.finish_reason
-        self.has_ended |= "delta" not in choice
+        self.has_ended |= "delta" not in choice  # DONE, or an answer that is not streamed
         message = choice.get("delta") or choice.get("message") or {}
         for piece in message.get("tool_calls") or []:
             self._add_call(piece)
         for name in REASONING:
-            new = message.get(name)
-            if new:  # a text, or a list of details
-                answer.extra[name] = answer.extra[name] + new if name in answer.extra else new
+            new = message.get(name)  # a text, or a list of details
+            if new and name in answer.extra:
+                answer.extra[name] += new
+            elif new:
+                answer.extra[name] = new
         blocks = as_blocks(message.get("content") or "")
         return self._ready("".join([block.get("text") or "" for block in blocks]))
 
@@ -1389,92 +1426,87 @@ class AnswerReader:
         all are 0      0 a read_file {"path":"a"}              0 b now {}
         without ids    0 read_file {"pa    0 th":"a"}          0 now {}
 
-        So a name begins a call, and a piece without a name continues the call with its index.
+        So a name begins a call, and a piece without a name continues the last call with its index.
+        No index means 0.
         """
-        index = piece.get("index")
+        index = piece.get("index", 0)
         function = piece.get("function") or {}
         name = function.get("name")
-        fitting = [part for part in self.parts if index in (None, part.index)]
-        if name or not fitting:
+        if name or index not in self.open_calls:
             call = ToolCallRequest(piece.get("id") or new_id(), name or "unnamed")
-            fitting = [CallParts(index, call)]
-            self.parts += fitting
-        part = fitting[-1]
+            self.open_calls[index] = CallParts(call)
+            self.calls.append(self.open_calls[index])
+        parts = self.open_calls[index]
         arguments = function.get("arguments") or ""
-        part.written += arguments if isinstance(arguments, str) else to_json(arguments)
+        parts.written += arguments if isinstance(arguments, str) else to_json(arguments)
         if "extra_content" in piece:  # Gemini's signature of a thought
-            part.call.extra["extra_content"] = piece["extra_content"]
+            parts.call.extra["extra_content"] = piece["extra_content"]
 
     def _ready(self, piece):
-        """Return the text that may be shown now. Thoughts and possible calls are held back."""
+        """Add a piece of text, remove whole thoughts, and return the text that may be shown now.
+        The beginnings of thoughts and of possible calls are held back."""
         begin = self.end
         self.text += piece
         line_start = LINE_START if self.tools else THOUGHT_START
         while True:
             if self.end == 0:
-                self.text = self.text.lstrip("\n")
+                self.text = self.text.lstrip("\n")  # also after a thought
             found = line_start.search(self.text, self.end)
             self.end = found.start() if found else len(self.text)
             thought = THOUGHT.match(self.text, self.end)
             if not thought or self.is_in_fence:
                 return self.text[begin : self.end]
-            self.text = self.text[: self.end] + self.text[thought.end() :]
-
-    @property
-    def is_in_fence(self):
-        return self.text.count("```", 0, self.end) % 2 == 1
+            self.text = self.shown + self.text[thought.end() :]
 
     def close(self):
         """Finish the answer. Returns the text that is not shown yet."""
-        shown = self.text[: self.end]
         held = self.text[self.end :]
-        if not shown and THOUGHT_TAG.match(held.lstrip()):
+        if not self.shown and re.match(THOUGHT_TAG, held.lstrip()):
             self.text = ""  # a thought that does not end
             return ""
         try:
-            calls, end = read_calls(held, self.tools)
+            calls, rest = read_calls(held, self.tools)
         except Exception:
-            calls = []  # no call, or a broken one
-        if not calls or self.parts or self.is_in_fence:
+            calls, rest = [], held  # no call, or a broken one
+        if not calls or self.calls or self.is_in_fence:
             self.end = len(self.text)
             return held
-        if self._may_run(calls, shown, held, end):
+        if self._may_run(calls, held, rest):
             self.answer.tool_calls = calls
-            self.text = shown.rstrip()
+            self.text = self.shown.rstrip()
         else:
             self.answer.unclear_at = self.end
         return ""
 
-    def _may_run(self, calls, shown, held, end):
+    def _may_run(self, calls, held, rest):
         """Decide about calls that were written as text, by the rules 1 to 3 below."""
-        if not shown.strip():
+        if not self.shown.strip():
             return True
-        has_own_tag = re.match(TAG, held) and END_TOKENS.match(held, end)
-        if not has_own_tag or THOUGHT_TAG.search(shown):
+        has_own_tag = re.match(TAG, held) and re.match(END_TOKENS, rest)
+        if not has_own_tag or re.search(THOUGHT_TAG, self.shown):
             return False
         return all(call.name in self.request.read_only for call in calls)
 
     def whole(self):
         """Return the answer, even if it reached max_tokens. Raises Failure if it broke off."""
         answer = self.answer
-        # None if the endpoint gave no reason: REASONS has the key "none"
-        reason = REASONS.get(str(answer.finish_reason).lower(), "stop")
-        answer.finish_reason = reason
+        reason = answer.finish_reason
+        if reason:
+            reason = answer.finish_reason = REASONS.get(str(reason).lower(), "stop")
         is_finished = reason in ("stop", "tool_calls")
-        for part in self.parts:
-            call = part.call
-            call.arguments, call.error = parse_arguments(part.written, repair=is_finished)
+        for parts in self.calls:
+            call = parts.call
+            call.arguments, call.error = parse_arguments(parts.written, repair=is_finished)
             answer.tool_calls.append(call)
-        is_cut = not self.has_ended
-        if answer.tool_calls:
-            is_cut = any(call.error for call in answer.tool_calls)
-        if reason == "error" or (reason is None and is_cut):
+        if reason == "error" or not (reason or self.has_ended):
             raise Failure("the answer broke off", "closed")
-        # keep the line break at the end of a cut answer, because the model will continue the answer
-        text = self.text if reason == "length" else self.text.rstrip("\n")
-        answer.content = with_whole_letters(text) if text.strip() else None
-        extra = answer.extra
-        answer.reasoning_content = extra.get("reasoning_content") or extra.get("reasoning")
+        text = self.text
+        if reason != "length":  # the model continues a cut answer, also after a line break
+            text = text.rstrip("\n")
+        answer.content = without_surrogates(text) if text.strip() else None
+        answer.reasoning_content = answer.extra.get("reasoning_content") or answer.extra.get(
+            "reasoning"
+        )
         answer.usage = answer.usage or estimate_usage(self.request, answer)
         return answer
 
@@ -1490,20 +1522,27 @@ class Usage(dict):
 
 def read_usage(usage):
     """Return the endpoint's token counts, or {}. Endpoints use three names for cached tokens."""
-    sent = usage.get("prompt_tokens") or 0
-    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
-    cached = cached or usage.get("cached_tokens") or usage.get("prompt_cache_hit_tokens")
+    sent = usage.get("prompt_tokens")
+    if not sent:
+        return {}
     received = usage.get("completion_tokens") or 0
-    return counted(sent, received, cached or 0, False) if sent else {}
+    details = usage.get("prompt_tokens_details") or {}
+    cached = (
+        details.get("cached_tokens")
+        or usage.get("cached_tokens")  # Moonshot
+        or usage.get("prompt_cache_hit_tokens")  # DeepSeek
+    )
+    return token_counts(sent, received, cached or 0)
 
 
 def estimate_usage(request, answer):
     """Estimate the token counts: an English token has about four characters."""
     sent = len(to_json([request.messages, request.tools])) // 4
-    return counted(sent, len(to_json(answer.to_message())) // 4, 0, True)
+    received = len(to_json(answer.to_message())) // 4
+    return token_counts(sent, received, estimated=True)
 
 
-def counted(sent, received, cached, estimated):
+def token_counts(sent, received, cached=0, estimated=False):
     return Usage(
         prompt_tokens=sent,
         completion_tokens=received,
@@ -1524,30 +1563,38 @@ def counted(sent, received, cached, estimated):
 # 4. A quote, an example in a sentence or in a code fence that is open, a schema, a log entry, a
 #    broken call: nothing runs.
 
+# Repetitions have an upper limit, like {0,99}, so that no text takes long.
+# how a call begins: <tool_call>, <function=now>, [TOOL_CALLS]
 TAG = r"<(?:tool_calls?|tools)>|<function=|\[TOOL_CALLS\]|<\|python_tag\|>"
-BARE = r'[\[{]\s{0,99}{?\s{0,99}"(?:name|type|id|function|arguments|parameters)"'
-FENCE = rf"```(?:json|tool_call)?[ \t\r]{{0,9}}\n\s{{0,80}}(?={TAG}|{BARE})"
+BARE = r'[\[{]\s{0,99}{?\s{0,99}"(?:name|type|id|function|arguments|parameters)"'  # [{"name"
+FENCE = rf"```(?:json|tool_call)?[ \t\r]{{0,9}}\n\s{{0,80}}(?={TAG}|{BARE})"  # ```json\n
 FENCE_OR_END = re.compile(f"{FENCE}|```")
-# the end of a piece of a stream: `<tool_c`, `[TOOL_`, `{"na`, "```js"
+# the text so far ends in `<tool_c`, `[TOOL_`, `{"na` or "```js": the next piece decides
 PARTIAL = r'(?:</?\|?\w{0,12}\|?|\[[A-Z_]{1,11}|[\[{]\s{0,99}(?:{?\s{0,99}(?:"\w{0,10})?)?)?\Z'
-UNCLEAR = rf"(?: {{0,3}}(?:`{{1,9}}|~{{1,9}})\w{{0,20}}\s{{0,99}})?{PARTIAL}"
+PARTIAL_LINE = rf"(?: {{0,3}}(?:`{{1,9}}|~{{1,9}})\w{{0,20}}\s{{0,99}})?{PARTIAL}"
 # Some models write <think>…</think> before lines. If a chat template contains <think>, only
-# </think> arrives. The start of a piece of a stream may be `<th`.
+# </think> arrives. The text so far may end in `<th`.
 THOUGHT_LINE = r"(?m)(?:\A\s{0,200}|^)</?(?:(?:think|thinking|thought)>|\w{0,8}\Z)"
+# what is held back from here on: a possible thought, and for LINE_START also a possible call
 THOUGHT_START = re.compile(THOUGHT_LINE)
-LINE_START = re.compile(rf"{THOUGHT_LINE}|(?:\A\s{{0,200}}|^)(?:{TAG}|{FENCE}|{BARE}|{UNCLEAR})")
-THOUGHT_TAG = re.compile(r"</?(?:think|thinking|thought)>")
-THOUGHT = re.compile(
+LINE_START = re.compile(
+    rf"{THOUGHT_LINE}|(?:\A\s{{0,200}}|^)(?:{TAG}|{FENCE}|{BARE}|{PARTIAL_LINE})"
+)
+THOUGHT_TAG = "</?(?:think|thinking|thought)>"
+THOUGHT = re.compile(  # <think>Hm, <b>.</think>
     r"\s{0,200}(?:<(?:think|thinking|thought)>(?:[^<]++|<)*?)?</(?:think|thinking|thought)>"
 )
+# what may stand before, between and after calls: "</tool_call>\n<tool_call>\n"
 AROUND = re.compile(
     r"(?:\s|</?(?:tool_calls?|tools)>|</function>|<\|python_tag\|>|\[TOOL_CALLS\](?=\s{0,99}[\[{]))*"
 )
-END_TOKENS = re.compile(r"(?:\s|<\|\w{1,30}\|>|</s>|<end_of_turn>)*\Z")
+END_TOKENS = r"(?:\s|<\|\w{1,30}\|>|</s>|<end_of_turn>)*\Z"  # <|im_end|>
 # after a call: an end token, or a result that the model has invented
 INVENTED = re.compile(r"<\||</s>|<end_of_turn>|<tool_res(?:ponse|ult)>|```(?!json|tool_call)")
+# <parameter=path>\na.txt\n</parameter>
 PARAMETER = r"<parameter=(\w+)>\n?((?:(?!<parameter=).)*?)\n?</parameter>"
-# <function=now>, Mistral's [TOOL_CALLS]now{} and [TOOL_CALLS]now[ARGS]{}, Groq's <function=now{}
+# <function=now>, Mistral's [TOOL_CALLS]now{} and [TOOL_CALLS]now[ARGS]{}, Groq's <function=now{}:
+# group 1 is the name, group 2 has the PARAMETERs; arguments as JSON follow
 NAMED = re.compile(
     rf"(?s)(?:<function=|\[TOOL_CALLS\])([\w-]+)(?:>|"
     rf"(?:\[CALL_ID\]\w{{1,40}})?(?:\[ARGS\])?(?=\s{{0,9}}{{))((?:\s*{PARAMETER})*)\s*"
@@ -1560,22 +1607,27 @@ def parameters_by_name(tools):
 
 
 def read_calls(text, tools):
-    """Read the calls at the start of a text. Returns the calls and where the last call ends.
+    """Read the calls at the start of a text. Returns the calls and the rest of the text.
 
-    '```json\n{"name": "ls", "arguments": {}}\n```'  → [ls({})], 40
+    '```json\n{"name": "ls", "arguments": {}}\n```'  → [ls({})], ""
+    '{"name": "ls", "arguments": {}}<|im_end|>'      → [ls({})], "<|im_end|>"
     '{"name": "ls", "arg'                            → ValueError
 
     Raises an exception for an invalid call, and for any other text between the calls. A JSON
     parser reads JSON calls, so a code fence or a tag inside a string stays in the string."""
-    calls, is_fenced, place = [], False, 0
-    while (place := AROUND.match(text, place).end()) < len(text):
+    calls = []
+    is_fenced = False  # True: a code fence is open at `place`
+    place = 0
+    while True:
+        place = AROUND.match(text, place).end()
         fence = FENCE_OR_END.match(text, place)
         named = NAMED.match(text, place)
         if fence and (is_fenced or fence[0] != "```"):
             is_fenced = not is_fenced
             place = fence.end()
-        elif calls and INVENTED.match(text, place):
-            break  # '{"name": "ls", "arguments": {}}\n```\na.txt\n```\nThe folder has a.txt.'
+        elif place == len(text) or (calls and INVENTED.match(text, place)):
+            # '{"name": "ls", "arguments": {}}\n```\na.txt\n```\nThe folder has a.txt.'
+            return calls, text[place:]
         elif named:
             place = named.end()
             arguments = dict(re.findall(f"(?s){PARAMETER}", named[2]))
@@ -1586,26 +1638,20 @@ def read_calls(text, tools):
             found, place = JSON.raw_decode(text, place)
             for each in found if isinstance(found, list) else [found]:
                 calls.append(text_call(each, tools))
-    return calls, place
 
 
 def text_call(found, tools):
-    """{"name": "ls", "arguments": {"path": ".", "colour": 1}} → ls({"path": "."})
+    """{"name": "ls", "arguments": {"path": "."}} → ls({"path": "."})
 
-    Drop unknown arguments. Raises an exception for an unknown tool, a missing argument, and for
-    JSON that is no call, but a log entry or the description of a tool."""
+    Raises an exception for an unknown tool, and for JSON that is no call, but a log entry or the
+    description of a tool. Wrong arguments are told to the model when the call runs."""
     is_wrapped = found.keys() <= {"type", "id", "function"}  # {"type": "function", "function": {…}}
     call = found["function"] if is_wrapped else found
-    schema = tools[call["name"]]
+    is_log_entry = found.get("type", "function") != "function" or call.keys() - CALL_KEYS
+    is_description = "properties" in call.get("parameters", {})
     written = call.get("arguments", call.get("parameters"))
     arguments, error = parse_arguments(written, repair=False)
-    is_schema = "properties" in call.get("parameters", {})  # a description of the tool
-    is_function = found.get("type", "function") == "function"
-    properties = schema.get("properties")
-    if properties and not schema.get("additionalProperties"):
-        arguments = {key: value for key, value in arguments.items() if key in properties}
-    missing = set(schema.get("required", [])) - arguments.keys()
-    if error or missing or is_schema or not is_function or call.keys() - CALL_KEYS:
+    if error or is_log_entry or is_description or call["name"] not in tools:
         raise ValueError("not a call")
     return ToolCallRequest(new_id(), call["name"], arguments)
 
@@ -1646,8 +1692,9 @@ def keyless_json(named):
     the form of a key, and each value in `named` whose name says key, token, secret or password."""
     secrets = re.findall(NAMED_SECRET, json.dumps(named, ensure_ascii=False))
     secrets.sort(key=len, reverse=True)
-    keys = re.compile("|".join([KEYS, *map(re.escape, secrets)]))
+    keys = re.compile("|".join([KEYS, *map(re.escape, secrets)]))  # the longest first
     write = json.JSONEncoder(ensure_ascii=False, default=vars).encode  # vars: of an LLMResponse
+    # the groups of KEYS are what stays, like `password=`
     return lambda event: keys.sub(r"\1\2\3[key]", write(event))
 
 
@@ -1674,17 +1721,16 @@ class HumanProvider(LLMProvider):
     async def answer(self, request):
         question = request_text(request)
         line = None
-        while True:
-            if self.ask:
-                line = await self.ask(
-                    f"{question}\n{HOW_TO_ANSWER}\nmodel> ",
-                    "model",
-                    messages=request.messages,
-                    tools=request.tools,
-                    refused=line,
-                )
+        while self.ask:
+            line = await self.ask(
+                f"{question}\n{HOW_TO_ANSWER}\nmodel> ",
+                "model",
+                messages=request.messages,
+                tools=request.tools,
+                refused=line,  # None at first
+            )
             if line is None:
-                return failed("`--provider human` needs a terminal. On the page, open a window.")
+                break
             answer = typed(line.strip(), parameters_by_name(request.tools))
             if answer:
                 answer.usage = estimate_usage(request, answer)
@@ -1693,6 +1739,7 @@ class HumanProvider(LLMProvider):
                 "This line looks like a call, but is no call of a tool above.\n"
                 'Texts need quotes, and ")" comes last: read_file("a.txt")'
             )
+        return failed("`--provider human` needs a terminal. On the page, open a window.")
 
 
 HOW_TO_ANSWER = """
@@ -1711,12 +1758,11 @@ def request_text(request):
         lines.append(f"---- {message['role']} ----\n{text}")
         if message["role"] == "assistant":
             lines = ["(all earlier messages are sent again)"]
+    signatures = []
     if request.messages[-1]["role"] == "user":
-        tools = parameters_by_name(request.tools)
-        lines = [
-            f"{name}({', '.join(tools[name].get('properties', []))})" for name in tools
-        ] + lines
-    return "\n".join(lines)
+        for name, schema in parameters_by_name(request.tools).items():
+            signatures.append(f"{name}({', '.join(schema.get('properties', []))})")
+    return "\n".join(signatures + lines)
 
 
 def typed(line, tools):
@@ -1725,13 +1771,16 @@ def typed(line, tools):
     'read_file("a.txt")', 'read_file {"path": "a.txt"}' → a call;  'read_file("a.txt' → None
     """
     name, written = re.match(r"(?s)([\w-]*)\s*(.*)", line).groups()
-    if name not in tools and not re.match(r"[\w-]*[({<$]|[\w-]+ {", line):
+    # `raed_file("a.txt")`, `<tool_call>`, `raed_file {"path": "a.txt"}`
+    looks_like_call = re.match(r"[\w-]*[({<$]|[\w-]+ {", line)
+    if name not in tools and not looks_like_call:
         return LLMResponse(line)
     try:
-        schema = tools[name]
-        if written.startswith("("):  # the values in the order of the parameters
-            values = ast.literal_eval(f"[{written[1:-1]}]")
-            return calling(name, dict(zip(schema["properties"], values, strict=False)))
+        parameters = tools[name]
+        values = re.fullmatch(r"(?s)\((.*)\)", written)
+        if values:  # in the order of the parameters
+            values = ast.literal_eval(f"[{values[1]}]")
+            return calling(name, dict(zip(parameters["properties"], values, strict=False)))
         return calling(name, dict(load_json(written or "{}", repair=False)))
     except (ValueError, SyntaxError, KeyError, TypeError):
         return None

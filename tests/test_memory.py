@@ -940,8 +940,8 @@ def test_every_request_fits_is_lawful_and_keeps_what_the_user_said_in_this_turn(
             assert request.tokens <= budget, (request.tokens, budget, request.notes)
             sent = str(request.messages)
             assert sent.count("<said>") == before.count("<said>"), "what was said stays"
-            lawful = legal(request.messages, reply=False)
-            assert legal(lawful, reply=False) == lawful
+            lawful = legal(request.messages)
+            assert legal(lawful) == lawful
 
 
 SAMPLES = json.loads((DATA / "token_counts.json").read_text(encoding="utf-8"))

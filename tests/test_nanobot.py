@@ -203,6 +203,21 @@ def test_of_the_calls_that_a_local_model_writes_only_those_run_that_it_means(gro
             assert result.final_content == hook.shown.rstrip(), text
 
 
+@pytest.mark.parametrize(
+    ("written", "problem"),
+    [
+        ('{"name": "exec", "arguments": {"command": "rm a", "dry_run": true}}', "unexpected"),
+        ('<tool_call>{"name": "exec", "arguments": {}}</tool_call>', "command is required"),
+    ],
+)
+def test_a_call_written_with_wrong_arguments_does_not_run_and_the_model_is_told(written, problem):
+    ran, hook = [], Watching()
+    with FakeLLM([written, "done"]) as server:
+        result = ask_local(server, ran, hook)
+    assert ran == [] and result.final_content == "done"
+    assert problem in server.bodies[1]["messages"][-1]["content"]
+
+
 def not_thought(text: str) -> str:
     """Without thoughts and tags at the start of a line (no row has one in a code fence)."""
     text = re.sub(r"(?ms)^[ \t]*<think>.*?</think>|^</think>", "", text).strip()
@@ -1359,8 +1374,8 @@ def test_whenever_messages_come_each_is_answered_in_one_turn_and_the_journal_is_
             for earlier, later in itertools.pairwise(asked):
                 check_grammar(later)
                 assert later[: len(earlier)] == earlier
-            whole = legal([asked[-1][0], *chats.session(chat).history()], reply=False)
-            assert whole[:-1] == asked[-1] and not chats.session(chat).unfinished
+            whole = legal([asked[-1][0], *chats.session(chat).history()])
+            assert whole == asked[-1] and not chats.session(chat).unfinished
 
     tools = [tool(act), tool(act, name="watch", read_only=True)]
     serve(tmp_path, script, work, *tools, max_tool_iterations=1_000)

@@ -362,6 +362,7 @@ ODD_BODIES = [
     (sse(delta(content="Well"), {"error": {"message": "Overloaded"}}), "Overloaded"),
     (sse(delta(content="a"), "data: {oops\n\n"), "not a JSON object but: {oops"),
     (sse(piece(id="a", name="f", arguments='{"a": '), done=False), "broke off"),
+    (sse(piece(id="a", name="f", arguments='{"a": 1}'), done=False), "broke off"),
     (Raw(b": ping\n\n"), "broke off"),
     (Failure(400, {"error": {"message": "Bad.", "metadata": "x"}}), "failed: HTTP 400: Bad.$"),
     (Failure(400, [{"error": {"message": "Unknown name"}}]), "HTTP 400: Unknown name$"),
@@ -405,11 +406,6 @@ FINE = {  # an odd answer: its text and its calls
         [],
     ),
     "Windows line ends": (Raw(HI.replace(b"\n", b"\r\n")), "Grüße ☃", []),
-    "whole calls and no end": (
-        sse(piece(id="a", name="f", arguments='{"a": 1}'), done=False),
-        None,
-        [{"a": 1}],
-    ),
     "a line that breaks behind [DONE]": (Raw(HI, cut=True), "Grüße ☃", []),
     "a line that stays open behind [DONE]": (Raw(HI, hang=20), "Grüße ☃", []),
 }
@@ -500,6 +496,11 @@ CALL_STREAMS = {
         piece(id="1", name="a", arguments='{"x"'),
         piece(arguments=": 1}"),
         piece(id="2", name="b", arguments=Y),
+    ],
+    "the index only in the first chunk": [
+        piece(index=0, id="1", name="a", arguments='{"x"'),
+        piece(arguments=": 1}"),
+        piece(index=1, id="2", name="b", arguments=Y),
     ],
     "whole, every index 0, with empty ids": [
         piece(index=0, id="", name="a", arguments=X),
@@ -1218,6 +1219,7 @@ TYPED = {  # a text is an answer; None: it is asked about, and never an answer
     'read_file {"path": "a.txt", "colour": 1}': {"path": "a.txt", "colour": 1},
     "read_file": {},
     'read_file("a.txt"': None,
+    "read_file('a.txt', 12": None,
     'read_file {"path": "a.txt"': None,
     'raed_file {"path": "a.txt"}': None,
     '<tool_call>{"name": "read_file"}</tool_call>': None,
