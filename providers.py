@@ -1382,6 +1382,7 @@ class AnswerReader:
         self.end = 0  # `text` is shown up to here; the rest may begin a thought or a call
         self.calls = []  # CallParts
         self.open_calls = {}  # index → the last of `calls` with this index, which a piece continues
+        self.index = 0  # of the latest piece of a call
         self.has_ended = False  # True: the server has signalled the end of the answer
 
     @property
@@ -1427,9 +1428,9 @@ class AnswerReader:
         without ids    0 read_file {"pa    0 th":"a"}          0 now {}
 
         So a name begins a call, and a piece without a name continues the last call with its index.
-        No index means 0.
+        No index means the index of the piece before.
         """
-        index = piece.get("index", 0)
+        index = self.index = piece.get("index", self.index)
         function = piece.get("function") or {}
         name = function.get("name")
         if name or index not in self.open_calls:

@@ -498,9 +498,9 @@ CALL_STREAMS = {
         piece(id="2", name="b", arguments=Y),
     ],
     "the index only in the first chunk": [
-        piece(index=0, id="1", name="a", arguments='{"x"'),
-        piece(arguments=": 1}"),
-        piece(index=1, id="2", name="b", arguments=Y),
+        piece(index=0, id="1", name="a", arguments=X),
+        piece(index=1, id="2", name="b", arguments=Y[:4]),
+        piece(arguments=Y[4:]),
     ],
     "whole, every index 0, with empty ids": [
         piece(index=0, id="", name="a", arguments=X),
