@@ -55,17 +55,19 @@ class Session:
         self.path = path
         self.on_event = on_event  # called with "journal" and each new line, without its text
         self.created_at = time.strftime(MOMENT)
-        self.origin = {}  # more keys for the first line: `folder` and `typed`
+        self.origin = {}  # for the first line: {"folder": "/home/ada/plan", "typed": True}
         self.messages = []  # messages that are not in the long-term memory
-        self.newest = {}  # the last message that is no report
-        self.last = 0  # the number of this message
-        self.highest = 0  # highest number so far: the next message gets `highest + 1`
-        self.start = 0  # last message number before `/new`
-        self.saved = 0  # the messages up to this number are in the long-term memory
         self.summary = ""  # requests have this text instead of the saved messages
-        self.remembered = 0  # these have a history entry, but are still sent (`remember_terminals`)
-        self.turn_ends = set()  # of each turn but the newest: its last message number
-        self.ended = {}  # last message number of each unanswered turn → the reason
+        self.newest = {}  # the last message that is no report
+        # numbers of messages
+        self.last = 0  # the number of `newest`
+        self.highest = 0  # highest number so far: the next message gets `highest + 1`
+        self.start = 0  # `last` at `/new`: the conversation begins after this message
+        self.saved = 0  # messages up to this one are in the long-term memory, and not sent
+        self.remembered = 0  # up to this one, `remember_terminals` has written history entries
+        self.turn_ends = set()  # the last message of each turn but the newest
+        self.ended = {}  # the last message of each unanswered turn → the reason
+        # restarts, and what is on its way
         self.resumed = 0  # number of restarts that resumed the open turn
         self.undelivered = []  # answers that have no mark `delivered` yet
         self.known_ids = deque(maxlen=1_000)  # ids of inbox lines
@@ -89,21 +91,21 @@ class Session:
         if not self.size:
             first = {"mark": "session", "key": self.key, "created_at": self.created_at}
             lines = [first | self.origin, *lines]
-        # a line's own time stays
-        lines = [line | {"timestamp": time.strftime(MOMENT)} | line for line in lines]
+        for line in lines:
+            line.setdefault("timestamp", time.strftime(MOMENT))  # a report has its own time
         self.size += append_lines(self.path, lines)
         for line in lines:
             self.take(line)
             if self.on_event:
-                named = {
-                    name: line[name]  # without the texts, which are in the requests and answers
+                without_text = {  # the texts are in the events of requests and answers
+                    name: line[name]
                     for name in ("n", "role", "cut", "report", "mark", "why", "upto")
                     if name in line
                 }
-                self.on_event("journal", who="session", line=named)
+                self.on_event("journal", who="session", line=without_text)
 
     def take(self, line: dict):
-        """Update the state with one journal line. Messages after a damaged `upto` are kept."""
+        """Update the state with one journal line. `min`: a damaged `upto` may be too high."""
         if "id" in line:
             self.known_ids.append(line["id"])
         match line:
@@ -125,19 +127,22 @@ class Session:
                 self.resumed += 1
             case {"mark": "session", "created_at": str(created_at)}:
                 self.created_at = created_at
-            case {"n": int(n), "role": str()}:
-                self.highest = max(self.highest, n)
-                self.messages.append(line)
-                if is_answer(line) and line.get("content"):
-                    self.undelivered.append(line)
-                if "report" in line:  # it belongs to no turn
-                    return
-                if not self.is_open:
-                    self.resumed = 0
-                    if line["role"] == "user":
-                        self.turn_ends.add(self.last)
-                self.newest = line
-                self.last = n
+            case {"n": int(), "role": str()}:
+                self._take_message(line)
+
+    def _take_message(self, message):
+        self.highest = max(self.highest, message["n"])
+        self.messages.append(message)
+        if is_answer(message) and message.get("content"):
+            self.undelivered.append(message)
+        if "report" in message:
+            return  # it belongs to no turn
+        if not self.is_open:
+            self.resumed = 0
+            if message["role"] == "user":  # a new turn begins
+                self.turn_ends.add(self.last)
+        self.newest = message
+        self.last = message["n"]
 
     async def synced(self):
         await asyncio.to_thread(fsync, self.path)
@@ -155,26 +160,25 @@ class Session:
                                                    [2026-11-23 10:00, reminder: stretch!]\\n\\nb"
         """
         sent = self.summary_messages()
-        before = {}
-        reports = []
+        has_begun = False
+        previous = {}
+        reports = deque(maxlen=50)  # the last ones since the previous user message
         for message in [*self.conversation(), *later]:
             if "report" in message:
                 reports.append(message)
-            elif message["role"] == "user":
-                quotes = [quoted(report, 2_500 // len(reports)) for report in reports[-50:]]
-                sent.append(as_sent(message, self.gap_after(before), *quotes))
-                before = message
-                reports = []
-            elif before:  # skip a turn if its user message is lost
-                sent.append(as_sent(message))
-                before = message
-        if before.get("cut"):  # `/continue`
-            sent.append(
-                {
-                    "role": "user",
-                    "content": f"{self.gap_after(before)} Go on where the answer stops.",
-                }
-            )
+                continue
+            notes = []
+            if message["role"] == "user":
+                has_begun = True
+                quotes = [quoted(report, 2_500 // len(reports)) for report in reports]
+                notes = [self.gap_after(previous), *quotes]
+                reports.clear()
+            if has_begun:  # skip the first turn if its user message is lost
+                sent.append(as_sent(message, *notes))
+                previous = message
+        if previous.get("cut"):  # `/continue`
+            request = f"{self.gap_after(previous)} Go on where the answer stops."
+            sent.append({"role": "user", "content": request})
         return sent
 
     def gap_after(self, message: dict) -> str:
@@ -185,7 +189,8 @@ class Session:
         return f"[the message above was not answered: {why}]" if why else ""
 
     def summary_messages(self) -> list[dict]:
-        if not self.summary or self.saved <= self.start:
+        is_earlier = self.saved <= self.start  # it is about the conversation before `/new`
+        if is_earlier or not self.summary:
             return []
         return [
             {
@@ -199,7 +204,8 @@ class Session:
     def without_saved(self, messages: list[dict]) -> list[dict]:
         """Remove messages from a request if they are now in the long-term memory."""
         system, *rest = messages
-        unsaved = [m for m in rest if m.get("n", float("inf")) > self.saved]
+        # in a request, what this turn has added has no number
+        unsaved = [m for m in rest if "n" not in m or m["n"] > self.saved]
         return [system, *self.summary_messages(), *unsaved]
 
     @property
@@ -218,15 +224,17 @@ class Session:
             self.mark("ended", why=why)
 
     def end_of_oldest(self, excess: float) -> int:
-        """The last number of the oldest turns that have at least `excess` tokens, or of all."""
-        found = 0
+        """The number of the message that ends the oldest turns: of as few turns as have `excess`
+        tokens together, or of all but the newest. 0 if there is only one turn."""
+        end = 0
+        tokens = 0
         for message in self.conversation():
-            excess -= message_tokens(message)
+            tokens += message_tokens(message)
             if message["n"] in self.turn_ends:
-                found = message["n"]
-                if excess <= 0:
+                end = message["n"]
+                if tokens >= excess:
                     break
-        return found
+        return end
 
 
 def is_answer(message: dict) -> bool:
@@ -318,12 +326,14 @@ class MemoryStore:
         return self.text_of(self.facts)
 
     def write_facts(self, text: str, instead_of: str) -> bool:
-        """Write MEMORY.md, unless `text` is far too short. Return False if the file has changed."""
+        """Write MEMORY.md, but never empty or halve it. Returns False if somebody has changed the
+        file: its text is no longer `instead_of`."""
         with locked(self.lock):
             if self.read_facts() != instead_of:
                 return False
             text = text.strip()
-            if not text or (len(instead_of) > 300 and len(text) < len(instead_of) // 2):
+            is_far_too_short = len(instead_of) > 300 and len(text) < len(instead_of) // 2
+            if not text or is_far_too_short:
                 log.warning("MEMORY.md is not changed: the new text is empty or far too short")
             else:
                 write_atomically(self.facts, text + "\n")
@@ -336,7 +346,9 @@ class MemoryStore:
     def append_history(self, text: str, **origin):
         """Append an entry. The text may begin with its time, such as `[2026-04-03 00:02]`."""
         with locked(self.lock):
+            # if lines are lost, `dream_cursor` may be higher: Dream must not skip the new entry
             last = max([self.dream_cursor, *(entry["cursor"] for entry in self.entries())])
+            # "[2026-04-03 00:02] A trip." → ("2026-04-03 00:02", "A trip.");  "A trip." → (None, …)
             stamp, content = re.match(STAMP, text).groups()
             moment = stamp or time.strftime("%Y-%m-%d %H:%M")
             entry = {"cursor": last + 1, "timestamp": moment, "content": content} | origin
@@ -356,15 +368,18 @@ class MemoryStore:
     def recent_history(self) -> list[str]:
         """The entries that Dream has not read yet, and the last five anyway. They share 1,800
         tokens: what an entry does not need is left for the newer ones."""
-        recent = self.unread()[-50:]
+        recent = self.unread()[-50:]  # more would get too few tokens each
         if len(recent) < 5:
             recent = self.entries()[-5:]
         texts = []
-        room = 1_800
-        for number, entry in enumerate(recent):
-            share = room // (len(recent) - number)
-            texts.append(fitted(f"[{entry['timestamp']}] {entry['content']}", share))
-            room -= estimate(texts[-1])
+        tokens_left = 1_800
+        entries_left = len(recent)
+        for entry in recent:
+            text = f"[{entry['timestamp']}] {entry['content']}"
+            text = fitted(text, tokens_left // entries_left)
+            texts.append(text)
+            tokens_left -= estimate(text)
+            entries_left -= 1
         return texts
 
     def archive_old(self, keep=1_000):
