@@ -177,8 +177,8 @@ class Session:
                 sent.append(as_sent(message, *notes))
                 previous = message
         if previous.get("cut"):  # `/continue`
-            request = f"{self.gap_after(previous)} Go on where the answer stops."
-            sent.append({"role": "user", "content": request})
+            text = f"{self.gap_after(previous)} Go on where the answer stops."
+            sent.append({"role": "user", "content": text})
         return sent
 
     def gap_after(self, message: dict) -> str:
@@ -204,7 +204,7 @@ class Session:
     def without_saved(self, messages: list[dict]) -> list[dict]:
         """Remove messages from a request if they are now in the long-term memory."""
         system, *rest = messages
-        # in a request, what this turn has added has no number
+        # in a request, the answers and results of this turn have no number
         unsaved = [m for m in rest if "n" not in m or m["n"] > self.saved]
         return [system, *self.summary_messages(), *unsaved]
 
@@ -438,71 +438,73 @@ class Consolidator:
         """Runs in the background. Move all turns older than `/new`. If more than `window` messages
         remain, move turns until about `window / 2` remain. Returns a line for the user, or ""."""
         upto = session.start
-        if session.saved < upto <= session.remembered:  # no model is needed
+        if session.saved < upto <= session.remembered:  # history entries have all of it already
             with self.sessions.lock(session.key):
                 session.mark("saved", upto=upto)
         conversation = session.conversation()
         if len(conversation) > self.window:
-            upto = conversation[-self.window // 2]["n"]
+            upto = conversation[-self.window // 2]["n"]  # a window of 100: the newest 50 remain
         return await self.move(session, upto)
 
     async def move(self, session: Session, upto: int) -> str:
         """Move turns up to message `upto` in at most five rounds, because a user may be waiting.
         Returns `12 older messages moved to the memory; memory: 1 file changed, 2 insertions(+)`.
         Raises SessionBusy."""
-        before = session.saved
         told = ""
+        count = 0
         async with self.one_at_a_time:
             for _ in range(5):
                 end, text = self._next_part(session, upto)
                 if not end:
                     break
                 earlier = [message["content"] for message in session.summary_messages()]
-                saved = await self.save(earlier, text)
-                if saved is None or session.size != file_size(session.path):
+                outcome = await self.save(earlier, text)
+                if outcome is None or session.size != file_size(session.path):
                     break  # the model cannot be reached, or another program changed the file
-                entry, summary, changes = saved
+                entry, summary, changes = outcome
                 summary = str(summary or "\n\n".join([*earlier, entry]))[-4_000:]
-                told += changes
+                if changes:
+                    told += f"; memory: {changes}"
+                count += end - session.saved
                 origin = {"session": session.key, "created_at": session.created_at, "upto": end}
                 with self.sessions.lock(session.key):  # no `await`, so no cancellation here
                     if end > session.remembered:
                         self.store.append_history(entry, **origin, summary=summary)
                     session.mark("saved", upto=end, summary=summary)
-        count = session.saved - before
         return f"{counted(count, 'older message')} moved to the memory{told}" if count else ""
 
     def _next_part(self, session, upto):
-        """Choose the turns of the next round. Returns (last message number, text of the turns)."""
+        """Choose whole turns for the next round. Returns the number of their last message, or 0,
+        and their text, with `runtime` (time, chat and folder) before each question."""
+        if session.saved < session.start:
+            upto = min(upto, session.start)  # a summary is about one side of `/new`
         room = self.budget // 4  # the request also holds MEMORY.md and the summary
         end = 0
         text = ""
-        part = []
+        longer = ""
         for message in session.messages:
-            part.append(message)
+            longer += f"{message.get('runtime', '')}\n{fitted(readable(message), 500)}\n"
             n = message["n"]
             if n in session.turn_ends and n <= upto:
-                longer = text_of_turns(part)
-                contains_new = end <= session.start < n
-                if end and (contains_new or estimate(longer) > room):
+                if end and estimate(longer) > room:
                     break
                 end = n
                 text = longer
         return end, fitted(text, room)  # even a single turn may be too long
 
     async def save(self, earlier: list[str], text: str) -> tuple | None:
-        """Returns (entry, summary or "", `; memory: 1 file changed, 2 insertions(+)`), or None if
-        the model is not reachable. Without a valid call, the entry is a short piece of the text.
-        `earlier`: the summary of the conversation so far."""
+        """Let the model update MEMORY.md. `earlier`: the summary of the conversation so far. Returns
+        (entry, summary or "", "1 file changed, 2 insertions(+)" or ""), or None if the model cannot
+        be reached. Without a valid call, the entry is a short piece of the text."""
         repository = MemoryRepository(self.store.workspace)
-        for _ in range(3):  # retry if MEMORY.md has changed, or if the answer was cut off
+        for _ in range(3):
             facts = self.store.read_facts()
             question = "\n\n".join(["# MEMORY.md", facts, "# Conversation", *earlier, text])
             response = await self.ask(request(self.prompt, question), [SAVE_MEMORY])
             if response.finish_reason == "error" and not response.is_overflow:
                 return None
             if response.finish_reason in ("length", "content_filter"):
-                continue
+                continue  # the answer was cut off: ask again
             if not response.tool_calls:
                 break
             answer = response.tool_calls[0].arguments
@@ -512,9 +514,10 @@ class Consolidator:
             if not entry:
                 break
             await asyncio.to_thread(repository.record, OUTSIDE)
-            if self.store.write_facts(answer["memory_update"], facts):
-                told = await asyncio.to_thread(repository.record, "saved from a conversation")
-                return entry, answer.get("summary"), f"; memory: {told}" if told else ""
+            if not self.store.write_facts(answer["memory_update"], facts):
+                continue  # somebody has changed MEMORY.md meanwhile: ask again
+            changes = await asyncio.to_thread(repository.record, "saved from a conversation")
+            return entry, answer.get("summary"), changes
         return f"[RAW] {fitted(text, 400)}", "", ""
 
 
@@ -524,7 +527,8 @@ class Consolidator:
 class Governed:
     """Shortens a copy of a conversation to `budget` tokens. The result is in `messages`, `tokens`
     and `notes`. First a list of calls replaces the oldest turns and steps, then pictures go, at
-    last parts of results. The system prompt, the summary and this turn's user messages stay.
+    last parts of results. The system prompt, the summary and this turn's user messages stay. This
+    turn begins with the message `task`; `beside` is the number of tokens of the tools' schemas.
 
     user "Find the bug"                 user "Find the bug"
     assistant calls read_file({…})   →  user "[2 messages left out. The calls, and …:]\\n
@@ -533,17 +537,17 @@ class Governed:
     tool "a.py:7: …"                    assistant calls grep({…}) …
     """
 
-    def __init__(
-        self, messages: list[dict], budget: float, task: dict | None = None, beside: int = 0
-    ):
+    def __init__(self, messages: list[dict], budget: int, task: dict | None, beside: int = 0):
         self.messages = list(messages)
         self.notes = []  # `8 messages left out (~7,900 tokens)`
-        self.tokens = total_tokens(messages) + beside  # `beside` is the size of the tools' schemas
-        users = [n for n, message in enumerate(messages) if message["role"] == "user"]
-        tasks = [n for n in users if messages[n] is task]  # empty if a hook has copied the task
-        self.begin = max(tasks or users, default=0)  # where this turn begins
-        steps = [n for n, message in enumerate(messages) if message.get("tool_calls")]
-        self.first_kept = max([self.begin, *steps])  # the model has not read the last step yet
+        self.tokens = total_tokens(messages) + beside
+        self.begin = 0
+        self.last_step = 0
+        for n, message in enumerate(messages):
+            if message == task:
+                self.begin = n
+            if message.get("tool_calls"):
+                self.last_step = n
         self.list_size = min(2_000, budget // 8)  # tokens for the list of what is left out
         for make_shorter in (self._leave_out, self._remove_pictures, self._cut_results):
             if self.tokens > budget:
@@ -551,36 +555,32 @@ class Governed:
                 self.tokens = total_tokens(self.messages) + beside
 
     def _leave_out(self, excess):
-        """Leave out the oldest turns, then this turn's oldest steps: `excess` tokens or more."""
+        """Leave out the oldest turns, then this turn's oldest steps: `excess` tokens or more. The
+        last step stays, because the model has not read its results yet."""
         kept = []
         left_out = []
         freed = 0
-        for n, message in enumerate(self.messages[: self.first_kept]):
+        for n, message in enumerate(self.messages[: max(self.begin, self.last_step)]):
             role = message["role"]
-            is_user = role == "user"
-            # earlier turns go as a whole; this turn goes step by step
-            is_boundary = is_user if n <= self.begin else role != "tool"
+            if n <= self.begin:  # earlier turns go as a whole
+                is_boundary = role == "user"
+            else:  # this turn goes step by step: a call and its results
+                is_boundary = role != "tool"
             if is_boundary and freed >= excess + self.list_size:
                 break
-            is_own = is_user and n >= self.begin
-            if is_own or role == "system" or "is_summary" in message:
+            is_of_this_turn = role == "user" and n >= self.begin
+            if is_of_this_turn or role == "system" or "is_summary" in message:
                 kept.append(message)
             else:
                 left_out.append(message)
                 freed += message_tokens(message)
-        if not left_out:
-            return
-        rest = self.messages[len(kept) + len(left_out) :]  # what the loop has not reached
-        told = f"{counted(len(left_out), 'message')} left out"
-        lines = [f"[{told}. The calls, and the first line of each message:]"]
-        for message in left_out:
-            text = str(without_images(message).get("content") or "")
-            first_line = text.strip().partition("\n")[0]
-            lines.append(fitted(readable(message | {"content": first_line}), 100))
-        spare = max(freed - excess - 10, 50)  # what the list may fill again
-        text = fitted("\n".join(lines), int(min(spare, self.list_size)))
-        self.messages = [*kept, {"role": "user", "content": text}, *rest]
-        self.notes.append(f"{told} (~{freed:,} tokens)")
+        if left_out:
+            rest = self.messages[len(kept) + len(left_out) :]  # what the loop has not reached
+            told = f"{counted(len(left_out), 'message')} left out"
+            spare = max(freed - excess - 10, 50)  # 10 tokens for the list's message itself
+            text = list_of(left_out, told, min(spare, self.list_size))
+            self.messages = [*kept, {"role": "user", "content": text}, *rest]
+            self.notes.append(f"{told} (~{freed:,} tokens)")
 
     def _remove_pictures(self, _):
         shorter = [without_images(message) for message in self.messages]
@@ -591,15 +591,25 @@ class Governed:
     def _cut_results(self, excess):
         """Last resort: cut each tool result to an equal share of the remaining tokens."""
         results = [message for message in self.messages if message["role"] == "tool"]
-        room = int(total_tokens(results) - excess)
+        room = total_tokens(results) - excess
         for n, message in enumerate(self.messages):
             if message["role"] == "tool":
-                share = max(room // len(results) - 20, 10)
-                cut = fitted(message["content"], share)
+                share = room // len(results) - 20  # 20 tokens for the line below
+                cut = fitted(message["content"], max(share, 10))
                 if cut != message["content"]:
                     content = f"{cut}\n[not all of it: ask for a part]"
                     self.messages[n] = {**message, "content": content}
         self.notes.append(f"{counted(len(results), 'tool result')} cut")
+
+
+def list_of(left_out, told, most):
+    """The list in the example above, with at most `most` tokens."""
+    lines = [f"[{told}. The calls, and the first line of each message:]"]
+    for message in left_out:
+        text = str(without_images(message).get("content") or "")
+        first_line = text.strip().partition("\n")[0]
+        lines.append(fitted(readable(message | {"content": first_line}), 100))
+    return fitted("\n".join(lines), most)
 
 
 # ======== Second reading: terminals, damage, files and locks, sizes, Dream, skills ========
@@ -963,14 +973,6 @@ def readable(message):
     if message.get("timestamp"):
         who = f"[{message['timestamp']}] {who}"
     return f"{who}: " + "\n".join(parts).strip()
-
-
-def text_of_turns(messages):
-    """The text of a conversation for `save_memory`. `runtime` names time, chat and folder."""
-    lines = []
-    for message in messages:
-        lines += [fitted(readable(message), 500), message.get("runtime", "")]
-    return "\n".join(lines)
 
 
 def without_images(message):

@@ -1419,7 +1419,7 @@ def test_100000_characters_of_anything_are_read_within_a_second(tmp_path, monkey
     append(loop.memory, text, "[2026-04-03 00:02]" + text, "[2026-" + text)
     works = [
         partial(say, loop, "/dream"),
-        partial(Governed, [user(text)], 100),
+        partial(Governed, [user(text)], 100, None),
         partial(append, loop.memory, f"[{text}"),
     ]
     for head in ("", "metadata: ", "description: ", "requires:\n ", f"{piece}: "):
