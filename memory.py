@@ -28,19 +28,16 @@ import shutil
 import subprocess
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache, lru_cache, partial
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote, unquote
 
 log = logging.getLogger("nanobot.memory")
 MOMENT = "%Y-%m-%dT%H:%M:%S%z"
 to_json = json.JSONEncoder(ensure_ascii=False).encode
-Ask = Callable[[list[dict], list[dict]], Awaitable[Any]]
-Read = Callable[[Path], bytes]  # reads a file for a request; raises OSError or ValueError
 
 
 # ---- Journal and inbox: a message is stored on disk before the agent uses it ----
@@ -58,9 +55,9 @@ class Session:
         self.origin = {}  # for the first line: {"folder": "/home/ada/plan", "typed": True}
         self.messages = []  # messages that are not in the long-term memory
         self.summary = ""  # requests have this text instead of the saved messages
-        self.newest = {}  # the last message that is no report
+        self.is_answered = True  # does the last message end its turn?
         # numbers of messages
-        self.last = 0  # the number of `newest`
+        self.last = 0  # the last message; reports do not count
         self.highest = 0  # highest number so far: the next message gets `highest + 1`
         self.start = 0  # `last` at `/new`: the conversation begins after this message
         self.saved = 0  # messages up to this one are in the long-term memory, and not sent
@@ -133,7 +130,8 @@ class Session:
     def _take_message(self, message):
         self.highest = max(self.highest, message["n"])
         self.messages.append(message)
-        if is_answer(message) and message.get("content"):
+        ends_turn = is_answer(message)
+        if ends_turn and message.get("content"):
             self.undelivered.append(message)
         if "report" in message:
             return  # it belongs to no turn
@@ -141,7 +139,7 @@ class Session:
             self.resumed = 0
             if message["role"] == "user":  # a new turn begins
                 self.turn_ends.add(self.last)
-        self.newest = message
+        self.is_answered = ends_turn
         self.last = message["n"]
 
     async def synced(self):
@@ -211,7 +209,7 @@ class Session:
     @property
     def unfinished(self) -> bool:
         """Can `/continue` resume the last turn?"""
-        return self.last > max(self.start, self.saved) and not is_answer(self.newest)
+        return self.last > max(self.start, self.saved) and not self.is_answered
 
     @property
     def is_open(self) -> bool:
@@ -306,9 +304,9 @@ class MemoryStore:
     {"cursor": 42, "timestamp": "2026-04-03 00:02", "content": "The user planned a trip to Rome."}
     """
 
-    def __init__(self, workspace: Path, read: Read = Path.read_bytes):
+    def __init__(self, workspace: Path, read: Callable = Path.read_bytes):
         self.workspace = workspace
-        self.read = read
+        self.read = read  # a path → its bytes; raises OSError, or ValueError for a path outside
         self.folder = workspace / "memory"
         self.facts = self.folder / "MEMORY.md"
         self.history = self.folder / "history.jsonl"
@@ -343,15 +341,16 @@ class MemoryStore:
         """All history entries. Reading 1,000 of them takes 5 ms."""
         return read_records(self.history, partial(has, cursor=int, timestamp=str, content=str))
 
-    def append_history(self, text: str, **origin):
-        """Append an entry. The text may begin with its time, such as `[2026-04-03 00:02]`."""
+    def append_history(self, text: str, **more):
+        """Append an entry with `more` keys. The text may begin with its time, such as
+        `[2026-04-03 00:02]`."""
         with locked(self.lock):
             # if lines are lost, `dream_cursor` may be higher: Dream must not skip the new entry
             last = max([self.dream_cursor, *(entry["cursor"] for entry in self.entries())])
             # "[2026-04-03 00:02] A trip." → ("2026-04-03 00:02", "A trip.");  "A trip." → (None, …)
             stamp, content = re.match(STAMP, text).groups()
             moment = stamp or time.strftime("%Y-%m-%d %H:%M")
-            entry = {"cursor": last + 1, "timestamp": moment, "content": content} | origin
+            entry = {"cursor": last + 1, "timestamp": moment, "content": content} | more
             append_lines(self.history, [entry])
             fsync(self.history)
 
@@ -375,8 +374,7 @@ class MemoryStore:
         tokens_left = 1_800
         entries_left = len(recent)
         for entry in recent:
-            text = f"[{entry['timestamp']}] {entry['content']}"
-            text = fitted(text, tokens_left // entries_left)
+            text = dated(entry, tokens_left // entries_left)
             texts.append(text)
             tokens_left -= estimate(text)
             entries_left -= 1
@@ -390,6 +388,11 @@ class MemoryStore:
             if old:
                 append_lines(self.archive, old)
                 write_atomically(self.history, as_lines(entries[len(old) :]))
+
+
+def dated(entry: dict, most: int) -> str:
+    """`[2026-04-03 00:02] The user planned a trip to Rome.`, with at most `most` tokens."""
+    return fitted(f"[{entry['timestamp']}] {entry['content']}", most)
 
 
 # ---- The Consolidator: old turns move from the journal into the history ----
@@ -421,7 +424,7 @@ class Consolidator:
 
     store: MemoryStore
     sessions: "SessionManager"
-    ask: Ask
+    ask: Callable  # awaited with (messages, tools) → the answer, as from LLMProvider.chat
     prompt: str
     budget: int = 56_320  # maximum number of tokens in a request
     window: int = 100  # maximum number of messages that are not in the long-term memory
@@ -466,18 +469,21 @@ class Consolidator:
                 if changes:
                     told += f"; memory: {changes}"
                 count += end - session.saved
-                origin = {"session": session.key, "created_at": session.created_at, "upto": end}
                 with self.sessions.lock(session.key):  # no `await`, so no cancellation here
                     if end > session.remembered:
-                        self.store.append_history(entry, **origin, summary=summary)
+                        self.store.append_history(
+                            entry,
+                            session=session.key,
+                            created_at=session.created_at,
+                            upto=end,
+                            summary=summary,
+                        )
                     session.mark("saved", upto=end, summary=summary)
         return f"{counted(count, 'older message')} moved to the memory{told}" if count else ""
 
     def _next_part(self, session, upto):
         """Choose whole turns for the next round. Returns the number of their last message, or 0,
         and their text, with `runtime` (time, chat and folder) before each question."""
-        if session.saved < session.start:
-            upto = min(upto, session.start)  # a summary is about one side of `/new`
         room = self.budget // 4  # the request also holds MEMORY.md and the summary
         end = 0
         text = ""
@@ -490,12 +496,14 @@ class Consolidator:
                     break
                 end = n
                 text = longer
+                if n == session.start:  # a summary must not be about both sides of `/new`
+                    break
         return end, fitted(text, room)  # even a single turn may be too long
 
     async def save(self, earlier: list[str], text: str) -> tuple | None:
-        """Let the model update MEMORY.md. `earlier`: the summary of the conversation so far. Returns
-        (entry, summary or "", "1 file changed, 2 insertions(+)" or ""), or None if the model cannot
-        be reached. Without a valid call, the entry is a short piece of the text."""
+        """Let the model update MEMORY.md. `earlier`: the summary of the conversation so far.
+        Returns (entry, summary or "", "1 file changed, 2 insertions(+)" or ""), or None if the
+        model cannot be reached. Without a valid call, the entry is a short piece of the text."""
         repository = MemoryRepository(self.store.workspace)
         for _ in range(3):
             facts = self.store.read_facts()
@@ -541,13 +549,7 @@ class Governed:
         self.messages = list(messages)
         self.notes = []  # `8 messages left out (~7,900 tokens)`
         self.tokens = total_tokens(messages) + beside
-        self.begin = 0
-        self.last_step = 0
-        for n, message in enumerate(messages):
-            if message == task:
-                self.begin = n
-            if message.get("tool_calls"):
-                self.last_step = n
+        self.task = task
         self.list_size = min(2_000, budget // 8)  # tokens for the list of what is left out
         for make_shorter in (self._leave_out, self._remove_pictures, self._cut_results):
             if self.tokens > budget:
@@ -557,19 +559,24 @@ class Governed:
     def _leave_out(self, excess):
         """Leave out the oldest turns, then this turn's oldest steps: `excess` tokens or more. The
         last step stays, because the model has not read its results yet."""
+        begin = 0  # the place of this turn's first message
+        last_step = 0
+        for n, message in enumerate(self.messages):
+            if message == self.task:
+                begin = n
+            if message.get("tool_calls"):
+                last_step = n
         kept = []
         left_out = []
         freed = 0
-        for n, message in enumerate(self.messages[: max(self.begin, self.last_step)]):
+        for n, message in enumerate(self.messages[: max(begin, last_step)]):
             role = message["role"]
-            if n <= self.begin:  # earlier turns go as a whole
-                is_boundary = role == "user"
-            else:  # this turn goes step by step: a call and its results
-                is_boundary = role != "tool"
-            if is_boundary and freed >= excess + self.list_size:
+            begins_turn = role == "user" and n <= begin  # earlier turns go as a whole
+            begins_step = role != "tool" and n > begin  # this turn goes step by step
+            if (begins_turn or begins_step) and freed >= excess + self.list_size:
                 break
-            is_of_this_turn = role == "user" and n >= self.begin
-            if is_of_this_turn or role == "system" or "is_summary" in message:
+            is_own = role == "user" and n >= begin
+            if is_own or role == "system" or "is_summary" in message:
                 kept.append(message)
             else:
                 left_out.append(message)
@@ -599,7 +606,8 @@ class Governed:
                 if cut != message["content"]:
                     content = f"{cut}\n[not all of it: ask for a part]"
                     self.messages[n] = {**message, "content": content}
-        self.notes.append(f"{counted(len(results), 'tool result')} cut")
+        if results:
+            self.notes.append(f"{counted(len(results), 'tool result')} cut")
 
 
 def list_of(left_out, told, most):
@@ -639,11 +647,11 @@ def remember_terminals(sessions):
             session = sessions.load(key)
             said = [message for message in session.messages if message["n"] > session.remembered]
             if said:
-                moment = time.strftime("[%Y-%m-%d %H:%M]", time.localtime(used))
+                moment = time.strftime("%Y-%m-%d %H:%M", time.localtime(used))
                 text = in_short(said)
                 if session.is_open:
                     text += "\n(not answered: the program ended)"
-                store.append_history(f"{moment} In {first['folder']}:\n{text}")
+                store.append_history(f"In {first['folder']}:\n{text}", timestamp=moment)
                 session.mark("remembered", upto=session.highest)
                 os.utime(session.path, (used, used))  # the mark is no use of the conversation
         os.utime(lock)
@@ -665,12 +673,11 @@ def in_short(messages):
 
 def read_records(path, is_valid):
     """The valid records of a file, in order. An invalid line is copied once to `*.corrupt`."""
-    raw = patiently(path.read_bytes) if path.exists() else b""
     aside = path.with_name(f"{path.name}.corrupt")
-    known = aside.read_bytes().split(b"\n") if aside.exists() else []
+    known = raw_lines(aside)  # the invalid lines that are there already
     records = []
     damaged = []
-    for line in raw.split(b"\n"):  # str.splitlines() would also split at U+2028 and \x85
+    for line in raw_lines(path):
         try:
             record = json.loads(line, parse_constant=int)  # int("NaN") raises ValueError
         except (ValueError, RecursionError):
@@ -685,6 +692,11 @@ def read_records(path, is_valid):
         with open_private(aside) as file:
             file.write(b"\n".join(damaged) + b"\n")
     return records
+
+
+def raw_lines(path):
+    # on text, splitlines() would also split at U+2028 and \x85, which may be part of a message
+    return patiently(path.read_bytes).split(b"\n") if path.exists() else []
 
 
 def has(record, **kinds):
@@ -932,8 +944,9 @@ class SessionManager:
         used = {}
         for path in self.folder.glob("*"):
             if path.suffix in (".jsonl", ".inbox") and path.exists():  # Emacs leaves broken links
-                name = unquote(path.stem)
-                key = name if ":" in name else name.replace("_", ":", 1)  # cli_direct
+                key = unquote(path.stem)  # "cli%3Adirect" → "cli:direct"
+                if ":" not in key:
+                    key = key.replace("_", ":", 1)  # "cli_direct" → "cli:direct"
                 used[key] = max(path.stat().st_mtime, used.get(key, 0.0))
         return sorted(used.items(), key=lambda row: row[1], reverse=True)
 
@@ -1064,14 +1077,14 @@ class Dream:
     """
 
     store: MemoryStore
-    ask: Ask
-    run_agent: Callable  # (messages, refuse) → an object with `stop_reason`
+    ask: Callable  # as in Consolidator
+    run_agent: Callable  # awaited with (messages, refuse) → an object with `stop_reason`
     find_prompt: str
     edit_prompt: str
     skills: "SkillsLoader"
     budget: int = 56_320  # maximum number of tokens in a request
     max_batch: int = 20  # maximum number of history entries per dream
-    failures: int = 0  # number of failed dreams in a row
+    failures: int = 0  # number of failed dreams about the same entries
 
     async def run(self):
         """Run one dream. Returns a text for the user. Raises SessionBusy if another dream runs."""
@@ -1081,12 +1094,14 @@ class Dream:
             if not batch:
                 return "There is nothing new to dream about."
             outcome = await self._dream(batch, repository)
-            self.failures = self.failures + 1 if outcome == "failed" else 0
-            if outcome != "completed" and self.failures < 3:
+            if outcome == "failed":
+                self.failures += 1
+            is_hopeless = self.failures == 3
+            if outcome != "completed" and not is_hopeless:
                 return f"The dream {outcome}. Nothing is lost: the next dream tries again."
-            if self.failures:  # for the third time
+            if is_hopeless:
                 log.warning("three dreams about the same entries failed: these entries are skipped")
-                self.failures = 0
+            self.failures = 0
             write_atomically(self.store.folder / ".dream_cursor", str(batch[-1]["cursor"]))
             self.store.archive_old()
             told = f"Dreamt about {counted(len(batch), 'entry', 'entries')}"
@@ -1099,7 +1114,7 @@ class Dream:
     async def _dream(self, batch, repository):
         """Run both phases. Returns "completed", "failed" or UNREACHABLE."""
         most = self.budget // 2 // len(batch)
-        lines = [f"[{entry['timestamp']}] {fitted(entry['content'], most)}" for entry in batch]
+        lines = [dated(entry, most) for entry in batch]
         files = []
         for name in DREAM_FILES:
             path = self.store.workspace / name
@@ -1284,7 +1299,7 @@ class SkillsLoader:
         paths = {}
         for folder in reversed(self.folders):
             paths |= {path.parent.name: path for path in folder.glob("*/SKILL.md")}
-        return [self._read(path) for _, path in sorted(paths.items())]
+        return [self._read(paths[name]) for name in sorted(paths)]
 
     def _read(self, path):
         try:
