@@ -183,12 +183,11 @@ class Session:
         """A note for the next user message; in an assistant message, models would imitate it."""
         if message.get("cut"):
             return f"[the answer above broke off: {message['cut']}]"
-        why = self.ended.get(message.get("n", 0))
+        why = self.ended.get(message.get("n"))
         return f"[the message above was not answered: {why}]" if why else ""
 
     def summary_messages(self) -> list[dict]:
-        is_earlier = self.saved <= self.start  # it is about the conversation before `/new`
-        if is_earlier or not self.summary:
+        if not self.summary or self.saved <= self.start:  # after `/new` it is not sent
             return []
         return [
             {
@@ -435,7 +434,7 @@ class Consolidator:
         half of the budget is used. Returns a line for the user, or ""."""
         if tokens <= 0.8 * self.budget:
             return ""
-        return await self.move(session, session.end_of_oldest(tokens - self.budget // 2))
+        return await self._move(session, session.end_of_oldest(tokens - self.budget // 2))
 
     async def after_turn(self, session: Session) -> str:
         """Runs in the background. Move all turns older than `/new`. If more than `window` messages
@@ -447,9 +446,9 @@ class Consolidator:
         conversation = session.conversation()
         if len(conversation) > self.window:
             upto = conversation[-self.window // 2]["n"]  # a window of 100: the newest 50 remain
-        return await self.move(session, upto)
+        return await self._move(session, upto)
 
-    async def move(self, session: Session, upto: int) -> str:
+    async def _move(self, session, upto):
         """Move turns up to message `upto` in at most five rounds, because a user may be waiting.
         Returns `12 older messages moved to the memory; memory: 1 file changed, 2 insertions(+)`.
         Raises SessionBusy."""
@@ -461,7 +460,7 @@ class Consolidator:
                 if not end:
                     break
                 earlier = [message["content"] for message in session.summary_messages()]
-                outcome = await self.save(earlier, text)
+                outcome = await self._update_memory(earlier, text)
                 if outcome is None or session.size != file_size(session.path):
                     break  # the model cannot be reached, or another program changed the file
                 entry, summary, changes = outcome
@@ -500,10 +499,11 @@ class Consolidator:
                     break
         return end, fitted(text, room)  # even a single turn may be too long
 
-    async def save(self, earlier: list[str], text: str) -> tuple | None:
-        """Let the model update MEMORY.md. `earlier`: the summary of the conversation so far.
-        Returns (entry, summary or "", "1 file changed, 2 insertions(+)" or ""), or None if the
-        model cannot be reached. Without a valid call, the entry is a short piece of the text."""
+    async def _update_memory(self, earlier, text):
+        """Let the model read a conversation, and write MEMORY.md. `earlier` has its summary so far,
+        if there is one. Returns (history entry, summary or "", "1 file changed, 2 insertions(+)" or
+        ""), or None if the model cannot be reached. Without a valid call, the entry is a short
+        piece of the text."""
         repository = MemoryRepository(self.store.workspace)
         for _ in range(3):
             facts = self.store.read_facts()
@@ -633,13 +633,13 @@ def remember_terminals(sessions):
      "content": "In /home/ada/plan:\nuser: Add the costs.\nassistant: calls edit_file({…})\n…"}
     """
     store = sessions.store
-    lock = store.folder / ".terminals"  # two programs may start at the same time
-    with locked(lock):
-        now = time.time()
-        last_run = min(lock.stat().st_mtime, now)  # the clock may have been set back
+    lock = store.folder / ".terminals"  # its time tells when this function ran last
+    with locked(lock):  # two programs may start at the same time
+        hour = 3_600
+        first_use = lock.stat().st_mtime - 24 * hour  # older sessions need not be opened
+        last_use = time.time() - hour
         for key, used in reversed(sessions.by_last_use()):
-            # the marks decide; older sessions are not opened. A day's slack: clocks are set back
-            if not last_run - 86_400 < used < now - 3_600:
+            if not first_use < used < last_use:
                 continue
             first = sessions.first_line(key)
             if not first.get("typed"):
@@ -682,7 +682,7 @@ def read_records(path, is_valid):
             record = json.loads(line, parse_constant=int)  # int("NaN") raises ValueError
         except (ValueError, RecursionError):
             record = None
-        if isinstance(record, dict) and is_valid(record):
+        if is_valid(record):
             records.append(record)
         elif line.strip(b"\0 \t\r") and line not in known:  # zeros alone are no lost message
             damaged.append(line)
@@ -700,8 +700,13 @@ def raw_lines(path):
 
 
 def has(record, **kinds):
-    """True if `record` is a dict where each key of `kinds` has a value of the type `kinds[key]`."""
-    return isinstance(record, dict) and all(isinstance(record.get(k), kinds[k]) for k in kinds)
+    """True if `record` is a dict, and each named key has a value of this type.
+
+    has({"id": "7", "n": 1}, id=str, n=int | None) → True; a missing key has the value None
+    """
+    if not isinstance(record, dict):
+        return False
+    return all(isinstance(record.get(name), kind) for name, kind in kinds.items())
 
 
 def journal_lines(path):
@@ -711,6 +716,7 @@ def journal_lines(path):
         aside = path.with_name(f"{path.name}.corrupt-{time.time_ns()}")
         os.replace(path, aside)
         log.warning("%s has no valid line: file moved to %s, the session starts anew", path, aside)
+    # lines of the system that this kit re-creates; the kit's own lines follow them
     old = list(takewhile(lambda line: "n" not in line and "mark" not in line, lines))
     if old:
         return numbered(old) + lines[len(old) :]
@@ -719,11 +725,11 @@ def journal_lines(path):
 
 def is_journal_line(line):
     """True for a mark, and for a message that a request can have: each call has an id, a name and
-    arguments as JSON text, and a tool's result has the id of its call."""
-    if "mark" in line or "_type" in line:
-        return True
+    arguments as text, and a tool's result has the id of its call."""
     if not has(line, n=int | None, content=str | list | None, tool_calls=list | None):
         return False
+    if "mark" in line or "_type" in line:  # `_type`: see `numbered`
+        return True
     if line.get("role") not in ("user", "assistant", "tool", "system"):
         return False
     if line["role"] == "tool":
@@ -736,7 +742,8 @@ def is_journal_line(line):
 
 
 def numbered(lines):
-    """Convert a journal of the system that this kit re-creates: all of its turns have ended.
+    """Convert old lines: their messages get numbers, and marks say that all turns have ended, and
+    that nothing is to be delivered again.
 
     {"_type": "metadata", "last_consolidated": 2, …}
     {"role": "user", "content": "Hi"}    →    {"n": 1, "role": "user", "content": "Hi"}
@@ -835,7 +842,7 @@ def locked(path, busy=""):
     """Lock `path`. If another program holds the lock, wait, or raise SessionBusy if `busy` is set.
     A kill unlocks `path`. Open protected files inside the `with` block."""
     with open_private(path) as file, contextlib.ExitStack() as unlock:
-        while True:
+        while True:  # try until it is locked
             try:
                 if os.name == "nt":
                     import msvcrt
@@ -922,7 +929,8 @@ class SessionManager:
         return session
 
     def load(self, key):
-        """Load a session. If a mark `saved` is lost or damaged, use the history entry instead."""
+        """Load a session. The mark `saved` of its newest history entry may be missing, because of a
+        kill between the two writes, or damaged: then the entry is used as the mark."""
         session = Session(key, self.path(key), self.events_of(key))
         size = file_size(session.path)
         lines = journal_lines(session.path)
@@ -1329,8 +1337,9 @@ def skill_of(path, data):
     missing = []
     for key, find, kind in NEEDED:
         needs = re.search(NEEDS.format(key), front)
-        names = re.findall(NAME, needs[1]) if needs else []
-        missing += [f"{kind} {name}" for name in names if not find(name)]
+        if needs:
+            names = re.findall(NAME, needs[1])  # '["gh", "jq"]' → ["gh", "jq"]
+            missing += [f"{kind} {name}" for name in names if not find(name)]
     return Skill(
         fields.get("name") or path.parent.name,
         path,
