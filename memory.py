@@ -102,17 +102,18 @@ class Session:
                 self.on_event("journal", who="session", line=without_text)
 
     def take(self, line: dict):
-        """Update the state with one journal line. `min`: a damaged `upto` may be too high."""
+        """Update the state with one journal line."""
         if "id" in line:
             self.known_ids.append(line["id"])
         match line:
             case {"mark": "saved", "upto": int(upto)}:
-                self.highest = max(self.highest, upto)  # the next message is numbered above it
+                # `upto` may be too high if it is damaged, or if the journal has lost its end
+                self.highest = max(self.highest, upto)
                 self.saved = min(upto, self.last)
                 self.summary = line.get("summary", "")
                 self.messages = [message for message in self.messages if message["n"] > self.saved]
             case {"mark": "remembered", "upto": int(upto)}:
-                self.remembered = min(upto, self.highest)
+                self.remembered = upto
             case {"mark": "delivered", "upto": int(upto)}:
                 self.undelivered = [answer for answer in self.undelivered if answer["n"] > upto]
             case {"mark": "new"}:
@@ -635,9 +636,9 @@ def remember_terminals(sessions):
     store = sessions.store
     lock = store.folder / ".terminals"  # its time tells when this function ran last
     with locked(lock):  # two programs may start at the same time
-        hour = 3_600
-        first_use = lock.stat().st_mtime - 24 * hour  # older sessions need not be opened
-        last_use = time.time() - hour
+        # older sessions need not be opened; a day earlier, because a clock may have been set back
+        first_use = lock.stat().st_mtime - 86_400
+        last_use = time.time() - 3_600
         for key, used in reversed(sessions.by_last_use()):
             if not first_use < used < last_use:
                 continue
@@ -687,8 +688,12 @@ def read_records(path, is_valid):
         elif line.strip(b"\0 \t\r") and line not in known:  # zeros alone are no lost message
             damaged.append(line)
     if damaged:
-        skipped = counted(len(damaged), "unreadable line")
-        log.warning("%s: %s skipped, and copied to %s", path, skipped, aside.name)
+        log.warning(
+            "%s: %s skipped, and copied to %s",
+            path,
+            counted(len(damaged), "unreadable line"),
+            aside.name,
+        )
         with open_private(aside) as file:
             file.write(b"\n".join(damaged) + b"\n")
     return records
@@ -704,9 +709,9 @@ def has(record, **kinds):
 
     has({"id": "7", "n": 1}, id=str, n=int | None) → True; a missing key has the value None
     """
-    if not isinstance(record, dict):
-        return False
-    return all(isinstance(record.get(name), kind) for name, kind in kinds.items())
+    return isinstance(record, dict) and all(
+        isinstance(record.get(name), kinds[name]) for name in kinds
+    )
 
 
 def journal_lines(path):
