@@ -743,7 +743,7 @@ def is_journal_line(line):
     for call in calls:
         if not (has(call, id=str) and has(call.get("function"), name=str, arguments=str)):
             return False
-    return "content" in line or calls
+    return "content" in line or calls  # a message has a text or calls
 
 
 def numbered(lines):
@@ -776,7 +776,7 @@ def append_lines(path, records):
     try:
         with open_private(path) as file:
             file.seek(max(size - 1, 0))
-            if file.read(1) not in (b"", b"\n"):
+            if file.read(1) not in (b"", b"\n"):  # b"": the file is empty
                 data = b"\n" + data  # start a new line after an incomplete line
             file.write(data)
     except OSError as problem:
@@ -869,12 +869,7 @@ def locked(path, busy=""):
 class SessionManager:
     """Finds, loads and locks sessions. The 64 most recently used sessions are cached."""
 
-    def __init__(
-        self,
-        workspace,
-        store=None,
-        events_of=lambda key: None,
-    ):
+    def __init__(self, workspace, store=None, events_of=lambda key: None):
         self.folder = workspace / "sessions"
         self.events_of = events_of  # the session's key → its `on_event`
         self.store = store or MemoryStore(workspace)
@@ -884,7 +879,8 @@ class SessionManager:
     def path(self, key):
         """`cli:direct` → `cli%3Adirect.jsonl`, or `cli_direct.jsonl` if this older name exists."""
         name = quote(key, " @+,=", errors="replace").replace(".", "%2E")
-        if os.name == "nt":  # for Windows, Work.jsonl and work.jsonl are one file: %57ork, %3Awork
+        # for Windows, cli%3AWork and cli%3Awork are one file: `W` → `%57`, but not the A of `%3A`
+        if os.name == "nt":
             name = re.sub("(?<!%)(?<!%.)[A-Z]", lambda letter: f"%{ord(letter[0]):X}", name)
         path = self.folder / f"{name}.jsonl"
         older = self.folder / f"{name.replace('%3A', '_')}.jsonl"
@@ -1038,7 +1034,8 @@ STAMP = r"(?s)\s{0,100}(?:\[(\d{4}-\d\d-\d\d \d\d:\d\d)\]\s{0,100})?(.{0,64000})
 
 
 def estimate(text: str):
-    """Estimate the tokens from the kinds of characters: 0.6 to 2.4 times the true number."""
+    """Estimate the tokens from the kinds of characters: 0.6 to 2.4 times the true number. Five
+    lower-case letters count as a token, and so on; the factors fit the samples in `tests/data`."""
     data = text.encode("utf-8", errors="replace")
     rest = data.translate(None, b"abcdefghijklmnopqrstuvwxyz \n")
     foreign = rest.translate(None, bytes(range(128)))
@@ -1163,7 +1160,7 @@ class Dream:
         home = self.store.workspace.resolve()
         own = self.skills.folders[0].resolve()
         path = (home / os.path.expanduser(str(arguments.get("path", "")))).resolve()
-        if own in path.parent.parents:
+        if own in path.parent.parents:  # in the folder of a skill, not directly in `skills`
             return ""
         if name == "edit_file" and path in [(home / file).resolve() for file in DREAM_FILES]:
             return ""
@@ -1271,10 +1268,11 @@ class MemoryRepository:
                 modes = {path: path.stat().st_mode for path in files if path.is_file()}
                 try:
                     self.git("apply", "--check", patch)
-                except OSError:  # -C0: the lines around a change may have changed since
+                except OSError:  # the commit cannot be made again: it is not undone yet
+                    # -C0: the lines around a change may have changed since
                     self.git("apply", "-R", "-C0", "--whitespace=nowarn", patch, why=why)
                 else:
-                    raise OSError(why)  # the change could be made again
+                    raise OSError(why)
                 for path, mode in modes.items():  # git has given new files the usual mode
                     if path.exists():
                         path.chmod(mode)
@@ -1348,10 +1346,10 @@ def skill_of(path, data):
     return Skill(
         fields.get("name") or path.parent.name,
         path,
-        fields.get("description", ""),
-        text[match.end() :].strip(),
-        fields.get("always", "").lower() in ("true", "yes"),
-        missing,
+        description=fields.get("description", ""),
+        text=text[match.end() :].strip(),
+        always=fields.get("always", "").lower() in ("true", "yes"),
+        missing=missing,
     )
 
 
