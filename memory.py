@@ -700,7 +700,8 @@ def read_records(path, is_valid):
 
 
 def raw_lines(path):
-    # on text, splitlines() would also split at U+2028 and \x85, which may be part of a message
+    """b'{"n": 1}\\n{"n": 2}\\n' → [b'{"n": 1}', b'{"n": 2}', b""]; [] if there is no file."""
+    # str.splitlines() would also split at U+2028 and \x85, which a message may contain
     return patiently(path.read_bytes).split(b"\n") if path.exists() else []
 
 
@@ -747,11 +748,13 @@ def is_journal_line(line):
 
 
 def numbered(lines):
-    """Convert old lines: their messages get numbers, and marks say that all turns have ended, and
-    that nothing is to be delivered again.
+    """Convert old lines. The marks say that all turns have ended, that nothing is to be delivered
+    again, and what is in the long-term memory.
 
-    {"_type": "metadata", "last_consolidated": 2, …}
-    {"role": "user", "content": "Hi"}    →    {"n": 1, "role": "user", "content": "Hi"}
+    {"_type": "metadata", "last_consolidated": 0, …}     {"n": 1, "role": "user", "content": "Hi"}
+    {"role": "user", "content": "Hi"}                 →  {"mark": "ended", "why": "interrupted"}
+                                                         {"mark": "delivered", "upto": 1}
+                                                         {"mark": "saved", "upto": 0}
     """
     messages = [line for line in lines if "_type" not in line]
     return [
@@ -776,7 +779,7 @@ def append_lines(path, records):
     try:
         with open_private(path) as file:
             file.seek(max(size - 1, 0))
-            if file.read(1) not in (b"", b"\n"):  # b"": the file is empty
+            if file.read(1) not in (b"\n", b""):  # the last byte, or b"" of an empty file
                 data = b"\n" + data  # start a new line after an incomplete line
             file.write(data)
     except OSError as problem:
@@ -807,7 +810,7 @@ def write_atomically(path, content):
         patiently(os.replace, draft, path)
     finally:
         draft.unlink(missing_ok=True)  # it is there only if something has failed
-    fsync(path)
+    fsync(path)  # for the folder, which has changed
 
 
 def patiently(work, *arguments):
@@ -1140,12 +1143,12 @@ class Dream:
         findings = re.findall(FINDING, answer)
         if not findings:
             return "completed" if "[SKIP]" in answer else "failed"
-        known = [
+        skills = [
             f"- {skill.name}: {skill.description} ({skill.path})"
             for skill in self.skills.load()
             if not skill.problem
         ]
-        question = "\n\n".join(["# Findings", *findings, *files, "# Skills", *known])
+        question = "\n\n".join(["# Findings", *findings, *files, "# Skills", *skills])
         result = await self.run_agent(request(self.edit_prompt, question), self.refuse)
         if result.stop_reason == "error":
             return UNREACHABLE
