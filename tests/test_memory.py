@@ -933,11 +933,12 @@ def test_every_request_fits_is_lawful_and_keeps_what_the_user_said_in_this_turn(
         least = total_tokens([messages[0], *stays]) + 700
         budget = least + dice.choice([0, 100, 2_000, 20_000, 200_000])
         with told(f"conversation {n}"):
-            request = Governed(messages, budget, task)
+            request = Governed(messages, budget, dict(task))  # a hook may have copied it
             assert json.dumps(messages) == before, "the conversation itself is not changed"
             fits = total_tokens(messages) <= budget
             assert (request.messages == messages and not request.notes) is fits
             assert request.tokens <= budget, (request.tokens, budget, request.notes)
+            assert not any(note.startswith("0 ") for note in request.notes)
             sent = str(request.messages)
             assert sent.count("<said>") == before.count("<said>"), "what was said stays"
             lawful = legal(request.messages, reply=False)
