@@ -938,11 +938,16 @@ def test_every_request_fits_is_lawful_and_keeps_what_the_user_said_in_this_turn(
             fits = total_tokens(messages) <= budget
             assert (request.messages == messages and not request.notes) is fits
             assert request.tokens <= budget, (request.tokens, budget, request.notes)
-            assert not any(note.startswith("0 ") for note in request.notes)
             sent = str(request.messages)
             assert sent.count("<said>") == before.count("<said>"), "what was said stays"
             lawful = legal(request.messages, reply=False)
             assert legal(lawful, reply=False) == lawful
+
+
+def test_of_a_question_that_is_too_long_by_itself_nothing_is_said_to_be_left_out():
+    question = user("word " * 9_000)
+    request = Governed([question], 1_000, question)
+    assert (request.messages, request.notes) == ([question], [])
 
 
 SAMPLES = json.loads((DATA / "token_counts.json").read_text(encoding="utf-8"))
