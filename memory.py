@@ -390,11 +390,6 @@ class MemoryStore:
                 write_atomically(self.history, as_lines(entries[len(old) :]))
 
 
-def dated(entry: dict, most: int) -> str:
-    """`[2026-04-03 00:02] The user planned a trip to Rome.`, with at most `most` tokens."""
-    return fitted(f"[{entry['timestamp']}] {entry['content']}", most)
-
-
 # ---- The Consolidator: old turns move from the journal into the history ----
 
 SAVE_MEMORY = {
@@ -609,16 +604,6 @@ class Governed:
                     self.messages[n] = {**message, "content": content}
         if results:
             self.notes.append(f"{counted(len(results), 'tool result')} cut")
-
-
-def list_of(left_out, told, most):
-    """The list in the example above, with at most `most` tokens."""
-    lines = [f"[{told}. The calls, and the first line of each message:]"]
-    for message in left_out:
-        text = str(without_images(message).get("content") or "")
-        first_line = text.strip().partition("\n")[0]
-        lines.append(fitted(readable(message | {"content": first_line}), 100))
-    return fitted("\n".join(lines), most)
 
 
 # ======== Second reading: terminals, damage, files and locks, sizes, Dream, skills ========
@@ -998,6 +983,21 @@ def readable(message):
     if message.get("timestamp"):
         who = f"[{message['timestamp']}] {who}"
     return f"{who}: " + "\n".join(parts).strip()
+
+
+def dated(entry, most):
+    """`[2026-04-03 00:02] The user planned a trip to Rome.`, with at most `most` tokens."""
+    return fitted(f"[{entry['timestamp']}] {entry['content']}", most)
+
+
+def list_of(left_out, told, most):
+    """The list in the example of Governed, with at most `most` tokens."""
+    lines = [f"[{told}. The calls, and the first line of each message:]"]
+    for message in left_out:
+        text = str(without_images(message).get("content") or "")
+        first_line = text.strip().partition("\n")[0]
+        lines.append(fitted(readable(message | {"content": first_line}), 100))
+    return fitted("\n".join(lines), most)
 
 
 def without_images(message):
