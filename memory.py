@@ -509,7 +509,7 @@ class Consolidator:
                 return None
             if response.finish_reason in ("length", "content_filter"):
                 continue  # the answer was cut off: ask again
-            if not response.tool_calls:
+            if not response.tool_calls:  # small models may give no valid call, or an empty entry
                 break
             answer = response.tool_calls[0].arguments
             if not has(answer, history_entry=str, memory_update=str):
