@@ -28,19 +28,16 @@ import shutil
 import subprocess
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache, lru_cache, partial
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote, unquote
 
 log = logging.getLogger("nanobot.memory")
 MOMENT = "%Y-%m-%dT%H:%M:%S%z"
 to_json = json.JSONEncoder(ensure_ascii=False).encode
-Ask = Callable[[list[dict], list[dict]], Awaitable[Any]]
-Read = Callable[[Path], bytes]  # reads a file for a request; raises OSError or ValueError
 
 
 # ---- Journal and inbox: a message is stored on disk before the agent uses it ----
@@ -55,17 +52,19 @@ class Session:
         self.path = path
         self.on_event = on_event  # called with "journal" and each new line, without its text
         self.created_at = time.strftime(MOMENT)
-        self.origin = {}  # more keys for the first line: `folder` and `typed`
+        self.origin = {}  # for the first line: {"folder": "/home/ada/plan", "typed": True}
         self.messages = []  # messages that are not in the long-term memory
-        self.newest = {}  # the last message that is no report
-        self.last = 0  # the number of this message
-        self.highest = 0  # highest number so far: the next message gets `highest + 1`
-        self.start = 0  # last message number before `/new`
-        self.saved = 0  # the messages up to this number are in the long-term memory
         self.summary = ""  # requests have this text instead of the saved messages
-        self.remembered = 0  # these have a history entry, but are still sent (`remember_terminals`)
-        self.turn_ends = set()  # of each turn but the newest: its last message number
-        self.ended = {}  # last message number of each unanswered turn → the reason
+        self.is_answered = True  # does the last message end its turn?
+        # numbers of messages
+        self.last = 0  # the last message; reports do not count
+        self.highest = 0  # highest number so far: the next message gets `highest + 1`
+        self.start = 0  # `last` at `/new`: the conversation begins after this message
+        self.saved = 0  # messages up to this one are in the long-term memory, and not sent
+        self.remembered = 0  # up to this one, `remember_terminals` has written history entries
+        self.turn_ends = set()  # the last message of each turn but the newest
+        self.ended = {}  # the last message of each unanswered turn → the reason
+        # restarts, and what is on its way
         self.resumed = 0  # number of restarts that resumed the open turn
         self.undelivered = []  # answers that have no mark `delivered` yet
         self.known_ids = deque(maxlen=1_000)  # ids of inbox lines
@@ -89,31 +88,32 @@ class Session:
         if not self.size:
             first = {"mark": "session", "key": self.key, "created_at": self.created_at}
             lines = [first | self.origin, *lines]
-        # a line's own time stays
-        lines = [line | {"timestamp": time.strftime(MOMENT)} | line for line in lines]
+        for line in lines:
+            line.setdefault("timestamp", time.strftime(MOMENT))  # a report has its own time
         self.size += append_lines(self.path, lines)
         for line in lines:
             self.take(line)
             if self.on_event:
-                named = {
-                    name: line[name]  # without the texts, which are in the requests and answers
+                without_text = {  # the texts are in the events of requests and answers
+                    name: line[name]
                     for name in ("n", "role", "cut", "report", "mark", "why", "upto")
                     if name in line
                 }
-                self.on_event("journal", who="session", line=named)
+                self.on_event("journal", who="session", line=without_text)
 
     def take(self, line: dict):
-        """Update the state with one journal line. Messages after a damaged `upto` are kept."""
+        """Update the state with one journal line."""
         if "id" in line:
             self.known_ids.append(line["id"])
         match line:
             case {"mark": "saved", "upto": int(upto)}:
-                self.highest = max(self.highest, upto)  # the next message is numbered above it
+                # `upto` may be too high if it is damaged, or if the journal has lost its end
+                self.highest = max(self.highest, upto)
                 self.saved = min(upto, self.last)
                 self.summary = line.get("summary", "")
                 self.messages = [message for message in self.messages if message["n"] > self.saved]
             case {"mark": "remembered", "upto": int(upto)}:
-                self.remembered = min(upto, self.highest)
+                self.remembered = upto
             case {"mark": "delivered", "upto": int(upto)}:
                 self.undelivered = [answer for answer in self.undelivered if answer["n"] > upto]
             case {"mark": "new"}:
@@ -125,19 +125,23 @@ class Session:
                 self.resumed += 1
             case {"mark": "session", "created_at": str(created_at)}:
                 self.created_at = created_at
-            case {"n": int(n), "role": str()}:
-                self.highest = max(self.highest, n)
-                self.messages.append(line)
-                if is_answer(line) and line.get("content"):
-                    self.undelivered.append(line)
-                if "report" in line:  # it belongs to no turn
-                    return
-                if not self.is_open:
-                    self.resumed = 0
-                    if line["role"] == "user":
-                        self.turn_ends.add(self.last)
-                self.newest = line
-                self.last = n
+            case {"n": int(), "role": str()}:
+                self._take_message(line)
+
+    def _take_message(self, message):
+        self.highest = max(self.highest, message["n"])
+        self.messages.append(message)
+        ends_turn = is_answer(message)
+        if ends_turn and message.get("content"):
+            self.undelivered.append(message)
+        if "report" in message:
+            return  # it belongs to no turn
+        if not self.is_open:
+            self.resumed = 0
+            if message["role"] == "user":  # a new turn begins
+                self.turn_ends.add(self.last)
+        self.is_answered = ends_turn
+        self.last = message["n"]
 
     async def synced(self):
         await asyncio.to_thread(fsync, self.path)
@@ -155,37 +159,36 @@ class Session:
                                                    [2026-11-23 10:00, reminder: stretch!]\\n\\nb"
         """
         sent = self.summary_messages()
-        before = {}
-        reports = []
+        has_begun = False
+        previous = {}
+        reports = deque(maxlen=50)  # the last ones since the previous user message
         for message in [*self.conversation(), *later]:
             if "report" in message:
                 reports.append(message)
-            elif message["role"] == "user":
-                quotes = [quoted(report, 2_500 // len(reports)) for report in reports[-50:]]
-                sent.append(as_sent(message, self.gap_after(before), *quotes))
-                before = message
-                reports = []
-            elif before:  # skip a turn if its user message is lost
-                sent.append(as_sent(message))
-                before = message
-        if before.get("cut"):  # `/continue`
-            sent.append(
-                {
-                    "role": "user",
-                    "content": f"{self.gap_after(before)} Go on where the answer stops.",
-                }
-            )
+                continue
+            notes = []
+            if message["role"] == "user":
+                has_begun = True
+                quotes = [quoted(report, 2_500 // len(reports)) for report in reports]
+                notes = [self.gap_after(previous), *quotes]
+                reports.clear()
+            if has_begun:  # skip the first turn if its user message is lost
+                sent.append(as_sent(message, *notes))
+                previous = message
+        if previous.get("cut"):  # `/continue`
+            text = f"{self.gap_after(previous)} Go on where the answer stops."
+            sent.append({"role": "user", "content": text})
         return sent
 
     def gap_after(self, message: dict) -> str:
         """A note for the next user message; in an assistant message, models would imitate it."""
         if message.get("cut"):
             return f"[the answer above broke off: {message['cut']}]"
-        why = self.ended.get(message.get("n", 0))
+        why = self.ended.get(message.get("n"))
         return f"[the message above was not answered: {why}]" if why else ""
 
     def summary_messages(self) -> list[dict]:
-        if not self.summary or self.saved <= self.start:
+        if not self.summary or self.saved <= self.start:  # after `/new` it is not sent
             return []
         return [
             {
@@ -199,13 +202,14 @@ class Session:
     def without_saved(self, messages: list[dict]) -> list[dict]:
         """Remove messages from a request if they are now in the long-term memory."""
         system, *rest = messages
-        unsaved = [m for m in rest if m.get("n", float("inf")) > self.saved]
+        # in a request, the answers and results of this turn have no number
+        unsaved = [m for m in rest if "n" not in m or m["n"] > self.saved]
         return [system, *self.summary_messages(), *unsaved]
 
     @property
     def unfinished(self) -> bool:
         """Can `/continue` resume the last turn?"""
-        return self.last > max(self.start, self.saved) and not is_answer(self.newest)
+        return self.last > max(self.start, self.saved) and not self.is_answered
 
     @property
     def is_open(self) -> bool:
@@ -218,15 +222,17 @@ class Session:
             self.mark("ended", why=why)
 
     def end_of_oldest(self, excess: float) -> int:
-        """The last number of the oldest turns that have at least `excess` tokens, or of all."""
-        found = 0
+        """The number of the message that ends the oldest turns: of as few turns as have `excess`
+        tokens together, or of all but the newest. 0 if there is only one turn."""
+        end = 0
+        tokens = 0
         for message in self.conversation():
-            excess -= message_tokens(message)
+            tokens += message_tokens(message)
             if message["n"] in self.turn_ends:
-                found = message["n"]
-                if excess <= 0:
+                end = message["n"]
+                if tokens >= excess:
                     break
-        return found
+        return end
 
 
 def is_answer(message: dict) -> bool:
@@ -298,9 +304,9 @@ class MemoryStore:
     {"cursor": 42, "timestamp": "2026-04-03 00:02", "content": "The user planned a trip to Rome."}
     """
 
-    def __init__(self, workspace: Path, read: Read = Path.read_bytes):
+    def __init__(self, workspace: Path, read: Callable = Path.read_bytes):
         self.workspace = workspace
-        self.read = read
+        self.read = read  # a path → its bytes; raises OSError, or ValueError for a path outside
         self.folder = workspace / "memory"
         self.facts = self.folder / "MEMORY.md"
         self.history = self.folder / "history.jsonl"
@@ -318,12 +324,14 @@ class MemoryStore:
         return self.text_of(self.facts)
 
     def write_facts(self, text: str, instead_of: str) -> bool:
-        """Write MEMORY.md, unless `text` is far too short. Return False if the file has changed."""
+        """Write MEMORY.md, but never empty or halve it. Returns False if somebody has changed the
+        file: its text is no longer `instead_of`."""
         with locked(self.lock):
             if self.read_facts() != instead_of:
                 return False
             text = text.strip()
-            if not text or (len(instead_of) > 300 and len(text) < len(instead_of) // 2):
+            is_far_too_short = len(instead_of) > 300 and len(text) < len(instead_of) // 2
+            if not text or is_far_too_short:
                 log.warning("MEMORY.md is not changed: the new text is empty or far too short")
             else:
                 write_atomically(self.facts, text + "\n")
@@ -333,13 +341,16 @@ class MemoryStore:
         """All history entries. Reading 1,000 of them takes 5 ms."""
         return read_records(self.history, partial(has, cursor=int, timestamp=str, content=str))
 
-    def append_history(self, text: str, **origin):
-        """Append an entry. The text may begin with its time, such as `[2026-04-03 00:02]`."""
+    def append_history(self, text: str, **more):
+        """Append an entry with `more` keys. The text may begin with its time, such as
+        `[2026-04-03 00:02]`."""
         with locked(self.lock):
+            # if lines are lost, `dream_cursor` may be higher: Dream must not skip the new entry
             last = max([self.dream_cursor, *(entry["cursor"] for entry in self.entries())])
+            # "[2026-04-03 00:02] A trip." → ("2026-04-03 00:02", "A trip.");  "A trip." → (None, …)
             stamp, content = re.match(STAMP, text).groups()
             moment = stamp or time.strftime("%Y-%m-%d %H:%M")
-            entry = {"cursor": last + 1, "timestamp": moment, "content": content} | origin
+            entry = {"cursor": last + 1, "timestamp": moment, "content": content} | more
             append_lines(self.history, [entry])
             fsync(self.history)
 
@@ -356,15 +367,17 @@ class MemoryStore:
     def recent_history(self) -> list[str]:
         """The entries that Dream has not read yet, and the last five anyway. They share 1,800
         tokens: what an entry does not need is left for the newer ones."""
-        recent = self.unread()[-50:]
+        recent = self.unread()[-50:]  # more would get too few tokens each
         if len(recent) < 5:
             recent = self.entries()[-5:]
         texts = []
-        room = 1_800
-        for number, entry in enumerate(recent):
-            share = room // (len(recent) - number)
-            texts.append(fitted(f"[{entry['timestamp']}] {entry['content']}", share))
-            room -= estimate(texts[-1])
+        tokens_left = 1_800
+        entries_left = len(recent)
+        for entry in recent:
+            text = dated(entry, tokens_left // entries_left)
+            texts.append(text)
+            tokens_left -= estimate(text)
+            entries_left -= 1
         return texts
 
     def archive_old(self, keep=1_000):
@@ -406,7 +419,7 @@ class Consolidator:
 
     store: MemoryStore
     sessions: "SessionManager"
-    ask: Ask
+    ask: Callable  # awaited with (messages, tools) → the answer, as from LLMProvider.chat
     prompt: str
     budget: int = 56_320  # maximum number of tokens in a request
     window: int = 100  # maximum number of messages that are not in the long-term memory
@@ -417,78 +430,86 @@ class Consolidator:
         half of the budget is used. Returns a line for the user, or ""."""
         if tokens <= 0.8 * self.budget:
             return ""
-        return await self.move(session, session.end_of_oldest(tokens - self.budget // 2))
+        return await self._move(session, session.end_of_oldest(tokens - self.budget // 2))
 
     async def after_turn(self, session: Session) -> str:
         """Runs in the background. Move all turns older than `/new`. If more than `window` messages
         remain, move turns until about `window / 2` remain. Returns a line for the user, or ""."""
         upto = session.start
-        if session.saved < upto <= session.remembered:  # no model is needed
+        if session.saved < upto <= session.remembered:  # history entries have all of it already
             with self.sessions.lock(session.key):
                 session.mark("saved", upto=upto)
         conversation = session.conversation()
         if len(conversation) > self.window:
-            upto = conversation[-self.window // 2]["n"]
-        return await self.move(session, upto)
+            upto = conversation[-self.window // 2]["n"]  # a window of 100: the newest 50 remain
+        return await self._move(session, upto)
 
-    async def move(self, session: Session, upto: int) -> str:
+    async def _move(self, session, upto):
         """Move turns up to message `upto` in at most five rounds, because a user may be waiting.
         Returns `12 older messages moved to the memory; memory: 1 file changed, 2 insertions(+)`.
         Raises SessionBusy."""
-        before = session.saved
         told = ""
+        count = 0
         async with self.one_at_a_time:
             for _ in range(5):
                 end, text = self._next_part(session, upto)
                 if not end:
                     break
                 earlier = [message["content"] for message in session.summary_messages()]
-                saved = await self.save(earlier, text)
-                if saved is None or session.size != file_size(session.path):
+                outcome = await self._update_memory(earlier, text)
+                if outcome is None or session.size != file_size(session.path):
                     break  # the model cannot be reached, or another program changed the file
-                entry, summary, changes = saved
+                entry, summary, changes = outcome
                 summary = str(summary or "\n\n".join([*earlier, entry]))[-4_000:]
-                told += changes
-                origin = {"session": session.key, "created_at": session.created_at, "upto": end}
+                if changes:
+                    told += f"; memory: {changes}"
+                count += end - session.saved
                 with self.sessions.lock(session.key):  # no `await`, so no cancellation here
                     if end > session.remembered:
-                        self.store.append_history(entry, **origin, summary=summary)
+                        self.store.append_history(
+                            entry,
+                            session=session.key,
+                            created_at=session.created_at,
+                            upto=end,
+                            summary=summary,
+                        )
                     session.mark("saved", upto=end, summary=summary)
-        count = session.saved - before
         return f"{counted(count, 'older message')} moved to the memory{told}" if count else ""
 
     def _next_part(self, session, upto):
-        """Choose the turns of the next round. Returns (last message number, text of the turns)."""
+        """Choose whole turns for the next round. Returns the number of their last message, or 0,
+        and their text, with `runtime` (time, chat and folder) before each question."""
         room = self.budget // 4  # the request also holds MEMORY.md and the summary
         end = 0
         text = ""
-        part = []
+        longer = ""
         for message in session.messages:
-            part.append(message)
+            longer += f"{message.get('runtime', '')}\n{fitted(readable(message), 500)}\n"
             n = message["n"]
             if n in session.turn_ends and n <= upto:
-                longer = text_of_turns(part)
-                contains_new = end <= session.start < n
-                if end and (contains_new or estimate(longer) > room):
+                if end and estimate(longer) > room:
                     break
                 end = n
                 text = longer
+                if n == session.start:  # a summary must not be about both sides of `/new`
+                    break
         return end, fitted(text, room)  # even a single turn may be too long
 
-    async def save(self, earlier: list[str], text: str) -> tuple | None:
-        """Returns (entry, summary or "", `; memory: 1 file changed, 2 insertions(+)`), or None if
-        the model is not reachable. Without a valid call, the entry is a short piece of the text.
-        `earlier`: the summary of the conversation so far."""
+    async def _update_memory(self, earlier, text):
+        """Let the model read a conversation, and write MEMORY.md. `earlier` has its summary so far,
+        if there is one. Returns (history entry, summary or "", "1 file changed, 2 insertions(+)" or
+        ""), or None if the model cannot be reached. Without a valid call, the entry is a short
+        piece of the text."""
         repository = MemoryRepository(self.store.workspace)
-        for _ in range(3):  # retry if MEMORY.md has changed, or if the answer was cut off
+        for _ in range(3):
             facts = self.store.read_facts()
             question = "\n\n".join(["# MEMORY.md", facts, "# Conversation", *earlier, text])
             response = await self.ask(request(self.prompt, question), [SAVE_MEMORY])
             if response.finish_reason == "error" and not response.is_overflow:
                 return None
             if response.finish_reason in ("length", "content_filter"):
-                continue
-            if not response.tool_calls:
+                continue  # the answer was cut off: ask again
+            if not response.tool_calls:  # small models may give no valid call, or an empty entry
                 break
             answer = response.tool_calls[0].arguments
             if not has(answer, history_entry=str, memory_update=str):
@@ -497,9 +518,10 @@ class Consolidator:
             if not entry:
                 break
             await asyncio.to_thread(repository.record, OUTSIDE)
-            if self.store.write_facts(answer["memory_update"], facts):
-                told = await asyncio.to_thread(repository.record, "saved from a conversation")
-                return entry, answer.get("summary"), f"; memory: {told}" if told else ""
+            if not self.store.write_facts(answer["memory_update"], facts):
+                continue  # somebody has changed MEMORY.md meanwhile: ask again
+            changes = await asyncio.to_thread(repository.record, "saved from a conversation")
+            return entry, answer.get("summary"), changes
         return f"[RAW] {fitted(text, 400)}", "", ""
 
 
@@ -509,7 +531,8 @@ class Consolidator:
 class Governed:
     """Shortens a copy of a conversation to `budget` tokens. The result is in `messages`, `tokens`
     and `notes`. First a list of calls replaces the oldest turns and steps, then pictures go, at
-    last parts of results. The system prompt, the summary and this turn's user messages stay.
+    last parts of results. The system prompt, the summary and this turn's user messages stay. This
+    turn begins with the message `task`; `beside` is the number of tokens of the tools' schemas.
 
     user "Find the bug"                 user "Find the bug"
     assistant calls read_file({…})   →  user "[2 messages left out. The calls, and …:]\\n
@@ -518,17 +541,11 @@ class Governed:
     tool "a.py:7: …"                    assistant calls grep({…}) …
     """
 
-    def __init__(
-        self, messages: list[dict], budget: float, task: dict | None = None, beside: int = 0
-    ):
+    def __init__(self, messages: list[dict], budget: int, task: dict | None, beside: int = 0):
         self.messages = list(messages)
         self.notes = []  # `8 messages left out (~7,900 tokens)`
-        self.tokens = total_tokens(messages) + beside  # `beside` is the size of the tools' schemas
-        users = [n for n, message in enumerate(messages) if message["role"] == "user"]
-        tasks = [n for n in users if messages[n] is task]  # empty if a hook has copied the task
-        self.begin = max(tasks or users, default=0)  # where this turn begins
-        steps = [n for n, message in enumerate(messages) if message.get("tool_calls")]
-        self.first_kept = max([self.begin, *steps])  # the model has not read the last step yet
+        self.tokens = total_tokens(messages) + beside
+        self.task = task
         self.list_size = min(2_000, budget // 8)  # tokens for the list of what is left out
         for make_shorter in (self._leave_out, self._remove_pictures, self._cut_results):
             if self.tokens > budget:
@@ -536,36 +553,37 @@ class Governed:
                 self.tokens = total_tokens(self.messages) + beside
 
     def _leave_out(self, excess):
-        """Leave out the oldest turns, then this turn's oldest steps: `excess` tokens or more."""
+        """Leave out the oldest turns, then this turn's oldest steps: `excess` tokens or more. The
+        last step stays, because the model has not read its results yet."""
+        begin = 0  # the place of this turn's first message
+        last_step = 0
+        for n, message in enumerate(self.messages):
+            if message == self.task:
+                begin = n
+            if message.get("tool_calls"):
+                last_step = n
         kept = []
         left_out = []
         freed = 0
-        for n, message in enumerate(self.messages[: self.first_kept]):
+        for n, message in enumerate(self.messages[: max(begin, last_step)]):
             role = message["role"]
-            is_user = role == "user"
-            # earlier turns go as a whole; this turn goes step by step
-            is_boundary = is_user if n <= self.begin else role != "tool"
-            if is_boundary and freed >= excess + self.list_size:
+            begins_turn = role == "user" and n <= begin  # earlier turns go as a whole
+            begins_step = role != "tool" and n > begin  # this turn goes step by step
+            if (begins_turn or begins_step) and freed >= excess + self.list_size:
                 break
-            is_own = is_user and n >= self.begin
+            is_own = role == "user" and n >= begin
             if is_own or role == "system" or "is_summary" in message:
                 kept.append(message)
             else:
                 left_out.append(message)
                 freed += message_tokens(message)
-        if not left_out:
-            return
-        rest = self.messages[len(kept) + len(left_out) :]  # what the loop has not reached
-        told = f"{counted(len(left_out), 'message')} left out"
-        lines = [f"[{told}. The calls, and the first line of each message:]"]
-        for message in left_out:
-            text = str(without_images(message).get("content") or "")
-            first_line = text.strip().partition("\n")[0]
-            lines.append(fitted(readable(message | {"content": first_line}), 100))
-        spare = max(freed - excess - 10, 50)  # what the list may fill again
-        text = fitted("\n".join(lines), int(min(spare, self.list_size)))
-        self.messages = [*kept, {"role": "user", "content": text}, *rest]
-        self.notes.append(f"{told} (~{freed:,} tokens)")
+        if left_out:
+            rest = self.messages[len(kept) + len(left_out) :]  # what the loop has not reached
+            told = f"{counted(len(left_out), 'message')} left out"
+            spare = max(freed - excess - 10, 50)  # 10 tokens for the list's message itself
+            text = list_of(left_out, told, min(spare, self.list_size))
+            self.messages = [*kept, {"role": "user", "content": text}, *rest]
+            self.notes.append(f"{told} (~{freed:,} tokens)")
 
     def _remove_pictures(self, _):
         shorter = [without_images(message) for message in self.messages]
@@ -576,15 +594,16 @@ class Governed:
     def _cut_results(self, excess):
         """Last resort: cut each tool result to an equal share of the remaining tokens."""
         results = [message for message in self.messages if message["role"] == "tool"]
-        room = int(total_tokens(results) - excess)
+        room = total_tokens(results) - excess
         for n, message in enumerate(self.messages):
             if message["role"] == "tool":
-                share = max(room // len(results) - 20, 10)
-                cut = fitted(message["content"], share)
+                share = room // len(results) - 20  # 20 tokens for the line below
+                cut = fitted(message["content"], max(share, 10))
                 if cut != message["content"]:
                     content = f"{cut}\n[not all of it: ask for a part]"
                     self.messages[n] = {**message, "content": content}
-        self.notes.append(f"{counted(len(results), 'tool result')} cut")
+        if results:
+            self.notes.append(f"{counted(len(results), 'tool result')} cut")
 
 
 # ======== Second reading: terminals, damage, files and locks, sizes, Dream, skills ========
@@ -600,13 +619,13 @@ def remember_terminals(sessions):
      "content": "In /home/ada/plan:\nuser: Add the costs.\nassistant: calls edit_file({…})\n…"}
     """
     store = sessions.store
-    lock = store.folder / ".terminals"  # two programs may start at the same time
-    with locked(lock):
-        now = time.time()
-        last_run = min(lock.stat().st_mtime, now)  # the clock may have been set back
+    lock = store.folder / ".terminals"  # its time tells when this function ran last
+    with locked(lock):  # two programs may start at the same time
+        # older sessions need not be opened; a day earlier, because a clock may have been set back
+        first_use = lock.stat().st_mtime - 86_400
+        last_use = time.time() - 3_600
         for key, used in reversed(sessions.by_last_use()):
-            # the marks decide; older sessions are not opened. A day's slack: clocks are set back
-            if not last_run - 86_400 < used < now - 3_600:
+            if not first_use < used < last_use:
                 continue
             first = sessions.first_line(key)
             if not first.get("typed"):
@@ -614,11 +633,11 @@ def remember_terminals(sessions):
             session = sessions.load(key)
             said = [message for message in session.messages if message["n"] > session.remembered]
             if said:
-                moment = time.strftime("[%Y-%m-%d %H:%M]", time.localtime(used))
+                moment = time.strftime("%Y-%m-%d %H:%M", time.localtime(used))
                 text = in_short(said)
                 if session.is_open:
                     text += "\n(not answered: the program ended)"
-                store.append_history(f"{moment} In {first['folder']}:\n{text}")
+                store.append_history(f"In {first['folder']}:\n{text}", timestamp=moment)
                 session.mark("remembered", upto=session.highest)
                 os.utime(session.path, (used, used))  # the mark is no use of the conversation
         os.utime(lock)
@@ -640,31 +659,45 @@ def in_short(messages):
 
 def read_records(path, is_valid):
     """The valid records of a file, in order. An invalid line is copied once to `*.corrupt`."""
-    raw = patiently(path.read_bytes) if path.exists() else b""
     aside = path.with_name(f"{path.name}.corrupt")
-    known = aside.read_bytes().split(b"\n") if aside.exists() else []
+    known = raw_lines(aside)  # the invalid lines that are there already
     records = []
     damaged = []
-    for line in raw.split(b"\n"):  # str.splitlines() would also split at U+2028 and \x85
+    for line in raw_lines(path):
         try:
             record = json.loads(line, parse_constant=int)  # int("NaN") raises ValueError
         except (ValueError, RecursionError):
             record = None
-        if isinstance(record, dict) and is_valid(record):
+        if is_valid(record):
             records.append(record)
         elif line.strip(b"\0 \t\r") and line not in known:  # zeros alone are no lost message
             damaged.append(line)
     if damaged:
-        skipped = counted(len(damaged), "unreadable line")
-        log.warning("%s: %s skipped, and copied to %s", path, skipped, aside.name)
+        log.warning(
+            "%s: %s skipped, and copied to %s",
+            path,
+            counted(len(damaged), "unreadable line"),
+            aside.name,
+        )
         with open_private(aside) as file:
             file.write(b"\n".join(damaged) + b"\n")
     return records
 
 
+def raw_lines(path):
+    """b'{"n": 1}\\n{"n": 2}\\n' → [b'{"n": 1}', b'{"n": 2}', b""]; [] if there is no file."""
+    # str.splitlines() would also split at U+2028 and \x85, which a message may contain
+    return patiently(path.read_bytes).split(b"\n") if path.exists() else []
+
+
 def has(record, **kinds):
-    """True if `record` is a dict where each key of `kinds` has a value of the type `kinds[key]`."""
-    return isinstance(record, dict) and all(isinstance(record.get(k), kinds[k]) for k in kinds)
+    """True if `record` is a dict, and each named key has a value of this type.
+
+    has({"id": "7", "n": 1}, id=str, n=int | None) → True; a missing key has the value None
+    """
+    return isinstance(record, dict) and all(
+        isinstance(record.get(name), kinds[name]) for name in kinds
+    )
 
 
 def journal_lines(path):
@@ -674,6 +707,7 @@ def journal_lines(path):
         aside = path.with_name(f"{path.name}.corrupt-{time.time_ns()}")
         os.replace(path, aside)
         log.warning("%s has no valid line: file moved to %s, the session starts anew", path, aside)
+    # lines of the system that this kit re-creates; the kit's own lines follow them
     old = list(takewhile(lambda line: "n" not in line and "mark" not in line, lines))
     if old:
         return numbered(old) + lines[len(old) :]
@@ -682,11 +716,11 @@ def journal_lines(path):
 
 def is_journal_line(line):
     """True for a mark, and for a message that a request can have: each call has an id, a name and
-    arguments as JSON text, and a tool's result has the id of its call."""
-    if "mark" in line or "_type" in line:
-        return True
+    arguments as text, and a tool's result has the id of its call."""
     if not has(line, n=int | None, content=str | list | None, tool_calls=list | None):
         return False
+    if "mark" in line or "_type" in line:  # `_type`: see `numbered`
+        return True
     if line.get("role") not in ("user", "assistant", "tool", "system"):
         return False
     if line["role"] == "tool":
@@ -695,14 +729,17 @@ def is_journal_line(line):
     for call in calls:
         if not (has(call, id=str) and has(call.get("function"), name=str, arguments=str)):
             return False
-    return "content" in line or calls
+    return "content" in line or calls  # a message has a text or calls
 
 
 def numbered(lines):
-    """Convert a journal of the system that this kit re-creates: all of its turns have ended.
+    """Convert old lines. The marks say that all turns have ended, that nothing is to be delivered
+    again, and what is in the long-term memory.
 
-    {"_type": "metadata", "last_consolidated": 2, …}
-    {"role": "user", "content": "Hi"}    →    {"n": 1, "role": "user", "content": "Hi"}
+    {"_type": "metadata", "last_consolidated": 0, …}     {"n": 1, "role": "user", "content": "Hi"}
+    {"role": "user", "content": "Hi"}                 →  {"mark": "ended", "why": "interrupted"}
+                                                         {"mark": "delivered", "upto": 1}
+                                                         {"mark": "saved", "upto": 0}
     """
     messages = [line for line in lines if "_type" not in line]
     return [
@@ -727,7 +764,7 @@ def append_lines(path, records):
     try:
         with open_private(path) as file:
             file.seek(max(size - 1, 0))
-            if file.read(1) not in (b"", b"\n"):
+            if file.read(1) not in (b"\n", b""):  # the last byte, or b"" of an empty file
                 data = b"\n" + data  # start a new line after an incomplete line
             file.write(data)
     except OSError as problem:
@@ -758,7 +795,7 @@ def write_atomically(path, content):
         patiently(os.replace, draft, path)
     finally:
         draft.unlink(missing_ok=True)  # it is there only if something has failed
-    fsync(path)
+    fsync(path)  # for the folder, which has changed
 
 
 def patiently(work, *arguments):
@@ -798,7 +835,7 @@ def locked(path, busy=""):
     """Lock `path`. If another program holds the lock, wait, or raise SessionBusy if `busy` is set.
     A kill unlocks `path`. Open protected files inside the `with` block."""
     with open_private(path) as file, contextlib.ExitStack() as unlock:
-        while True:
+        while True:  # try until it is locked
             try:
                 if os.name == "nt":
                     import msvcrt
@@ -820,12 +857,7 @@ def locked(path, busy=""):
 class SessionManager:
     """Finds, loads and locks sessions. The 64 most recently used sessions are cached."""
 
-    def __init__(
-        self,
-        workspace,
-        store=None,
-        events_of=lambda key: None,
-    ):
+    def __init__(self, workspace, store=None, events_of=lambda key: None):
         self.folder = workspace / "sessions"
         self.events_of = events_of  # the session's key → its `on_event`
         self.store = store or MemoryStore(workspace)
@@ -835,7 +867,8 @@ class SessionManager:
     def path(self, key):
         """`cli:direct` → `cli%3Adirect.jsonl`, or `cli_direct.jsonl` if this older name exists."""
         name = quote(key, " @+,=", errors="replace").replace(".", "%2E")
-        if os.name == "nt":  # for Windows, Work.jsonl and work.jsonl are one file: %57ork, %3Awork
+        # for Windows, cli%3AWork and cli%3Awork are one file: `W` → `%57`, but not the A of `%3A`
+        if os.name == "nt":
             name = re.sub("(?<!%)(?<!%.)[A-Z]", lambda letter: f"%{ord(letter[0]):X}", name)
         path = self.folder / f"{name}.jsonl"
         older = self.folder / f"{name.replace('%3A', '_')}.jsonl"
@@ -885,7 +918,8 @@ class SessionManager:
         return session
 
     def load(self, key):
-        """Load a session. If a mark `saved` is lost or damaged, use the history entry instead."""
+        """Load a session. The mark `saved` of its newest history entry may be missing, because of a
+        kill between the two writes, or damaged: then the entry is used as the mark."""
         session = Session(key, self.path(key), self.events_of(key))
         size = file_size(session.path)
         lines = journal_lines(session.path)
@@ -907,8 +941,9 @@ class SessionManager:
         used = {}
         for path in self.folder.glob("*"):
             if path.suffix in (".jsonl", ".inbox") and path.exists():  # Emacs leaves broken links
-                name = unquote(path.stem)
-                key = name if ":" in name else name.replace("_", ":", 1)  # cli_direct
+                key = unquote(path.stem)  # "cli%3Adirect" → "cli:direct"
+                if ":" not in key:
+                    key = key.replace("_", ":", 1)  # "cli_direct" → "cli:direct"
                 used[key] = max(path.stat().st_mtime, used.get(key, 0.0))
         return sorted(used.items(), key=lambda row: row[1], reverse=True)
 
@@ -950,12 +985,19 @@ def readable(message):
     return f"{who}: " + "\n".join(parts).strip()
 
 
-def text_of_turns(messages):
-    """The text of a conversation for `save_memory`. `runtime` names time, chat and folder."""
-    lines = []
-    for message in messages:
-        lines += [fitted(readable(message), 500), message.get("runtime", "")]
-    return "\n".join(lines)
+def dated(entry, most):
+    """`[2026-04-03 00:02] The user planned a trip to Rome.`, with at most `most` tokens."""
+    return fitted(f"[{entry['timestamp']}] {entry['content']}", most)
+
+
+def list_of(left_out, told, most):
+    """The list in the example of Governed, with at most `most` tokens."""
+    lines = [f"[{told}. The calls, and the first line of each message:]"]
+    for message in left_out:
+        text = str(without_images(message).get("content") or "")
+        first_line = text.strip().partition("\n")[0]
+        lines.append(fitted(readable(message | {"content": first_line}), 100))
+    return fitted("\n".join(lines), most)
 
 
 def without_images(message):
@@ -995,7 +1037,8 @@ STAMP = r"(?s)\s{0,100}(?:\[(\d{4}-\d\d-\d\d \d\d:\d\d)\]\s{0,100})?(.{0,64000})
 
 
 def estimate(text: str):
-    """Estimate the tokens from the kinds of characters: 0.6 to 2.4 times the true number."""
+    """Estimate the tokens from the kinds of characters: 0.6 to 2.4 times the true number. Five
+    lower-case letters count as a token, and so on; the factors fit the samples in `tests/data`."""
     data = text.encode("utf-8", errors="replace")
     rest = data.translate(None, b"abcdefghijklmnopqrstuvwxyz \n")
     foreign = rest.translate(None, bytes(range(128)))
@@ -1047,14 +1090,14 @@ class Dream:
     """
 
     store: MemoryStore
-    ask: Ask
-    run_agent: Callable  # (messages, refuse) → an object with `stop_reason`
+    ask: Callable  # as in Consolidator
+    run_agent: Callable  # awaited with (messages, refuse) → an object with `stop_reason`
     find_prompt: str
     edit_prompt: str
     skills: "SkillsLoader"
     budget: int = 56_320  # maximum number of tokens in a request
     max_batch: int = 20  # maximum number of history entries per dream
-    failures: int = 0  # number of failed dreams in a row
+    failures: int = 0  # number of failed dreams about the same entries
 
     async def run(self):
         """Run one dream. Returns a text for the user. Raises SessionBusy if another dream runs."""
@@ -1064,12 +1107,14 @@ class Dream:
             if not batch:
                 return "There is nothing new to dream about."
             outcome = await self._dream(batch, repository)
-            self.failures = self.failures + 1 if outcome == "failed" else 0
-            if outcome != "completed" and self.failures < 3:
+            if outcome == "failed":
+                self.failures += 1
+            is_hopeless = self.failures == 3
+            if outcome != "completed" and not is_hopeless:
                 return f"The dream {outcome}. Nothing is lost: the next dream tries again."
-            if self.failures:  # for the third time
+            if is_hopeless:
                 log.warning("three dreams about the same entries failed: these entries are skipped")
-                self.failures = 0
+            self.failures = 0
             write_atomically(self.store.folder / ".dream_cursor", str(batch[-1]["cursor"]))
             self.store.archive_old()
             told = f"Dreamt about {counted(len(batch), 'entry', 'entries')}"
@@ -1082,7 +1127,7 @@ class Dream:
     async def _dream(self, batch, repository):
         """Run both phases. Returns "completed", "failed" or UNREACHABLE."""
         most = self.budget // 2 // len(batch)
-        lines = [f"[{entry['timestamp']}] {fitted(entry['content'], most)}" for entry in batch]
+        lines = [dated(entry, most) for entry in batch]
         files = []
         for name in DREAM_FILES:
             path = self.store.workspace / name
@@ -1098,12 +1143,12 @@ class Dream:
         findings = re.findall(FINDING, answer)
         if not findings:
             return "completed" if "[SKIP]" in answer else "failed"
-        known = [
+        skills = [
             f"- {skill.name}: {skill.description} ({skill.path})"
             for skill in self.skills.load()
             if not skill.problem
         ]
-        question = "\n\n".join(["# Findings", *findings, *files, "# Skills", *known])
+        question = "\n\n".join(["# Findings", *findings, *files, "# Skills", *skills])
         result = await self.run_agent(request(self.edit_prompt, question), self.refuse)
         if result.stop_reason == "error":
             return UNREACHABLE
@@ -1118,7 +1163,7 @@ class Dream:
         home = self.store.workspace.resolve()
         own = self.skills.folders[0].resolve()
         path = (home / os.path.expanduser(str(arguments.get("path", "")))).resolve()
-        if own in path.parent.parents:
+        if own in path.parent.parents:  # in the folder of a skill, not directly in `skills`
             return ""
         if name == "edit_file" and path in [(home / file).resolve() for file in DREAM_FILES]:
             return ""
@@ -1226,10 +1271,11 @@ class MemoryRepository:
                 modes = {path: path.stat().st_mode for path in files if path.is_file()}
                 try:
                     self.git("apply", "--check", patch)
-                except OSError:  # -C0: the lines around a change may have changed since
+                except OSError:  # the commit cannot be made again: it is not undone yet
+                    # -C0: the lines around a change may have changed since
                     self.git("apply", "-R", "-C0", "--whitespace=nowarn", patch, why=why)
                 else:
-                    raise OSError(why)  # the change could be made again
+                    raise OSError(why)
                 for path, mode in modes.items():  # git has given new files the usual mode
                     if path.exists():
                         path.chmod(mode)
@@ -1267,7 +1313,7 @@ class SkillsLoader:
         paths = {}
         for folder in reversed(self.folders):
             paths |= {path.parent.name: path for path in folder.glob("*/SKILL.md")}
-        return [self._read(path) for _, path in sorted(paths.items())]
+        return [self._read(paths[name]) for name in sorted(paths)]
 
     def _read(self, path):
         try:
@@ -1297,15 +1343,16 @@ def skill_of(path, data):
     missing = []
     for key, find, kind in NEEDED:
         needs = re.search(NEEDS.format(key), front)
-        names = re.findall(NAME, needs[1]) if needs else []
-        missing += [f"{kind} {name}" for name in names if not find(name)]
+        if needs:
+            names = re.findall(NAME, needs[1])  # '["gh", "jq"]' → ["gh", "jq"]
+            missing += [f"{kind} {name}" for name in names if not find(name)]
     return Skill(
         fields.get("name") or path.parent.name,
         path,
-        fields.get("description", ""),
-        text[match.end() :].strip(),
-        fields.get("always", "").lower() in ("true", "yes"),
-        missing,
+        description=fields.get("description", ""),
+        text=text[match.end() :].strip(),
+        always=fields.get("always", "").lower() in ("true", "yes"),
+        missing=missing,
     )
 
 

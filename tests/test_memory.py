@@ -933,7 +933,7 @@ def test_every_request_fits_is_lawful_and_keeps_what_the_user_said_in_this_turn(
         least = total_tokens([messages[0], *stays]) + 700
         budget = least + dice.choice([0, 100, 2_000, 20_000, 200_000])
         with told(f"conversation {n}"):
-            request = Governed(messages, budget, task)
+            request = Governed(messages, budget, dict(task))  # a hook may have copied it
             assert json.dumps(messages) == before, "the conversation itself is not changed"
             fits = total_tokens(messages) <= budget
             assert (request.messages == messages and not request.notes) is fits
@@ -942,6 +942,12 @@ def test_every_request_fits_is_lawful_and_keeps_what_the_user_said_in_this_turn(
             assert sent.count("<said>") == before.count("<said>"), "what was said stays"
             lawful = legal(request.messages)
             assert legal(lawful) == lawful
+
+
+def test_of_a_question_that_is_too_long_by_itself_nothing_is_said_to_be_left_out():
+    question = user("word " * 9_000)
+    request = Governed([question], 1_000, question)
+    assert (request.messages, request.notes) == ([question], [])
 
 
 SAMPLES = json.loads((DATA / "token_counts.json").read_text(encoding="utf-8"))
@@ -1419,7 +1425,7 @@ def test_100000_characters_of_anything_are_read_within_a_second(tmp_path, monkey
     append(loop.memory, text, "[2026-04-03 00:02]" + text, "[2026-" + text)
     works = [
         partial(say, loop, "/dream"),
-        partial(Governed, [user(text)], 100),
+        partial(Governed, [user(text)], 100, None),
         partial(append, loop.memory, f"[{text}"),
     ]
     for head in ("", "metadata: ", "description: ", "requires:\n ", f"{piece}: "):
