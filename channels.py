@@ -249,7 +249,7 @@ class PrintableFormatter(logging.Formatter):
         return printable(super().format(record)).replace("\n", "\n    ")
 
 
-MARKED = {"command": "$ ", "old_text": "-", "new_text": "+", "content": "+", "source": "+"}
+MARKED = {"command": "> ", "old_text": "-", "new_text": "+", "content": "+", "source": "+"}
 
 
 def approval_question(name, arguments, always=""):
@@ -268,6 +268,8 @@ def approval_question(name, arguments, always=""):
     question = "Run it? [y/n] (or n REASON) "
     if always:
         question = f"Run it? [y/n/always] (n REASON; always: {always} until you quit) "
+    if lines and lines[0].startswith(">"):  # a command's first line, as bash marks it: "$ ls"
+        lines[0] = lines[0].replace(">", "$", 1)
     lines = [f"{name} {others}".rstrip(), *lines, question]
     return escaped(JOINERS, printable("\n".join(lines)))
 

@@ -147,8 +147,9 @@ class AgentHook:
         """A hook may change `response.tool_calls`; the changed calls are journalled and run."""
 
     async def before_execute_tools(self, tool_calls: list[providers.ToolCallRequest]):
-        """To deny a call, set `call.denied = "reason"`; the model gets the reason as the result.
-        The call is in the journal already, as a call of the model; it does not run."""
+        """To deny a call, set `call.denied = "reason"`; the model gets the reason as the result,
+        and the user sees the reason's first line. The call does not run, but it is in the journal
+        already, as a call of the model."""
 
     async def after_tool(
         self, call: providers.ToolCallRequest, result: tools.ToolResult, seconds: float
@@ -356,18 +357,27 @@ class AgentRunner:
 
     async def _act(self, state, response):
         """Journal the answer, then run its calls. The next request has the answer, one result per
-        call in the order of the calls, and new messages of the user. The journal has the results in
-        the order in which the calls ended. If a kill interrupts a call, the call is not repeated;
-        its result becomes `[interrupted: its outcome is unknown. …]`."""
+        call, and new messages of the user. The results are journalled in the order in which the
+        calls ended; `LLMProvider.chat` puts them into the order of the calls. If a kill interrupts
+        a call, the call is not repeated; its result becomes `[interrupted: its outcome is unknown.
+        …]`. If the turn is stopped before a call has begun, the call's result says so."""
         response.content = state.draft.joined(response.content).rstrip() or None
         state.add(response.to_message())
         state.draft = Draft()
         await state.spec.hook.on_stream_end(True)
-        await state.spec.hook.before_execute_tools(response.tool_calls)
         state.failure = ""
         state.steps.append(set())
-        for batch in batches(response.tool_calls, state.spec.tools):
-            await self._run_batch(state, batch)
+        waiting = list(response.tool_calls)  # calls that have not begun
+        try:
+            await state.spec.hook.before_execute_tools(response.tool_calls)
+            for batch in batches(response.tool_calls, state.spec.tools):
+                del waiting[: len(batch)]
+                await self._run_batch(state, batch)
+        except asyncio.CancelledError:  # also Ctrl-C at the question whether a call may run
+            for call in waiting:
+                call.denied = "the turn was stopped\nThis call did not run."
+                await self._call(state, call)
+            raise
         if state.goes_in_circles and state.failure:
             state.result.error = state.failure
             await self._finish(state, "tool_error", f"I had to stop: {state.failure}")
@@ -378,34 +388,29 @@ class AgentRunner:
         state.messages += state.spec.arrivals()  # arrivals are already journalled
 
     async def _run_batch(self, state, batch):
-        """Run calls concurrently. Every call has ended when this method returns or raises."""
+        """Run calls concurrently. Every call has ended when this method returns or raises. Images
+        go into user messages after the results, because a tool message may not contain images."""
         try:
             async with asyncio.TaskGroup() as group:  # an error in one call cancels the others
                 tasks = [group.create_task(self._call(state, call)) for call in batch]
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
-        finally:  # keep the results of finished calls, also after a cancellation
-            done = [task.result() for task in tasks if not (task.cancelled() or task.exception())]
-            state.messages += [message for message, _ in done]
-        names = []
-        images = []
-        for message, found in done:
-            if found:
-                names.append(message["content"])
-                images += found
-        if images:  # they go into a user message, because a tool message may not contain them
-            text = {"type": "text", "text": "\n".join(names)}
-            state.add({"role": "user", "content": [text, *images]})
+        for task in tasks:
+            result = task.result()
+            if result.images:
+                name = {"type": "text", "text": result.text}
+                state.add({"role": "user", "content": [name, *result.images]})
 
     async def _call(self, state, call):
-        """Run a call and journal its result at once. Returns the tool message and the images."""
+        """Run a call and journal its result at once."""
         spec = state.spec
         spec.on_event("call", id=call.id, name=call.name, arguments=call.arguments)
         began = time.monotonic()
         if call.error and not call.denied:
-            call.denied = f"{call.name} was not run: {call.error}. Send the complete call again."
+            call.denied = f"{call.name} was not run: {call.error}.\nSend the complete call again."
         if call.denied:
-            result = tools.ToolResult(call.denied, is_error=True, shown=f"refused: {call.denied}")
+            cause = call.denied.partition("\n")[0]  # the next lines are for the model
+            result = tools.ToolResult(call.denied, is_error=True, shown=f"refused: {cause}")
         else:
             result = await spec.tools.execute(call.name, call.arguments, spec.turn)
         if result.is_error:
@@ -420,8 +425,7 @@ class AgentRunner:
                 "result": text,
             }
         )
-        message = {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": text}
-        spec.append(message)
+        state.add({"role": "tool", "tool_call_id": call.id, "name": call.name, "content": text})
         seconds = time.monotonic() - began
         spec.on_event(
             "result",
@@ -432,7 +436,7 @@ class AgentRunner:
             seconds=seconds,
         )
         await spec.hook.after_tool(call, result, seconds)
-        return message, result.images
+        return result
 
     async def _conclude(self, state, response, outcome):
         """Handle an answer that has no calls to run. End the run, or prepare the next request."""
@@ -569,16 +573,17 @@ class ContextBuilder:
 
     def __init__(
         self,
-        limits: AgentDefaults,
+        config: Config,
         memory: memory.MemoryStore,
         skills: memory.SkillsLoader,
         program: Program,
     ):
         self.memory = memory
         self.skills = skills
-        self.zone = channels.zone_named(limits.timezone, channels.machine_zone())
+        self.zone = channels.zone_named(config.defaults.timezone, channels.machine_zone())
         self.now = lambda: program.now().astimezone(self.zone)
-        self.memory_tokens = limits.budget // 4  # limit for MEMORY.md in the prompt
+        self.memory_tokens = config.defaults.budget // 4  # limit for MEMORY.md in the prompt
+        self.is_read_only = config.read_only
         self.project = ""  # the project's own instructions, if the user has allowed them
 
     def system_prompt(self, turn: tools.Turn) -> str:
@@ -590,6 +595,8 @@ class ContextBuilder:
         the last five anyway. The model can find older ones in `memory/` with the tool grep."""
         own = partial(own_text, turn)
         parts = {"identity": identity(turn, own(turn.workspace / "IDENTITY.md"))}
+        if self.is_read_only:
+            parts["Read-only"] = template("read_only")
         for name in ("AGENTS.md", "SOUL.md", "USER.md", "TOOLS.md"):
             parts[name] = titled(f"## {name}", own(turn.workspace / name))
         if turn.channel in ("cli", "web"):  # not in a job, and not in a chat
@@ -654,7 +661,7 @@ class AgentLoop:
         self.memory = memory.MemoryStore(self.workspace, read)
         self.sessions = memory.SessionManager(self.workspace, self.memory, self.events_of)
         self.skills = memory.SkillsLoader(self.workspace / "skills", DATA / "skills", read=read)
-        self.context = ContextBuilder(config.defaults, self.memory, self.skills, self.program)
+        self.context = ContextBuilder(config, self.memory, self.skills, self.program)
         self.runner = AgentRunner(self.provider)
         self.consolidator, self.dream = memory_work(self)
         self.cost = CostTrackingHook(config.prices, self.provider.model)
@@ -1004,16 +1011,16 @@ def prepare_workspace(workspace):
 
 
 def identity(turn, who):
-    """Fill in the template `identity`. `who`, if not empty, replaces paragraph 1."""
+    """Fill in the template `identity`. `who`: the user's own first paragraph, or ""."""
     kind = "cli" if turn.channel == "cli" else "chat"
-    usual, _, rest = template(
+    return template(
         "identity",
+        who=who or template("who"),
         format=template(f"format_{kind}"),
         platform=f"{sys.platform}, Python {sys.version_info.major}.{sys.version_info.minor}",
         cwd=turn.cwd,
         workspace=turn.workspace,
-    ).partition("\n\n")
-    return f"{who or usual}\n\n{rest}"
+    )
 
 
 def read_own(turn, path):
@@ -1167,12 +1174,10 @@ class CompositeHook(AgentHook):
         await self._tell("after_iteration", context)
 
     async def after_response(self, response):
-        failed = await self._tell("after_response", response)
-        deny(response.tool_calls, failed)
+        await self._tell("after_response", response, calls=response.tool_calls)
 
     async def before_execute_tools(self, tool_calls):
-        failed = await self._tell("before_execute_tools", tool_calls)
-        deny(tool_calls, failed)
+        await self._tell("before_execute_tools", tool_calls, calls=tool_calls)
 
     async def finalize_content(self, content):
         for hook in self.hooks:
@@ -1182,30 +1187,22 @@ class CompositeHook(AgentHook):
                 log_failure(hook, "finalize_content", problem)
         return content
 
-    async def _tell(self, event, *details):
-        """Call a method of all hooks. Returns the failure of a hook that may deny calls, or ""."""
-        failed = ""
+    async def _tell(self, event, *details, calls=()):
+        """Call a method of all hooks. If a hook fails that may deny calls, deny these `calls`."""
         for hook in self.hooks:
             try:
                 await getattr(hook, event)(*details)
             except Exception as problem:
                 failure = log_failure(hook, event, problem)
                 if not hook.only_watches:
-                    failed = failure
-        return failed
+                    for call in calls:
+                        call.denied = f"{call.name} was not run: {failure}"
 
 
 def log_failure(hook, event, problem):
     failure = f"{type(hook).__name__}.{event} failed: {problem}"
     log.warning("%s", failure, exc_info=log.isEnabledFor(logging.INFO))
     return failure
-
-
-def deny(calls, failure):
-    """A hook that should have decided about these calls has failed: they must not run."""
-    if failure:
-        for call in calls:
-            call.denied = f"{call.name} was not run: {failure}"
 
 
 class LoggingHook(AgentHook):
@@ -1271,8 +1268,8 @@ class ApprovalHook(AgentHook):
         answer = await self.ask(question) if self.ask else None
         if answer is None:
             return (
-                "Not approved: nobody can be asked here, so this call did not run. Tell the user "
-                "to ask for it at a terminal or in an open window of the page, or to start nanobot "
+                "not approved: nobody can be asked here\nThis call did not run. Tell the user to "
+                "ask for it at a terminal or in an open window of the page, or to start nanobot "
                 "without --approve."
             )
         answer = answer.strip()
@@ -1281,7 +1278,7 @@ class ApprovalHook(AgentHook):
         if answer.lower() in ("y", "yes", "a", "always"):
             return ""
         reason = re.sub(r"(?i)\Ano?\b[ ,]*", "", answer)  # "n it is used" → "it is used"
-        return f"The user did not approve this call: {reason}".rstrip(": ")
+        return f"not approved\nThe user did not approve this call: {reason}".rstrip(": ")
 
 
 @dataclass
@@ -1342,7 +1339,9 @@ class WaitingHook(AgentHook):
 def tool_hint(call):
     """A call in one line: `read_file("a.txt")`, `grep("TODO")`, `$ ls`."""
     if call.name == "exec":
-        return "$ " + " ".join(str(call.arguments.get("command", "")).split())[:1_000]
+        command = str(call.arguments.get("command", "")).strip()
+        line = command.partition("\n")[0][:96]
+        return f"$ {line}" if line == command else f"$ {line} …"
     told = ""
     for name in ("pattern", "path", "message", *call.arguments):
         told = told or call.arguments.get(name)

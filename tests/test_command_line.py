@@ -229,10 +229,13 @@ def test_quiet_prints_the_answer_and_errors_alone(tmp_path):
 
 def test_read_only_gives_the_model_only_tools_that_change_nothing(tmp_path):
     reading = ["glob", "grep", "list_dir", "read_file", "web_fetch", "web_search"]
-    with LLM([call("exec", command="touch made"), "I may not."]) as server:
+    with LLM([call("exec", command="touch made"), "I may not.", "Hi."]) as server:
         answered = nanobot("--read-only", "make a file")
         assert answered[1] == "I may not.\n" and "There is no tool 'exec'" in answered[2]
         assert [each["function"]["name"] for each in server.bodies[0]["tools"]] == reading
+        nanobot("Hi")
+        told = ["read-only" in body["messages"][0]["content"] for body in server.bodies]
+        assert told == [True, True, False], "it is said to the model, too"
     assert not (tmp_path / "made").exists()
 
 
@@ -706,19 +709,24 @@ def test_approval_shows_the_escaped_command_and_obeys_what_is_typed_after_the_qu
     touch = call("exec", command=f"touch {target}; echo '\x1b[2J'")
     long = call("write_file", path="long.txt", content="\n".join(map(str, range(60))))
     with LLM(script) as server:
-        lines = [touch, "I may not.", touch, "It is done.", long, "Written."]
+        lines = [touch, "I may not.", touch, touch, "It is done.", long, "Written."]
         terminal = prompt("--approve")
         terminal.type("make it\n")
         server.asked()
         terminal.say("yes", "queued: yes")  # before the question: no answer to it
         is_typed.set()
         terminal.expect("\\x1b[2J", "[y/n]")
-        refusal = "The user did not approve this call: It is used Elsewhere"
-        terminal.answered("n It is used Elsewhere", f"· refused: {refusal}", "I may not.")
+        terminal.answered("n It is used Elsewhere", "· refused: not approved\x1b", "I may not.")
         refused, typed = server.bodies[1]["messages"][-2:]
-        assert refused["content"] == refusal and typed["content"].endswith("\n\nyes")
+        refusal = "The user did not approve this call: It is used Elsewhere"
+        assert refused["content"] == f"not approved\n{refusal}"
+        assert typed["content"].endswith("\n\nyes")
         terminal.say("again", "[y/n]")
         assert not target.exists()
+        terminal.type("\x03")
+        terminal.expect("· refused: the turn was stopped\x1b", "stopped", "> ")
+        terminal.say("/continue", "[y/n]")
+        assert server.last() == "the turn was stopped\nThis call did not run."
         terminal.answered("y", "It is done.")
         assert target.exists()
         terminal.say("write", "+20\r\n", "-- Enter shows 39 more lines -- ")
