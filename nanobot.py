@@ -312,14 +312,12 @@ class AgentRunner:
     async def _ask(self, state, request):
         """Send a request. If the model rejects the request as too long, send a shorter one."""
         if request.notes and not state.is_told:
-            state.is_told = True
             await self._tell(state, "; ".join(request.notes))
         response = await self._chat(state, request)
         if response.is_overflow:
             state.room = request.tokens // 2  # token limit of all later requests
             shorter = self.govern(state)
             if shorter.tokens < request.tokens:
-                state.is_told = True
                 why = "the request is too long for the model: retrying with a shorter one"
                 await self._tell(state, "; ".join([why, *shorter.notes]))
                 response = await self._chat(state, shorter)
@@ -327,6 +325,8 @@ class AgentRunner:
         return response
 
     async def _tell(self, state, why):
+        """Tell the user why the request has not all messages."""
+        state.is_told = True
         state.spec.on_event("retry", text=why)
         await state.spec.hook.on_retry(why)
 
@@ -378,11 +378,11 @@ class AgentRunner:
                 call.denied = "the turn was stopped\nThis call did not run."
                 await self._call(state, call)
             raise
-        if state.goes_in_circles and state.failure:
-            state.result.error = state.failure
-            await self._finish(state, "tool_error", f"I had to stop: {state.failure}")
-            return
         if state.goes_in_circles:
+            if state.failure:
+                state.result.error = state.failure
+                await self._finish(state, "tool_error", f"I had to stop: {state.failure}")
+                return
             state.has_tools = False
             state.note = template("same_result_end")
         state.messages += state.spec.arrivals()  # arrivals are already journalled
@@ -1272,12 +1272,12 @@ class ApprovalHook(AgentHook):
                 "ask for it at a terminal or in an open window of the page, or to start nanobot "
                 "without --approve."
             )
-        answer = answer.strip()
-        if kind and answer.lower() in ("a", "always"):
+        word = answer.strip().lower()
+        if kind and word in ("a", "always"):
             self.always.add(kind)
-        if answer.lower() in ("y", "yes", "a", "always"):
+        if word in ("y", "yes", "a", "always"):
             return ""
-        reason = re.sub(r"(?i)\Ano?\b[ ,]*", "", answer)  # "n it is used" → "it is used"
+        reason = re.sub(r"(?i)\Ano?\b[ ,]*", "", answer.strip())  # "n it is used" → "it is used"
         return f"not approved\nThe user did not approve this call: {reason}".rstrip(": ")
 
 
@@ -1312,8 +1312,8 @@ class EventHook(AgentHook):
             await self.send("progress", text)
 
     async def after_tool(self, call, result, seconds):
-        folder = json.dumps(f"{self.turn.cwd}{os.sep}", ensure_ascii=False)[1:-1]  # as in the hint
-        await self.send("tool_hint", f"{tool_hint(call).replace(folder, '')} · {result.shown}")
+        hint = tool_hint(call).replace(f"{self.turn.cwd}{os.sep}", "")
+        await self.send("tool_hint", f"{hint} · {result.shown}")
 
 
 @dataclass
@@ -1339,16 +1339,18 @@ class WaitingHook(AgentHook):
 def tool_hint(call):
     """A call in one line: `read_file("a.txt")`, `grep("TODO")`, `$ ls`."""
     if call.name == "exec":
-        command = str(call.arguments.get("command", "")).strip()
-        line = command.partition("\n")[0][:96]
-        return f"$ {line}" if line == command else f"$ {line} …"
-    told = ""
-    for name in ("pattern", "path", "message", *call.arguments):
-        told = told or call.arguments.get(name)
-    value = json.dumps(told, ensure_ascii=False, default=str) if told else ""
-    if len(value) > 300:
-        value = value[:299] + "…"
-    return f"{call.name}({value})"
+        return f"$ {begin_of(call.arguments.get('command', ''), 96)}"
+    for name in ("pattern", "path", "message", *call.arguments):  # the first one says most
+        if value := call.arguments.get(name):
+            return f'{call.name}("{begin_of(value, 300)}")'
+    return f"{call.name}()"
+
+
+def begin_of(value, most):
+    """The first line of a text, but at most `most` characters: "cat <<E\nhi\nE" → "cat <<E …" """
+    text = str(value).strip()
+    line = text.partition("\n")[0][:most]
+    return line if line == text else f"{line} …"
 
 
 # ---- Many chats at once ----
