@@ -249,7 +249,7 @@ class PrintableFormatter(logging.Formatter):
         return printable(super().format(record)).replace("\n", "\n    ")
 
 
-MARKED = {"command": "> ", "old_text": "-", "new_text": "+", "content": "+", "source": "+"}
+MARKED = {"command": "$ ", "old_text": "-", "new_text": "+", "content": "+", "source": "+"}
 
 
 def approval_question(name, arguments, always=""):
@@ -263,13 +263,12 @@ def approval_question(name, arguments, always=""):
     lines = []
     for key, mark in MARKED.items():
         if isinstance(rest.get(key), str):
-            lines += [mark + line for line in rest.pop(key).split("\n")]
+            later_mark = mark.replace("$", ">")  # as bash marks them: "$ cat <<E", "> hi", "> E"
+            lines.append(mark + rest.pop(key).replace("\n", f"\n{later_mark}"))
     others = json.dumps(rest, ensure_ascii=False) if rest else ""
     question = "Run it? [y/n] (or n REASON) "
     if always:
         question = f"Run it? [y/n/always] (n REASON; always: {always} until you quit) "
-    if lines and lines[0].startswith(">"):  # a command's first line, as bash marks it: "$ ls"
-        lines[0] = lines[0].replace(">", "$", 1)
     lines = [f"{name} {others}".rstrip(), *lines, question]
     return escaped(JOINERS, printable("\n".join(lines)))
 

@@ -87,12 +87,12 @@ class AgentRunSpec:
     context_window: int = 65_536  # tokens
     hook: AgentHook = field(default_factory=lambda: AgentHook())
     on_event: Callable = providers.no_event  # gets each request, answer, call and result
-    turn: tools.Turn | None = None  # for tools with a parameter `turn`; None: that of `tools`
+    turn: tools.Turn | None = None  # for tools with a parameter `turn`; None: `tools.turn`
     append: Callable = lambda *messages: None  # stores each new message at once
-    arrivals: Callable = list  # journals and returns new user messages
+    arrivals: Callable = list  # returns new user messages, after it has journalled them
     make_room: Callable | None = None  # awaited before each request: messages → fewer messages
     note: str = ""  # a message for the first request only
-    keeps_half: bool = True  # if the run is cancelled, journal the text that was streamed
+    keeps_half_answer: bool = True  # if the run is cancelled, journal the text that was streamed
 
 
 @dataclass
@@ -170,7 +170,8 @@ class Draft:
 
     parts: list[str] = field(default_factory=list)
     streamed: str = ""  # streamed text of the current part
-    unclear: str = ""  # what looks like a call after a text: not shown and not run yet
+    # after a text, what may be a call or an example (`{"name": "ls"}`): not shown, not run yet
+    unclear: str = ""
     has_asked: bool = False  # True: the model was asked whether it wants to run that call
     cuts: int = 0
     is_blank: bool = False  # True: the model was asked again, because its answer was empty
@@ -188,9 +189,9 @@ class RunState(AgentHookContext):
     has_tools: bool = True  # False: the model must now answer in words
     note: str = ""  # a message for the next request only
     failure: str = ""  # the error of the last failed call of this step
-    steps: list[set] = field(default_factory=list)  # of each step: its calls and their outcomes
+    outcomes: list[set] = field(default_factory=list)  # for each step: its calls with outcomes
     room: int = sys.maxsize  # token limit of requests; lowered after a request was too long
-    is_told: bool = False  # True: the user was informed that messages are left out
+    omission_is_told: bool = False  # True: the user was informed that messages are left out
 
     @property
     def is_over_limit(self):
@@ -203,8 +204,8 @@ class RunState(AgentHookContext):
         self.spec.append(*messages)
 
     async def show(self, piece: str):
-        """Stream a piece of the answer. Before it, text that was held back becomes a part of the
-        answer: the model did not repeat it as a call."""
+        """Stream a piece of the answer; the piece may be "". Before it, an `unclear` text becomes a
+        part of the answer: it was no call, because the model did not repeat it as a call."""
         held = self.draft.unclear
         self.draft.unclear = ""
         if held:
@@ -213,13 +214,13 @@ class RunState(AgentHookContext):
         if self.spec.hook.wants_streaming:
             await self.spec.hook.on_stream(held + piece)
 
-    def count(self, call: providers.ToolCallRequest, result: tools.ToolResult):
-        """Count the steps in which this call had this outcome. From the third step on, append a
-        warning to the result. All failures of a call count as the same outcome."""
+    def with_warning(self, call: providers.ToolCallRequest, result: tools.ToolResult):
+        """Append a warning to the result if this is the third step, or a later one, in which this
+        call had this outcome. All failures of a call count as the same outcome."""
         outcome = None if result.is_error else [result.text, result.images]
         this_call = lines_of_json([call.name, call.arguments, outcome])
-        self.steps[-1].add(this_call)
-        times = sum(this_call in step for step in self.steps)
+        self.outcomes[-1].add(this_call)
+        times = sum(this_call in step for step in self.outcomes)
         if times < 3:
             return result
         warning = "same_failure" if result.is_error else "same_result"
@@ -228,8 +229,8 @@ class RunState(AgentHookContext):
     @property
     def goes_in_circles(self):
         """True if the last five steps had all calls and outcomes of this step."""
-        this_step = self.steps[-1]
-        recent = self.steps[-5:]
+        this_step = self.outcomes[-1]
+        recent = self.outcomes[-5:]
         return len(recent) == 5 and all(this_step <= step for step in recent)
 
 
@@ -244,10 +245,10 @@ class AgentRunner:
 
     async def run(self, spec: AgentRunSpec) -> AgentRunResult:
         """Ask the model until the run ends: in at most `max_iterations` + 1 steps. A step sends one
-        request, or two if the first was too long for the model. Before each step `make_room` may
-        send up to 15 (5 rounds of 3 attempts); HTTP retries are not counted. At the limit the user
-        gets the model's summary, or "I stopped at the limit of 40 steps". Raises CancelledError,
-        ValueError if no request can fit, and errors of the callbacks."""
+        request, or two if the first was too long for the model; HTTP retries and the requests of
+        `make_room` are not counted. At the limit the user gets the model's summary, or "I stopped
+        at the limit of 40 steps". Raises CancelledError, ValueError if `max_tokens` leaves no room
+        for a request, and errors of the callbacks."""
         model = spec.model or self.provider.model
         state = RunState(list(spec.messages), model=model, spec=spec, note=spec.note)
         try:
@@ -266,7 +267,7 @@ class AgentRunner:
                     await self._conclude(state, response, outcome)
                 await spec.hook.after_iteration(state)
         except asyncio.CancelledError:
-            if spec.keeps_half:
+            if spec.keeps_half_answer:
                 self._keep_half_answer(state, "it was stopped")
             raise
         return replace(
@@ -285,6 +286,7 @@ class AgentRunner:
         if state.is_over_limit:
             state.note = template("out_of_iterations", limit=limit)
         elif limit - state.iteration == 5:
+            # a note that is there already, like that for a cut answer, is more urgent
             state.note = state.note or "[Five more steps are allowed in this turn.]"
 
     def govern(self, state: RunState) -> memory.Governed:
@@ -300,8 +302,9 @@ class AgentRunner:
                 f"must be less than context_window ({spec.context_window})."
             )
         budget = min(budget, state.room)
-        users = (message for message in reversed(spec.messages) if message["role"] == "user")
-        task = next(users, None)  # the user's last message is never left out
+        # the message that began this turn is never left out
+        from_last = reversed(spec.messages)
+        task = next((message for message in from_last if message["role"] == "user"), None)
         request = memory.Governed(state.messages, budget, task, size_of_tools)
         if state.draft.parts:  # to continue a cut answer, the model needs the parts so far
             request.messages.append({"role": "assistant", "content": state.draft.joined("")})
@@ -311,7 +314,7 @@ class AgentRunner:
 
     async def _ask(self, state, request):
         """Send a request. If the model rejects the request as too long, send a shorter one."""
-        if request.notes and not state.is_told:
+        if request.notes and not state.omission_is_told:
             await self._tell(state, "; ".join(request.notes))
         response = await self._chat(state, request)
         if response.is_overflow:
@@ -326,14 +329,13 @@ class AgentRunner:
 
     async def _tell(self, state, why):
         """Tell the user why the request has not all messages."""
-        state.is_told = True
+        state.omission_is_told = True
         state.spec.on_event("retry", text=why)
         await state.spec.hook.on_retry(why)
 
     async def _chat(self, state, request):
         spec = state.spec
         on_delta = state.show if spec.hook.wants_streaming else None
-        names = providers.parameters_by_name(state.tools)
         await spec.hook.before_request(request.messages, state.tools)
         state.result.requests += 1
         response = await self.provider.chat(
@@ -345,7 +347,11 @@ class AgentRunner:
             on_delta=on_delta,
             on_retry=spec.hook.on_retry,
             on_event=partial(spec.on_event, step=state.iteration, total=request.tokens),
-            read_only=[name for name in names if is_read_only(name, spec.tools)],
+            read_only=[
+                name
+                for name in providers.parameters_by_name(state.tools)
+                if is_read_only(name, spec.tools)
+            ],
         )
         if response.usage.get("estimated"):  # one estimate everywhere, also in `nanobot prompt`
             response.usage["prompt_tokens"] = request.tokens
@@ -366,18 +372,17 @@ class AgentRunner:
         state.draft = Draft()
         await state.spec.hook.on_stream_end(True)
         state.failure = ""
-        state.steps.append(set())
+        state.outcomes.append(set())
         waiting = list(response.tool_calls)  # calls that have not begun
         try:
             await state.spec.hook.before_execute_tools(response.tool_calls)
             for batch in batches(response.tool_calls, state.spec.tools):
                 del waiting[: len(batch)]
                 await self._run_batch(state, batch)
-        except asyncio.CancelledError:  # also Ctrl-C at the question whether a call may run
+        finally:  # Ctrl-C, also at the question whether a call may run: some calls are left
             for call in waiting:
                 call.denied = "the turn was stopped\nThis call did not run."
                 await self._call(state, call)
-            raise
         if state.goes_in_circles:
             if state.failure:
                 state.result.error = state.failure
@@ -415,7 +420,7 @@ class AgentRunner:
             result = await spec.tools.execute(call.name, call.arguments, spec.turn)
         if result.is_error:
             state.failure = f"{call.name} failed: {result.text}"
-        result = state.count(call, result)  # appends a warning to a repeated result
+        result = state.with_warning(call, result)
         text = result.text
         state.result.tool_events.append(
             {
@@ -442,9 +447,11 @@ class AgentRunner:
         """Handle an answer that has no calls to run. End the run, or prepare the next request."""
         draft = state.draft
         result = state.result
+        # The model was asked about an unclear text, and did not repeat it as a call: show it.
         if draft.unclear:
             await state.show("")
-        if outcome != "unclear" and response.unclear_at is not None:  # a part of the answer
+        # What is unclear in this answer is shown, too, unless the model is asked about it.
+        if outcome != "unclear" and response.unclear_at is not None:
             await state.show(response.content[response.unclear_at :])
         match outcome:
             case "unclear":  # hold back what looks like a call, and ask the model
@@ -473,10 +480,10 @@ class AgentRunner:
                 is_cut = response.finish_reason == "length"
                 await self._finish(state, "completed", response.content, is_cut)
             case "limit":
-                steps = memory.counted(state.spec.max_iterations, "step")
-                text = f"I stopped at the limit of {steps}. {response.error or ''}".strip()
-                if response.finish_reason != "error":
-                    text = response.content or text
+                text = response.content
+                if response.finish_reason == "error" or not text:
+                    steps = memory.counted(state.spec.max_iterations, "step")
+                    text = f"I stopped at the limit of {steps}. {response.error or ''}".strip()
                 await self._finish(state, "max_iterations", text)
             case "empty":  # not journalled, because small models imitate earlier empty answers
                 result.stop_reason = "empty"
@@ -547,7 +554,7 @@ def verdict(state: RunState, response: providers.LLMResponse) -> str:
 
 
 def batches(
-    calls: list[providers.ToolCallRequest], tools: tools.ToolRegistry
+    calls: list[providers.ToolCallRequest], registry: tools.ToolRegistry
 ) -> Iterator[list[providers.ToolCallRequest]]:
     """Consecutive calls of read-only tools form a batch; any other call is a batch of its own.
 
@@ -555,7 +562,7 @@ def batches(
     """
 
     def is_safe(call):  # False for an unknown tool
-        return getattr(tools.get(call.name), "concurrency_safe", False)
+        return getattr(registry.get(call.name), "concurrency_safe", False)
 
     for together, neighbours in itertools.groupby(calls, is_safe):
         if together:
@@ -581,9 +588,9 @@ class ContextBuilder:
         self.memory = memory
         self.skills = skills
         self.zone = channels.zone_named(config.defaults.timezone, channels.machine_zone())
-        self.now = lambda: program.now().astimezone(self.zone)
+        self.program = program
         self.memory_tokens = config.defaults.budget // 4  # limit for MEMORY.md in the prompt
-        self.is_read_only = config.read_only
+        self.read_only = template("read_only") if config.read_only else ""
         self.project = ""  # the project's own instructions, if the user has allowed them
 
     def system_prompt(self, turn: tools.Turn) -> str:
@@ -594,9 +601,10 @@ class ContextBuilder:
         MEMORY.md. "Recent History" has the history entries that Dream has not yet processed, and
         the last five anyway. The model can find older ones in `memory/` with the tool grep."""
         own = partial(own_text, turn)
-        parts = {"identity": identity(turn, own(turn.workspace / "IDENTITY.md"))}
-        if self.is_read_only:
-            parts["Read-only"] = template("read_only")
+        parts = {
+            "identity": identity(turn, own(turn.workspace / "IDENTITY.md")),
+            "Read-only": self.read_only,
+        }
         for name in ("AGENTS.md", "SOUL.md", "USER.md", "TOOLS.md"):
             parts[name] = titled(f"## {name}", own(turn.workspace / name))
         if turn.channel in ("cli", "web"):  # not in a job, and not in a chat
@@ -616,11 +624,13 @@ class ContextBuilder:
 
         In a request, `runtime` (time, chat, working folder) precedes the text.
         """
-        files = [attachment(Path(str(path))) for path in media]  # a damaged line may have numbers
+        # str: a damaged line of an inbox may have a number instead of a path
+        files = [attachment(Path(str(path))) for path in media]
         lines = [line for line, _ in files]
+        now = self.program.now().astimezone(self.zone)
         runtime = template(
             "runtime",
-            time=f"{self.now():%Y-%m-%d %H:%M:%S (%A), %Z}",
+            time=f"{now:%Y-%m-%d %H:%M:%S (%A), %Z}",
             cwd=turn.cwd,
             channel=turn.channel,
             chat_id=turn.chat_id,
@@ -652,8 +662,8 @@ class AgentLoop:
         self.provider = provider or make_provider(config)
         self.tools = make_tools(config) if tools is None else tools.copy()
         self.files_seen = defaultdict(dict)  # session key → files read
-        # what is told: `listeners` get the events of all runs. All turns of a session are one run,
-        # so that each message is told once
+        # listeners get the events of all runs. All turns of a session are one run in these events,
+        # so that each message is sent to the listeners only once
         self.listeners = []
         self.events_of = cache(partial(RunEvents, self.listeners, "turn"))
         # the parts of a turn
@@ -666,14 +676,14 @@ class AgentLoop:
         self.consolidator, self.dream = memory_work(self)
         self.cost = CostTrackingHook(config.prices, self.provider.model)
         self.hooks = [self.cost, LoggingHook(), *hooks]
-        self.can_ask = lambda turn: turn.channel != "cron"  # can a user approve calls?
+        self.can_ask = lambda turn: turn.channel != "cron"  # can a user be asked to approve calls?
         self.turns = RunningTurns(self.sessions)
         # helpers, jobs and work in the background
         self.subagents = SubagentManager(partial(helper_answer, self))
         self.mcp = add_tools(self)
         self.started = time.time()
         self.background = Background()
-        self.tell = None  # a prompt's function, which gets what background work has changed
+        self.tell = None  # an open prompt's function: shows what background work has changed
         self.is_ending = False  # True if the gateway is stopping; the next start resumes open turns
 
     async def process_direct(
@@ -783,7 +793,7 @@ class AgentLoop:
             hook=CompositeHook([events, *self.hooks_for(events.turn)]),
             on_event=self.events_of(events.turn.session_key),
             turn=events.turn,
-            keeps_half=events.shows_deltas,
+            keeps_half_answer=events.shows_deltas,
         )
 
     def limited(self, messages: list[dict], **own) -> AgentRunSpec:
@@ -801,18 +811,19 @@ class AgentLoop:
         )
 
     def hooks_for(self, turn: tools.Turn) -> list[AgentHook]:
-        """The hooks of a turn and of its helpers: without a user, no call is approved."""
+        """The hooks of a turn and of its helpers. If no user can be asked, another ApprovalHook
+        stands in for the one that asks: it denies each call that needs approval."""
         if self.can_ask(turn):
             return self.hooks
-        silent = ApprovalHook(self.tools, None)
-        return [silent if isinstance(hook, ApprovalHook) else hook for hook in self.hooks]
+        denies = ApprovalHook(self.tools, None)
+        return [denies if isinstance(hook, ApprovalHook) else hook for hook in self.hooks]
 
     async def _make_room(self, session, events, messages):
         """Move old turns to the memory if a request is too long. Returns the remaining messages."""
         size = memory.total_tokens(messages)
         size += memory.estimate(lines_of_json(self.tools.get_definitions()))
         told = await self.consolidator.make_room(session, size)
-        if told and events.turn.channel == "cli":
+        if told and events.turn.channel == "cli":  # in a chat, nobody reads MEMORY.md
             await events.on_retry(told)
         return session.without_saved(messages) if told else messages
 
@@ -838,9 +849,10 @@ class AgentLoop:
 
     def stop(self, session_key: str) -> bool:
         """Cancel the turn, helpers and jobs of a session. Returns False if nothing was running."""
-        tasks = self.turns.tasks
         running = self.subagents.of(session_key)
-        running += [tasks[key] for key in tasks if session_key in (key, self.turns.chats.get(key))]
+        for key, task in self.turns.tasks.items():
+            if session_key in (key, self.turns.chats.get(key)):  # its own turn, or a job of it
+                running.append(task)
         for task in running:
             task.cancel()
         return bool(running)
@@ -922,7 +934,7 @@ class RunningTurns:
     def __init__(self, sessions):
         self.sessions = sessions
         self.tasks = {}  # session key → running turn
-        self.chats = {}  # a job's session key → chat for its report
+        self.chats = {}  # a job's session key → chat for its report; /stop there stops the job
         self.locks = weakref.WeakValueDictionary()  # session key → lock in use
 
     @contextlib.asynccontextmanager
@@ -1034,11 +1046,11 @@ def read_own(turn, path):
 
 def own_text(turn, path):
     """The text of a file for the prompt; "" if there is no file, or if it cannot be read, or if it
-    is a form that nobody has filled in."""
+    is a USER.md or MEMORY.md that nobody has filled in: it still equals its template."""
     try:
         text = tools.plain_text(read_own(turn, path)).strip()
-        is_form = path.name in ("USER.md", "MEMORY.md") and text == template(path.stem)
-        return "" if is_form else text
+        is_empty_form = path.name in ("USER.md", "MEMORY.md") and text == template(path.stem)
+        return "" if is_empty_form else text
     except FileNotFoundError:
         return ""
     except (OSError, ValueError) as problem:
@@ -1075,10 +1087,8 @@ class Project:
                 is_markdown = os.path.realpath(path).endswith(".md")  # not a link to .env
                 if is_markdown and folder.is_relative_to(root) and folder != turn.workspace:
                     text = own_text(fenced, path)
-                    if len(text) > 16_000:
-                        text = text[:16_000] + "\n[the rest is left out]"
                     if text:
-                        return path, text
+                        return path, tools.shorten(text, 16_000)
         return here, ""
 
     @property
@@ -1119,7 +1129,7 @@ def skill_parts(skills):
             listed.append(f"- {skill.name}: {skill.description} ({skill.path}){needs}")
     return {
         "Active Skills": titled("# Active Skills", "\n\n".join(active)),
-        "Skills": template("skills", skills="\n".join(listed)) if listed else "",
+        "Skills": template("skills", skills="\n".join(listed)),
     }
 
 
@@ -1146,7 +1156,8 @@ def with_images(messages, images):
 
 class CompositeHook(AgentHook):
     """Calls several hooks in order. An error in one hook is logged; the other hooks still run. If
-    the failed hook may deny calls (not `only_watches`), the calls of this step are denied."""
+    the failed hook might have denied calls (not `only_watches`), the calls of this step must not
+    run."""
 
     def __init__(self, hooks):
         self.hooks = list(hooks)
@@ -1234,17 +1245,18 @@ class CostTrackingHook(AgentHook):
 
 
 def what_always_allows(call):
-    """The tool, or the first words of a command: `$ git status`, but all of `$ rm -f a.txt`. "" if
-    "always" is not possible: the command has operators, is long, or runs in another folder."""
+    """The answer "always" allows all calls of a tool, or all commands with the same first words:
+    write_file → "write_file", `git status -s` → "$ git status". "" if "always" is not possible: the
+    command has operators (`ls | sh`), is long, or has arguments besides `command`, like a folder.
+    """
     if call.name != "exec":
         return call.name
     command = str(call.arguments.get("command"))
     if len(call.arguments) > 1 or not re.fullmatch(r"[^;&|<>`$(){}\n]{1,80}", command):
         return ""
-    words = re.match("(git|npm|cargo|go|pip|uv|docker) [a-z][a-z-]*(?= |$)", command)
-    if words:
-        command = words[0]
-    return f"$ {command}"
+    # `git status -s` → `git status`; any other command as a whole: `rm -f a.txt`
+    words = re.match("(git|npm|cargo|go|pip|uv|docker) [a-z][a-z-]*(?= |$)|.+", command)
+    return f"$ {words[0]}"
 
 
 @dataclass
@@ -1252,7 +1264,7 @@ class ApprovalHook(AgentHook):
     """Asks the user before each call, except calls of known read-only tools."""
 
     tools: tools.ToolRegistry
-    ask: Callable | None  # None, also as an answer: nobody is there
+    ask: Callable | None  # `await ask(question)`. No `ask`, or None as an answer: nobody is there
     always: set[str] = field(default_factory=set)  # tools and commands that were approved for good
 
     async def before_execute_tools(self, tool_calls):
@@ -1289,7 +1301,7 @@ class EventHook(AgentHook):
     emit: Callable | None  # awaited with each OutboundMessage
     turn: tools.Turn
     wants_streaming: bool
-    shows_deltas: bool = True  # True: the channel shows deltas
+    shows_deltas: bool = True  # does the user see an answer while the model writes it?
     only_watches = True
 
     async def send(self, kind, content):

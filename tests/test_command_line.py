@@ -977,6 +977,9 @@ def test_the_projects_instructions_are_followed_if_the_user_allows_this_version(
     assert got == ["", "Use tabs.", "", "", "", "Use tabs. Or so.", ""]
 
 
+LONG_FILE = "x" * 16_000 + "… (200,000 characters)"  # as the model gets it
+
+
 @pytest.mark.skipif(os.name != "posix", reason="needs links and FIFOs")
 @pytest.mark.parametrize("fence", [False, True])
 @pytest.mark.parametrize(
@@ -987,7 +990,7 @@ def test_the_projects_instructions_are_followed_if_the_user_allows_this_version(
         (lambda kit: (kit / "AGENTS.md").symlink_to(".env"), ""),
         (lambda kit: (kit / "AGENTS.md").symlink_to("AGENTS.md"), ""),
         (lambda kit: os.mkfifo(kit / "AGENTS.md"), ""),
-        (lambda kit: (kit / "CLAUDE.md").write_text("x" * 200_000), "x" * 16_000),
+        (lambda kit: (kit / "CLAUDE.md").write_text("x" * 200_000), LONG_FILE),
         (lambda kit: (kit.parent / "AGENTS.md").write_text("no repository"), ""),
     ],
 )
