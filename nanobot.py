@@ -186,7 +186,7 @@ class RunState(AgentHookContext):
     result: AgentRunResult = field(default_factory=AgentRunResult)
     draft: Draft = field(default_factory=Draft)  # the answer so far
     tools: list[dict] = field(default_factory=list)  # schemas of the tools in the request
-    has_tools: bool = True  # False: the model must now answer in words
+    may_call_tools: bool = True  # False: the model must now answer in words
     note: str = ""  # a message for the next request only
     failure: str = ""  # the error of the last failed call of this step
     outcomes: list[set] = field(default_factory=list)  # for each step: its calls with outcomes
@@ -280,14 +280,14 @@ class AgentRunner:
     def prepare(self, state: RunState):
         """Choose the tools of the next request: none if the model must answer in words. Tools of
         MCP servers that have connected meanwhile are new. Tell the model if few steps are left."""
-        may_call = state.has_tools and not state.is_over_limit
-        state.tools = state.spec.tools.get_definitions() if may_call else []
         limit = state.spec.max_iterations
         if state.is_over_limit:
+            state.may_call_tools = False
             state.note = template("out_of_iterations", limit=limit)
         elif limit - state.iteration == 5:
             # a note that is there already, like that for a cut answer, is more urgent
             state.note = state.note or "[Five more steps are allowed in this turn.]"
+        state.tools = state.spec.tools.get_definitions() if state.may_call_tools else []
 
     def govern(self, state: RunState) -> memory.Governed:
         """Copy the messages; if they exceed the context window, leave out old parts: [system, old
@@ -388,7 +388,7 @@ class AgentRunner:
                 state.result.error = state.failure
                 await self._finish(state, "tool_error", f"I had to stop: {state.failure}")
                 return
-            state.has_tools = False
+            state.may_call_tools = False
             state.note = template("same_result_end")
         state.messages += state.spec.arrivals()  # arrivals are already journalled
 
@@ -447,11 +447,9 @@ class AgentRunner:
         """Handle an answer that has no calls to run. End the run, or prepare the next request."""
         draft = state.draft
         result = state.result
-        # The model was asked about an unclear text, and did not repeat it as a call: show it.
-        if draft.unclear:
+        if draft.unclear:  # the model was asked about it, and did not repeat it as a call
             await state.show("")
-        # What is unclear in this answer is shown, too, unless the model is asked about it.
-        if outcome != "unclear" and response.unclear_at is not None:
+        if outcome != "unclear" and response.unclear_at is not None:  # the model is not asked
             await state.show(response.content[response.unclear_at :])
         match outcome:
             case "unclear":  # hold back what looks like a call, and ask the model
@@ -473,7 +471,7 @@ class AgentRunner:
                 draft.streamed = ""
             case "blank":
                 if draft.is_blank:
-                    state.has_tools = False
+                    state.may_call_tools = False
                     state.note = template("blank_answer")
                 draft.is_blank = True
             case "answered":
@@ -542,13 +540,13 @@ def verdict(state: RunState, response: providers.LLMResponse) -> str:
         return "failed"
     if is_cut and state.draft.cuts < 3:
         return "cut"
-    if response.has_tool_calls and state.has_tools and not is_cut:  # a cut call is incomplete
+    if response.has_tool_calls and state.may_call_tools and not is_cut:  # a cut call is incomplete
         return "calls"
-    if response.unclear_at is not None and state.has_tools and not state.draft.has_asked:
+    if response.unclear_at is not None and state.may_call_tools and not state.draft.has_asked:
         return "unclear"
     if state.draft.joined(response.content).strip():
         return "answered"
-    if is_withheld or not state.has_tools:
+    if is_withheld or not state.may_call_tools:
         return "empty"
     return "blank"
 
