@@ -303,8 +303,9 @@ class AgentRunner:
             )
         budget = min(budget, state.room)
         # the message that began this turn is never left out
-        from_last = reversed(spec.messages)
-        task = next((message for message in from_last if message["role"] == "user"), None)
+        task = next(
+            (message for message in reversed(spec.messages) if message["role"] == "user"), None
+        )
         request = memory.Governed(state.messages, budget, task, size_of_tools)
         if state.draft.parts:  # to continue a cut answer, the model needs the parts so far
             request.messages.append({"role": "assistant", "content": state.draft.joined("")})
@@ -691,10 +692,10 @@ class AgentLoop:
         on_event: Callable | None = None,
         media: Media = (),
         folder: Path | str = "",
-        waiting: Callable = list,
+        later_lines: Callable = list,
     ) -> AgentRunResult:
         """Answer one message, without a `session_key` in a new session; commands run in `folder`.
-        `on_event` is awaited with each OutboundMessage; `waiting` as in `answer`. Raises
+        `on_event` is awaited with each OutboundMessage; `later_lines` as in `answer`. Raises
         SessionBusy, and OSError if the journal cannot be written."""
         session_key = session_key or self.sessions.new_key()
         events = EventHook(on_event, self.turn(session_key, folder), self.program.streaming)
@@ -703,10 +704,10 @@ class AgentLoop:
             said = await answer_command(self, command, argument, events.turn)
             await events.send("final", said)
             return AgentRunResult(said, stop_reason="completed")
-        lines = [{"content": text, "media": media}]
         async with self.turns.hold(session_key) as session:
             session.origin = session.origin or {"folder": str(events.turn.cwd)}
-            result = await self.answer(session, events, lines, waiting)
+            line = {"content": text, "media": media}
+            result = await self.answer(session, events, [line], later_lines)
         if result.final_content:
             await events.send("final", result.final_content)
         if session.undelivered:
@@ -737,10 +738,10 @@ class AgentLoop:
         session: memory.Session,
         events: EventHook,
         lines: list[dict],
-        waiting: Callable = list,
+        later_lines: Callable = list,
     ) -> AgentRunResult:
-        """Answer these lines, or a command of WAITING, and the lines that `waiting` returns
-        meanwhile. Without lines, resume the open turn.
+        """Answer these lines, or a command of WAITING, and the lines that `later_lines` returns
+        at each step. Without `lines`, resume the open turn.
 
         After Ctrl-C or /stop, the journal has the results of finished calls, the shown part of the
         answer (with `cut`) and the mark `ended`. Only /continue resumes a turn marked `ended`.
@@ -758,7 +759,7 @@ class AgentLoop:
         spec = self.run_spec(with_images(session.history(), images), events)
         spec.note = "\n".join(self.mcp.told_problems)
         spec.append = session.append
-        spec.arrivals = lambda: self.arrive(session, events.turn, waiting())
+        spec.arrivals = lambda: self.arrive(session, events.turn, later_lines())
         is_kept = events.turn.channel != "cron"  # the memory ignores the conversation of a job
         if is_kept:
             spec.make_room = partial(self._make_room, session, events)
@@ -910,13 +911,13 @@ def run(text: str, session_key: str = "", config: Config | None = None) -> str:
     return result.final_content
 
 
-async def answer_with_helpers(loop, text, key, on_event=None, waiting=list):
+async def answer_with_helpers(loop, text, key, on_event=None, later_lines=list):
     """Answer a message, then wait for all running helpers and answer their reports."""
     reports = []
     loop.subagents.report = reports.append
     try:
         while True:
-            result = await loop.process_direct(text, key, on_event, waiting=waiting)
+            result = await loop.process_direct(text, key, on_event, later_lines=later_lines)
             await asyncio.gather(*loop.subagents.of(key), return_exceptions=True)
             if not reports:
                 return result
@@ -1158,8 +1159,8 @@ class CompositeHook(AgentHook):
     run."""
 
     def __init__(self, hooks):
-        self.hooks = list(hooks)
-        self.wants_streaming = any(hook.wants_streaming for hook in self.hooks)
+        self.hooks = hooks
+        self.wants_streaming = any(hook.wants_streaming for hook in hooks)
 
     async def before_iteration(self, context):
         await self._tell("before_iteration", context)

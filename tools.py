@@ -272,7 +272,7 @@ class ToolRegistry:
         tool = self._tools.get(name)
         if not tool:
             near = ", ".join(difflib.get_close_matches(name[:64].lower(), self._tools, 99, 0))
-            return None, {}, f"There is no tool {name[:64]!r}. The tools, closest first: {near}."
+            return None, {}, f"There is no tool {name[:64]!r}.\nThe tools, closest first: {near}."
         params = cast(params or {}, {"type": "object"})  # JSON text → dict
         if not isinstance(params, dict):
             problem = f'The arguments of {name} must be one JSON object, like {{"name": "value"}}.'
@@ -894,10 +894,10 @@ def nearest(text, old):
     starts = [line[:100] for line in lines[:5_000]]  # the limits keep the comparison fast
     close = difflib.get_close_matches(wanted[0][:100], starts, n=1, cutoff=0.5)
     if not close:
-        return " No line is like the first one of old_text: read the file again."
+        return "\nNo line is like the first one of old_text: read the file again."
     at = starts.index(close[0])
     _, difference = diff(old, "\n".join(lines[at : at + len(wanted)]), "old_text")
-    return f" The closest passage, at line {at + 1}, differs like this:\n{difference}"
+    return f"\nThe closest passage, at line {at + 1}, differs like this:\n{difference}"
 
 
 # ---- Undo: a file's old version is kept before a tool changes the file ----
@@ -1066,7 +1066,7 @@ def change_cell(text, index, source, kind, mode):
         layout = re.match(r"\s*\{\n([ \t]*)", text)  # the file's indentation (Jupyter: one space)
         after = json.dumps(book, ensure_ascii=False, indent=layout and layout[1])
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
-        raise ToolError(f"Not a notebook of nbformat 4: {problem!r}. Use edit_file.") from None
+        raise ToolError(f"Not a notebook of nbformat 4: {problem!r}.\nUse edit_file.") from None
     return after + text[len(text.rstrip()) :]
 
 
@@ -1296,7 +1296,7 @@ async def search_part(files, request):
         process.kill()
     if not output:  # for example "re.error: missing ) at position 3"
         why = errors.decode(errors="replace").splitlines()[-1]
-        raise ToolError(f"The search failed: {why}. Correct the pattern, or set fixed_strings.")
+        raise ToolError(f"The search failed: {why}.\nCorrect the pattern, or set fixed_strings.")
     return json.loads(output)
 
 
@@ -1929,7 +1929,7 @@ class Web:
             return await asyncio.wait_for(work, self.seconds)
         except (OSError, ValueError, HTTPException) as problem:
             why = str(problem)[:200] or f"it took longer than {self.seconds} s"
-            raise ToolError(f"No answer from {url[:200]}: {why}. Try another source.") from None
+            raise ToolError(f"No answer from {url[:200]}: {why}.\nTry another source.") from None
 
     async def _ask(self, url, redirects, trusted=False, **request):
         line = await in_thread(self._connect, url, trusted)

@@ -854,7 +854,7 @@ def test_edit_file_changes_the_passage_and_nothing_else(turn, before, old, new, 
 @pytest.mark.parametrize(
     "before, old, told",
     [
-        ("a\n", "b", "^old_text is not in the file. No line is like"),
+        ("a\n", "b", "^old_text is not in the file.\nNo line is like"),
         ("if a:\n    go()\n", "if a:\n  go()", "(?s)closest passage, at line 1.*-  go.*\\+    go"),
         ("\ngo\ngo\n", "go", "^old_text occurs at lines 2, 3.\nAdd the lines before and after"),
     ],
@@ -2340,7 +2340,8 @@ def test_where_bwrap_does_not_run_no_command_runs_and_the_fix_is_told(
         ("grep", {"pattern": "t", "path": "a.txt"}, "1 match in 1 file"),
         ("exec", {"command": "sleep 9", "timeout": 1}, "timed out after 1 s"),
         ("exec", {"command": "rm -rf /"}, "refused: rm -rf may only delete named things inside"),
-        ("Read_File", {}, "not run: There is no tool 'Read_File'. The tools, closest first: read"),
+        ("exec", {"command": "shutdown now"}, "refused: shutdown is too dangerous here."),
+        ("Read_File", {}, "not run: There is no tool 'Read_File'."),
     ],
 )
 def test_a_call_says_in_one_line_for_people_how_it_ended(turn, name, arguments, shown):
@@ -2348,6 +2349,7 @@ def test_a_call_says_in_one_line_for_people_how_it_ended(turn, name, arguments, 
         need_bash()
     result = call(turn, name, **arguments)
     assert result.shown.startswith(shown)
+    assert not re.search("closest|No line is|Ask|ask the", result.shown), "advice is for the model"
     assert result.is_error == shown.startswith(("failed", "not run", "refused", "timed"))
 
 
