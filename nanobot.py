@@ -382,8 +382,7 @@ class AgentRunner:
                 await self._run_batch(state, batch)
         finally:  # Ctrl-C, also at the question whether a call may run: some calls are left
             for call in waiting:
-                call.denied = "the turn was stopped\nThis call did not run."
-                await self._call(state, call)
+                state.add(tool_message(call, NOT_BEGUN))
         if state.goes_in_circles:
             if state.failure:
                 state.result.error = state.failure
@@ -431,7 +430,7 @@ class AgentRunner:
                 "result": text,
             }
         )
-        state.add({"role": "tool", "tool_call_id": call.id, "name": call.name, "content": text})
+        state.add(tool_message(call, text))
         seconds = time.monotonic() - began
         spec.on_event(
             "result",
@@ -612,8 +611,9 @@ class ContextBuilder:
             "# Memory", memory.fitted(own(self.memory.facts), self.memory_tokens)
         )
         parts |= skill_parts(self.skills.load())
-        recent = self.memory.recent_history()
-        parts["Recent History"] = titled("# Recent History", "\n".join(recent))
+        parts["Recent History"] = titled(
+            "# Recent History", "\n".join(self.memory.recent_history())
+        )
         return {name: text for name, text in parts.items() if text}
 
     def user_message(self, text: str, turn: tools.Turn, media: Media = ()) -> tuple:
@@ -706,8 +706,9 @@ class AgentLoop:
             return AgentRunResult(said, stop_reason="completed")
         async with self.turns.hold(session_key) as session:
             session.origin = session.origin or {"folder": str(events.turn.cwd)}
-            line = {"content": text, "media": media}
-            result = await self.answer(session, events, [line], later_lines)
+            result = await self.answer(
+                session, events, [{"content": text, "media": media}], later_lines
+            )
         if result.final_content:
             await events.send("final", result.final_content)
         if session.undelivered:
@@ -784,9 +785,8 @@ class AgentLoop:
         [{"role": "system", "content": "You are nanobot …"}, …,
          {"role": "user", "content": "[Runtime Context …]\\n\\nWhat is in a.txt?"}]
         """
-        system = {"role": "system", "content": self.context.system_prompt(events.turn)}
         return self.limited(
-            [system, *history],
+            [{"role": "system", "content": self.context.system_prompt(events.turn)}, *history],
             tools=self.tools,
             max_iterations=self.limits.max_tool_iterations,
             hook=CompositeHook([events, *self.hooks_for(events.turn)]),
@@ -819,8 +819,8 @@ class AgentLoop:
 
     async def _make_room(self, session, events, messages):
         """Move old turns to the memory if a request is too long. Returns the remaining messages."""
-        size = memory.total_tokens(messages)
-        size += memory.estimate(lines_of_json(self.tools.get_definitions()))
+        size_of_tools = memory.estimate(lines_of_json(self.tools.get_definitions()))
+        size = memory.total_tokens(messages) + size_of_tools
         told = await self.consolidator.make_room(session, size)
         if told and events.turn.channel == "cli":  # in a chat, nobody reads MEMORY.md
             await events.on_retry(told)
@@ -979,6 +979,7 @@ async def logged(work, name):
 # ---- Helpers of the runner ----
 
 LIMIT_REACHED = "the limit of steps (maxToolIterations) is reached; ask the agent to go on"
+NOT_BEGUN = "[not run: the turn was stopped before this call began]"
 NOT_ANSWERED = ("error", "tool_error", "empty")  # values of `stop_reason` if there is no answer
 
 
@@ -987,6 +988,10 @@ def add_up(total, usage):
         total[name] += usage.get(name, 0)
     total["total_tokens"] = total["prompt_tokens"] + total["completion_tokens"]
     total["estimated"] |= usage.get("estimated", False)
+
+
+def tool_message(call, text):
+    return {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": text}
 
 
 def is_read_only(name, tools):
@@ -1028,7 +1033,7 @@ def identity(turn, who):
         "identity",
         who=who or template("who"),
         format=template(f"format_{kind}"),
-        platform=f"{sys.platform}, Python {sys.version_info.major}.{sys.version_info.minor}",
+        platform=f"{sys.platform}, Python {sys.version.split()[0]}",
         cwd=turn.cwd,
         workspace=turn.workspace,
     )
@@ -1072,18 +1077,21 @@ class Project:
         self.version = f"{self.path} {hashlib.sha256(self.text.encode()).hexdigest()}"
         lines = memory.read_records(self.file, partial(memory.has, version=str, follow=bool))
         answers = {line["version"]: line["follow"] for line in lines}
-        self.answer = answers.get(self.version)  # None: the user was not asked about this version
+        # True: follow this version, False: do not, None: the user was not asked about it
+        self.answer = answers.get(self.version)
 
     def _find(self, turn):
-        """The path and the first 16,000 characters; a link out of the project is not followed."""
+        """The path and the first 16,000 characters of the file; (working folder, "") if there is
+        none. A link out of the project is not followed."""
         here = turn.cwd.resolve()
-        folders = [here, *here.parents]
+        folders = [here, *here.parents]  # the nearest one first
         root = next((folder for folder in folders if os.path.exists(folder / ".git")), here)
         fenced = replace(turn, workspace=root, cwd=root, restrict=True, readable=())
         for name in ("AGENTS.md", "CLAUDE.md"):
             for folder in folders:
                 path = folder / name
                 is_markdown = os.path.realpath(path).endswith(".md")  # not a link to .env
+                # the AGENTS.md of the workspace is a part of the prompt anyway
                 if is_markdown and folder.is_relative_to(root) and folder != turn.workspace:
                     text = own_text(fenced, path)
                     if text:
@@ -1323,6 +1331,7 @@ class EventHook(AgentHook):
             await self.send("progress", text)
 
     async def after_tool(self, call, result, seconds):
+        # paths below the working folder are shown relative to it, as in `result.shown`
         hint = tool_hint(call).replace(f"{self.turn.cwd}{os.sep}", "")
         await self.send("tool_hint", f"{hint} · {result.shown}")
 

@@ -723,10 +723,11 @@ def test_approval_shows_the_escaped_command_and_obeys_what_is_typed_after_the_qu
         assert typed["content"].endswith("\n\nyes")
         terminal.say("again", "[y/n]")
         assert not target.exists()
+        terminal.wait_for_keyboard()
         terminal.type("\x03")
-        terminal.expect("· refused: the turn was stopped\x1b", "stopped", "> ")
+        terminal.expect("\r\n\x1b[2mstopped", "> ")
         terminal.say("/continue", "[y/n]")
-        assert server.last() == "the turn was stopped\nThis call did not run."
+        assert server.last() == "[not run: the turn was stopped before this call began]"
         terminal.answered("y", "It is done.")
         assert target.exists()
         terminal.say("write", "+20\r\n", "-- Enter shows 39 more lines -- ")

@@ -506,7 +506,7 @@ def test_of_a_call_that_had_not_begun_when_the_turn_was_stopped_the_model_learns
     append = lambda *messages: journal.extend(messages)  # noqa: E731
     spec = {"tools": ToolRegistry([waiting_tool(gate)]), "hook": Ask(), "append": append}
     asyncio.run(stop_at(gate.reached, ScriptedProvider([calls]), **spec))
-    not_run = "the turn was stopped\nThis call did not run."
+    not_run = "[not run: the turn was stopped before this call began]"
     first = (
         not_run if asking else "[interrupted: its outcome is unknown. Check before you repeat it]"
     )
