@@ -229,14 +229,19 @@ def test_quiet_prints_the_answer_and_errors_alone(tmp_path):
 
 def test_read_only_gives_the_model_only_tools_that_change_nothing(tmp_path):
     reading = ["glob", "grep", "list_dir", "read_file", "web_fetch", "web_search"]
-    with LLM([call("exec", command="touch made"), "I may not.", "Hi."]) as server:
+    with LLM([call("exec", command="touch made"), "I may not."]) as server:
         answered = nanobot("--read-only", "make a file")
         assert answered[1] == "I may not.\n" and "There is no tool 'exec'" in answered[2]
         assert [each["function"]["name"] for each in server.bodies[0]["tools"]] == reading
-        nanobot("Hi")
-        told = ["read-only" in body["messages"][0]["content"] for body in server.bodies]
-        assert told == [True, True, False], "it is said to the model, too"
     assert not (tmp_path / "made").exists()
+
+
+def test_read_only_is_told_to_the_model_and_only_then():
+    with LLM(["Hi."] * 2) as server:
+        nanobot("--read-only", "Hello")
+        nanobot("Hello")
+    told = ["read-only" in body["messages"][0]["content"] for body in server.bodies]
+    assert told == [True, False]
 
 
 def test_without_a_key_it_says_so_and_asks_the_offline_model_which_can_be_wanted():
@@ -726,7 +731,7 @@ def test_approval_shows_the_escaped_command_and_obeys_what_is_typed_after_the_qu
         terminal.wait_for_keyboard()
         terminal.type("\x03")
         terminal.expect("\r\n\x1b[2mstopped", "> ")
-        terminal.say("/continue", "[y/n]")
+        terminal.say("/continue", "Run it? ")
         assert server.last() == "[not run: the turn was stopped before this call began]"
         terminal.answered("y", "It is done.")
         assert target.exists()
