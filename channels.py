@@ -263,7 +263,8 @@ def approval_question(name, arguments, always=""):
     lines = []
     for key, mark in MARKED.items():
         if isinstance(rest.get(key), str):
-            lines += [mark + line for line in rest.pop(key).split("\n")]
+            later_mark = mark.replace("$", ">")  # as bash marks them: "$ cat <<E", "> hi", "> E"
+            lines.append(mark + rest.pop(key).replace("\n", f"\n{later_mark}"))
     others = json.dumps(rest, ensure_ascii=False) if rest else ""
     question = "Run it? [y/n] (or n REASON) "
     if always:

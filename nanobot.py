@@ -87,12 +87,12 @@ class AgentRunSpec:
     context_window: int = 65_536  # tokens
     hook: AgentHook = field(default_factory=lambda: AgentHook())
     on_event: Callable = providers.no_event  # gets each request, answer, call and result
-    turn: tools.Turn | None = None  # for tools with a parameter `turn`; None: that of `tools`
+    turn: tools.Turn | None = None  # for tools with a parameter `turn`; None: `tools.turn`
     append: Callable = lambda *messages: None  # stores each new message at once
-    arrivals: Callable = list  # journals and returns new user messages
+    arrivals: Callable = list  # returns new user messages, after it has journalled them
     make_room: Callable | None = None  # awaited before each request: messages → fewer messages
     note: str = ""  # a message for the first request only
-    keeps_half: bool = True  # if the run is cancelled, journal the text that was streamed
+    keeps_half_answer: bool = True  # if the run is cancelled, journal the text that was streamed
 
 
 @dataclass
@@ -147,8 +147,9 @@ class AgentHook:
         """A hook may change `response.tool_calls`; the changed calls are journalled and run."""
 
     async def before_execute_tools(self, tool_calls: list[providers.ToolCallRequest]):
-        """To deny a call, set `call.denied = "reason"`; the model gets the reason as the result.
-        The call is in the journal already, as a call of the model; it does not run."""
+        """To deny a call, set `call.denied = "reason"`; the model gets the reason as the result,
+        and the user sees the reason's first line. The call does not run, but it is in the journal
+        already, as a call of the model."""
 
     async def after_tool(
         self, call: providers.ToolCallRequest, result: tools.ToolResult, seconds: float
@@ -169,7 +170,8 @@ class Draft:
 
     parts: list[str] = field(default_factory=list)
     streamed: str = ""  # streamed text of the current part
-    unclear: str = ""  # what looks like a call after a text: not shown and not run yet
+    # after a text, what may be a call or an example (`{"name": "ls"}`): not shown, not run yet
+    unclear: str = ""
     has_asked: bool = False  # True: the model was asked whether it wants to run that call
     cuts: int = 0
     is_blank: bool = False  # True: the model was asked again, because its answer was empty
@@ -184,12 +186,12 @@ class RunState(AgentHookContext):
     result: AgentRunResult = field(default_factory=AgentRunResult)
     draft: Draft = field(default_factory=Draft)  # the answer so far
     tools: list[dict] = field(default_factory=list)  # schemas of the tools in the request
-    has_tools: bool = True  # False: the model must now answer in words
+    may_call_tools: bool = True  # False: the model must now answer in words
     note: str = ""  # a message for the next request only
     failure: str = ""  # the error of the last failed call of this step
-    steps: list[set] = field(default_factory=list)  # of each step: its calls and their outcomes
+    outcomes: list[set] = field(default_factory=list)  # for each step: its calls with outcomes
     room: int = sys.maxsize  # token limit of requests; lowered after a request was too long
-    is_told: bool = False  # True: the user was informed that messages are left out
+    omission_is_told: bool = False  # True: the user was informed that messages are left out
 
     @property
     def is_over_limit(self):
@@ -202,8 +204,8 @@ class RunState(AgentHookContext):
         self.spec.append(*messages)
 
     async def show(self, piece: str):
-        """Stream a piece of the answer. Before it, text that was held back becomes a part of the
-        answer: the model did not repeat it as a call."""
+        """Stream a piece of the answer; the piece may be "". Before it, an `unclear` text becomes a
+        part of the answer: it was no call, because the model did not repeat it as a call."""
         held = self.draft.unclear
         self.draft.unclear = ""
         if held:
@@ -212,13 +214,13 @@ class RunState(AgentHookContext):
         if self.spec.hook.wants_streaming:
             await self.spec.hook.on_stream(held + piece)
 
-    def count(self, call: providers.ToolCallRequest, result: tools.ToolResult):
-        """Count the steps in which this call had this outcome. From the third step on, append a
-        warning to the result. All failures of a call count as the same outcome."""
+    def with_warning(self, call: providers.ToolCallRequest, result: tools.ToolResult):
+        """Append a warning to the result if this is the third step, or a later one, in which this
+        call had this outcome. All failures of a call count as the same outcome."""
         outcome = None if result.is_error else [result.text, result.images]
         this_call = lines_of_json([call.name, call.arguments, outcome])
-        self.steps[-1].add(this_call)
-        times = sum(this_call in step for step in self.steps)
+        self.outcomes[-1].add(this_call)
+        times = sum(this_call in step for step in self.outcomes)
         if times < 3:
             return result
         warning = "same_failure" if result.is_error else "same_result"
@@ -227,8 +229,8 @@ class RunState(AgentHookContext):
     @property
     def goes_in_circles(self):
         """True if the last five steps had all calls and outcomes of this step."""
-        this_step = self.steps[-1]
-        recent = self.steps[-5:]
+        this_step = self.outcomes[-1]
+        recent = self.outcomes[-5:]
         return len(recent) == 5 and all(this_step <= step for step in recent)
 
 
@@ -243,10 +245,10 @@ class AgentRunner:
 
     async def run(self, spec: AgentRunSpec) -> AgentRunResult:
         """Ask the model until the run ends: in at most `max_iterations` + 1 steps. A step sends one
-        request, or two if the first was too long for the model. Before each step `make_room` may
-        send up to 15 (5 rounds of 3 attempts); HTTP retries are not counted. At the limit the user
-        gets the model's summary, or "I stopped at the limit of 40 steps". Raises CancelledError,
-        ValueError if no request can fit, and errors of the callbacks."""
+        request, or two if the first was too long for the model; HTTP retries and the requests of
+        `make_room` are not counted. At the limit the user gets the model's summary, or "I stopped
+        at the limit of 40 steps". Raises CancelledError, ValueError if `max_tokens` leaves no room
+        for a request, and errors of the callbacks."""
         model = spec.model or self.provider.model
         state = RunState(list(spec.messages), model=model, spec=spec, note=spec.note)
         try:
@@ -265,7 +267,7 @@ class AgentRunner:
                     await self._conclude(state, response, outcome)
                 await spec.hook.after_iteration(state)
         except asyncio.CancelledError:
-            if spec.keeps_half:
+            if spec.keeps_half_answer:
                 self._keep_half_answer(state, "it was stopped")
             raise
         return replace(
@@ -278,13 +280,14 @@ class AgentRunner:
     def prepare(self, state: RunState):
         """Choose the tools of the next request: none if the model must answer in words. Tools of
         MCP servers that have connected meanwhile are new. Tell the model if few steps are left."""
-        may_call = state.has_tools and not state.is_over_limit
-        state.tools = state.spec.tools.get_definitions() if may_call else []
         limit = state.spec.max_iterations
         if state.is_over_limit:
+            state.may_call_tools = False
             state.note = template("out_of_iterations", limit=limit)
         elif limit - state.iteration == 5:
+            # a note that is there already, like that for a cut answer, is more urgent
             state.note = state.note or "[Five more steps are allowed in this turn.]"
+        state.tools = state.spec.tools.get_definitions() if state.may_call_tools else []
 
     def govern(self, state: RunState) -> memory.Governed:
         """Copy the messages; if they exceed the context window, leave out old parts: [system, old
@@ -299,8 +302,10 @@ class AgentRunner:
                 f"must be less than context_window ({spec.context_window})."
             )
         budget = min(budget, state.room)
-        users = (message for message in reversed(spec.messages) if message["role"] == "user")
-        task = next(users, None)  # the user's last message is never left out
+        # the message that began this turn is never left out
+        task = next(
+            (message for message in reversed(spec.messages) if message["role"] == "user"), None
+        )
         request = memory.Governed(state.messages, budget, task, size_of_tools)
         if state.draft.parts:  # to continue a cut answer, the model needs the parts so far
             request.messages.append({"role": "assistant", "content": state.draft.joined("")})
@@ -310,15 +315,13 @@ class AgentRunner:
 
     async def _ask(self, state, request):
         """Send a request. If the model rejects the request as too long, send a shorter one."""
-        if request.notes and not state.is_told:
-            state.is_told = True
+        if request.notes and not state.omission_is_told:
             await self._tell(state, "; ".join(request.notes))
         response = await self._chat(state, request)
         if response.is_overflow:
             state.room = request.tokens // 2  # token limit of all later requests
             shorter = self.govern(state)
             if shorter.tokens < request.tokens:
-                state.is_told = True
                 why = "the request is too long for the model: retrying with a shorter one"
                 await self._tell(state, "; ".join([why, *shorter.notes]))
                 response = await self._chat(state, shorter)
@@ -326,13 +329,14 @@ class AgentRunner:
         return response
 
     async def _tell(self, state, why):
+        """Tell the user why the request has not all messages."""
+        state.omission_is_told = True
         state.spec.on_event("retry", text=why)
         await state.spec.hook.on_retry(why)
 
     async def _chat(self, state, request):
         spec = state.spec
         on_delta = state.show if spec.hook.wants_streaming else None
-        names = providers.parameters_by_name(state.tools)
         await spec.hook.before_request(request.messages, state.tools)
         state.result.requests += 1
         response = await self.provider.chat(
@@ -344,7 +348,11 @@ class AgentRunner:
             on_delta=on_delta,
             on_retry=spec.hook.on_retry,
             on_event=partial(spec.on_event, step=state.iteration, total=request.tokens),
-            read_only=[name for name in names if is_read_only(name, spec.tools)],
+            read_only=[
+                name
+                for name in providers.parameters_by_name(state.tools)
+                if is_read_only(name, spec.tools)
+            ],
         )
         if response.usage.get("estimated"):  # one estimate everywhere, also in `nanobot prompt`
             response.usage["prompt_tokens"] = request.tokens
@@ -356,61 +364,63 @@ class AgentRunner:
 
     async def _act(self, state, response):
         """Journal the answer, then run its calls. The next request has the answer, one result per
-        call in the order of the calls, and new messages of the user. The journal has the results in
-        the order in which the calls ended. If a kill interrupts a call, the call is not repeated;
-        its result becomes `[interrupted: its outcome is unknown. …]`."""
+        call, and new messages of the user. The results are journalled in the order in which the
+        calls ended; `LLMProvider.chat` puts them into the order of the calls. If a kill interrupts
+        a call, the call is not repeated; its result becomes `[interrupted: its outcome is unknown.
+        …]`. If the turn is stopped before a call has begun, the call's result says so."""
         response.content = state.draft.joined(response.content).rstrip() or None
         state.add(response.to_message())
         state.draft = Draft()
         await state.spec.hook.on_stream_end(True)
-        await state.spec.hook.before_execute_tools(response.tool_calls)
         state.failure = ""
-        state.steps.append(set())
-        for batch in batches(response.tool_calls, state.spec.tools):
-            await self._run_batch(state, batch)
-        if state.goes_in_circles and state.failure:
-            state.result.error = state.failure
-            await self._finish(state, "tool_error", f"I had to stop: {state.failure}")
-            return
+        state.outcomes.append(set())
+        waiting = list(response.tool_calls)  # calls that have not begun
+        try:
+            await state.spec.hook.before_execute_tools(response.tool_calls)
+            for batch in batches(response.tool_calls, state.spec.tools):
+                del waiting[: len(batch)]
+                await self._run_batch(state, batch)
+        finally:  # Ctrl-C, also at the question whether a call may run: some calls are left
+            for call in waiting:
+                state.add(tool_message(call, NOT_BEGUN))
         if state.goes_in_circles:
-            state.has_tools = False
+            if state.failure:
+                state.result.error = state.failure
+                await self._finish(state, "tool_error", f"I had to stop: {state.failure}")
+                return
+            state.may_call_tools = False
             state.note = template("same_result_end")
         state.messages += state.spec.arrivals()  # arrivals are already journalled
 
     async def _run_batch(self, state, batch):
-        """Run calls concurrently. Every call has ended when this method returns or raises."""
+        """Run calls concurrently. Every call has ended when this method returns or raises. Images
+        go into user messages after the results, because a tool message may not contain images."""
         try:
             async with asyncio.TaskGroup() as group:  # an error in one call cancels the others
                 tasks = [group.create_task(self._call(state, call)) for call in batch]
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
-        finally:  # keep the results of finished calls, also after a cancellation
-            done = [task.result() for task in tasks if not (task.cancelled() or task.exception())]
-            state.messages += [message for message, _ in done]
-        names = []
-        images = []
-        for message, found in done:
-            if found:
-                names.append(message["content"])
-                images += found
-        if images:  # they go into a user message, because a tool message may not contain them
-            text = {"type": "text", "text": "\n".join(names)}
-            state.add({"role": "user", "content": [text, *images]})
+        for task in tasks:
+            result = task.result()
+            if result.images:
+                name = {"type": "text", "text": result.text}
+                state.add({"role": "user", "content": [name, *result.images]})
 
     async def _call(self, state, call):
-        """Run a call and journal its result at once. Returns the tool message and the images."""
+        """Run a call and journal its result at once."""
         spec = state.spec
         spec.on_event("call", id=call.id, name=call.name, arguments=call.arguments)
         began = time.monotonic()
         if call.error and not call.denied:
-            call.denied = f"{call.name} was not run: {call.error}. Send the complete call again."
+            call.denied = f"{call.name} was not run: {call.error}.\nSend the complete call again."
         if call.denied:
-            result = tools.ToolResult(call.denied, is_error=True, shown=f"refused: {call.denied}")
+            cause = call.denied.partition("\n")[0]  # the next lines are for the model
+            result = tools.ToolResult(call.denied, is_error=True, shown=f"refused: {cause}")
         else:
             result = await spec.tools.execute(call.name, call.arguments, spec.turn)
         if result.is_error:
             state.failure = f"{call.name} failed: {result.text}"
-        result = state.count(call, result)  # appends a warning to a repeated result
+        result = state.with_warning(call, result)
         text = result.text
         state.result.tool_events.append(
             {
@@ -420,8 +430,7 @@ class AgentRunner:
                 "result": text,
             }
         )
-        message = {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": text}
-        spec.append(message)
+        state.add(tool_message(call, text))
         seconds = time.monotonic() - began
         spec.on_event(
             "result",
@@ -432,15 +441,15 @@ class AgentRunner:
             seconds=seconds,
         )
         await spec.hook.after_tool(call, result, seconds)
-        return message, result.images
+        return result
 
     async def _conclude(self, state, response, outcome):
         """Handle an answer that has no calls to run. End the run, or prepare the next request."""
         draft = state.draft
         result = state.result
-        if draft.unclear:
+        if draft.unclear:  # the model was asked about it, and did not repeat it as a call
             await state.show("")
-        if outcome != "unclear" and response.unclear_at is not None:  # a part of the answer
+        if outcome != "unclear" and response.unclear_at is not None:  # the model is not asked
             await state.show(response.content[response.unclear_at :])
         match outcome:
             case "unclear":  # hold back what looks like a call, and ask the model
@@ -462,17 +471,17 @@ class AgentRunner:
                 draft.streamed = ""
             case "blank":
                 if draft.is_blank:
-                    state.has_tools = False
+                    state.may_call_tools = False
                     state.note = template("blank_answer")
                 draft.is_blank = True
             case "answered":
                 is_cut = response.finish_reason == "length"
                 await self._finish(state, "completed", response.content, is_cut)
             case "limit":
-                steps = memory.counted(state.spec.max_iterations, "step")
-                text = f"I stopped at the limit of {steps}. {response.error or ''}".strip()
-                if response.finish_reason != "error":
-                    text = response.content or text
+                text = response.content
+                if response.finish_reason == "error" or not text:
+                    steps = memory.counted(state.spec.max_iterations, "step")
+                    text = f"I stopped at the limit of {steps}. {response.error or ''}".strip()
                 await self._finish(state, "max_iterations", text)
             case "empty":  # not journalled, because small models imitate earlier empty answers
                 result.stop_reason = "empty"
@@ -531,19 +540,19 @@ def verdict(state: RunState, response: providers.LLMResponse) -> str:
         return "failed"
     if is_cut and state.draft.cuts < 3:
         return "cut"
-    if response.has_tool_calls and state.has_tools and not is_cut:  # a cut call is incomplete
+    if response.has_tool_calls and state.may_call_tools and not is_cut:  # a cut call is incomplete
         return "calls"
-    if response.unclear_at is not None and state.has_tools and not state.draft.has_asked:
+    if response.unclear_at is not None and state.may_call_tools and not state.draft.has_asked:
         return "unclear"
     if state.draft.joined(response.content).strip():
         return "answered"
-    if is_withheld or not state.has_tools:
+    if is_withheld or not state.may_call_tools:
         return "empty"
     return "blank"
 
 
 def batches(
-    calls: list[providers.ToolCallRequest], tools: tools.ToolRegistry
+    calls: list[providers.ToolCallRequest], registry: tools.ToolRegistry
 ) -> Iterator[list[providers.ToolCallRequest]]:
     """Consecutive calls of read-only tools form a batch; any other call is a batch of its own.
 
@@ -551,7 +560,7 @@ def batches(
     """
 
     def is_safe(call):  # False for an unknown tool
-        return getattr(tools.get(call.name), "concurrency_safe", False)
+        return getattr(registry.get(call.name), "concurrency_safe", False)
 
     for together, neighbours in itertools.groupby(calls, is_safe):
         if together:
@@ -569,16 +578,17 @@ class ContextBuilder:
 
     def __init__(
         self,
-        limits: AgentDefaults,
+        config: Config,
         memory: memory.MemoryStore,
         skills: memory.SkillsLoader,
         program: Program,
     ):
         self.memory = memory
         self.skills = skills
-        self.zone = channels.zone_named(limits.timezone, channels.machine_zone())
-        self.now = lambda: program.now().astimezone(self.zone)
-        self.memory_tokens = limits.budget // 4  # limit for MEMORY.md in the prompt
+        self.zone = channels.zone_named(config.defaults.timezone, channels.machine_zone())
+        self.program = program
+        self.memory_tokens = config.defaults.budget // 4  # limit for MEMORY.md in the prompt
+        self.read_only = template("read_only") if config.read_only else ""
         self.project = ""  # the project's own instructions, if the user has allowed them
 
     def system_prompt(self, turn: tools.Turn) -> str:
@@ -589,7 +599,10 @@ class ContextBuilder:
         MEMORY.md. "Recent History" has the history entries that Dream has not yet processed, and
         the last five anyway. The model can find older ones in `memory/` with the tool grep."""
         own = partial(own_text, turn)
-        parts = {"identity": identity(turn, own(turn.workspace / "IDENTITY.md"))}
+        parts = {
+            "identity": identity(turn, own(turn.workspace / "IDENTITY.md")),
+            "Read-only": self.read_only,
+        }
         for name in ("AGENTS.md", "SOUL.md", "USER.md", "TOOLS.md"):
             parts[name] = titled(f"## {name}", own(turn.workspace / name))
         if turn.channel in ("cli", "web"):  # not in a job, and not in a chat
@@ -598,8 +611,9 @@ class ContextBuilder:
             "# Memory", memory.fitted(own(self.memory.facts), self.memory_tokens)
         )
         parts |= skill_parts(self.skills.load())
-        recent = self.memory.recent_history()
-        parts["Recent History"] = titled("# Recent History", "\n".join(recent))
+        parts["Recent History"] = titled(
+            "# Recent History", "\n".join(self.memory.recent_history())
+        )
         return {name: text for name, text in parts.items() if text}
 
     def user_message(self, text: str, turn: tools.Turn, media: Media = ()) -> tuple:
@@ -609,11 +623,13 @@ class ContextBuilder:
 
         In a request, `runtime` (time, chat, working folder) precedes the text.
         """
-        files = [attachment(Path(str(path))) for path in media]  # a damaged line may have numbers
+        # str: a damaged line of an inbox may have a number instead of a path
+        files = [attachment(Path(str(path))) for path in media]
         lines = [line for line, _ in files]
+        now = self.program.now().astimezone(self.zone)
         runtime = template(
             "runtime",
-            time=f"{self.now():%Y-%m-%d %H:%M:%S (%A), %Z}",
+            time=f"{now:%Y-%m-%d %H:%M:%S (%A), %Z}",
             cwd=turn.cwd,
             channel=turn.channel,
             chat_id=turn.chat_id,
@@ -645,8 +661,8 @@ class AgentLoop:
         self.provider = provider or make_provider(config)
         self.tools = make_tools(config) if tools is None else tools.copy()
         self.files_seen = defaultdict(dict)  # session key → files read
-        # what is told: `listeners` get the events of all runs. All turns of a session are one run,
-        # so that each message is told once
+        # listeners get the events of all runs. All turns of a session are one run in these events,
+        # so that each message is sent to the listeners only once
         self.listeners = []
         self.events_of = cache(partial(RunEvents, self.listeners, "turn"))
         # the parts of a turn
@@ -654,19 +670,19 @@ class AgentLoop:
         self.memory = memory.MemoryStore(self.workspace, read)
         self.sessions = memory.SessionManager(self.workspace, self.memory, self.events_of)
         self.skills = memory.SkillsLoader(self.workspace / "skills", DATA / "skills", read=read)
-        self.context = ContextBuilder(config.defaults, self.memory, self.skills, self.program)
+        self.context = ContextBuilder(config, self.memory, self.skills, self.program)
         self.runner = AgentRunner(self.provider)
         self.consolidator, self.dream = memory_work(self)
         self.cost = CostTrackingHook(config.prices, self.provider.model)
         self.hooks = [self.cost, LoggingHook(), *hooks]
-        self.can_ask = lambda turn: turn.channel != "cron"  # can a user approve calls?
+        self.can_ask = lambda turn: turn.channel != "cron"  # can a user be asked to approve calls?
         self.turns = RunningTurns(self.sessions)
         # helpers, jobs and work in the background
         self.subagents = SubagentManager(partial(helper_answer, self))
         self.mcp = add_tools(self)
         self.started = time.time()
         self.background = Background()
-        self.tell = None  # a prompt's function, which gets what background work has changed
+        self.tell = None  # an open prompt's function: shows what background work has changed
         self.is_ending = False  # True if the gateway is stopping; the next start resumes open turns
 
     async def process_direct(
@@ -676,10 +692,10 @@ class AgentLoop:
         on_event: Callable | None = None,
         media: Media = (),
         folder: Path | str = "",
-        waiting: Callable = list,
+        later_lines: Callable = list,
     ) -> AgentRunResult:
         """Answer one message, without a `session_key` in a new session; commands run in `folder`.
-        `on_event` is awaited with each OutboundMessage; `waiting` as in `answer`. Raises
+        `on_event` is awaited with each OutboundMessage; `later_lines` as in `answer`. Raises
         SessionBusy, and OSError if the journal cannot be written."""
         session_key = session_key or self.sessions.new_key()
         events = EventHook(on_event, self.turn(session_key, folder), self.program.streaming)
@@ -688,10 +704,11 @@ class AgentLoop:
             said = await answer_command(self, command, argument, events.turn)
             await events.send("final", said)
             return AgentRunResult(said, stop_reason="completed")
-        lines = [{"content": text, "media": media}]
         async with self.turns.hold(session_key) as session:
             session.origin = session.origin or {"folder": str(events.turn.cwd)}
-            result = await self.answer(session, events, lines, waiting)
+            result = await self.answer(
+                session, events, [{"content": text, "media": media}], later_lines
+            )
         if result.final_content:
             await events.send("final", result.final_content)
         if session.undelivered:
@@ -722,10 +739,10 @@ class AgentLoop:
         session: memory.Session,
         events: EventHook,
         lines: list[dict],
-        waiting: Callable = list,
+        later_lines: Callable = list,
     ) -> AgentRunResult:
-        """Answer these lines, or a command of WAITING, and the lines that `waiting` returns
-        meanwhile. Without lines, resume the open turn.
+        """Answer these lines, or a command of WAITING, and the lines that `later_lines` returns
+        at each step. Without `lines`, resume the open turn.
 
         After Ctrl-C or /stop, the journal has the results of finished calls, the shown part of the
         answer (with `cut`) and the mark `ended`. Only /continue resumes a turn marked `ended`.
@@ -743,7 +760,7 @@ class AgentLoop:
         spec = self.run_spec(with_images(session.history(), images), events)
         spec.note = "\n".join(self.mcp.told_problems)
         spec.append = session.append
-        spec.arrivals = lambda: self.arrive(session, events.turn, waiting())
+        spec.arrivals = lambda: self.arrive(session, events.turn, later_lines())
         is_kept = events.turn.channel != "cron"  # the memory ignores the conversation of a job
         if is_kept:
             spec.make_room = partial(self._make_room, session, events)
@@ -768,15 +785,14 @@ class AgentLoop:
         [{"role": "system", "content": "You are nanobot …"}, …,
          {"role": "user", "content": "[Runtime Context …]\\n\\nWhat is in a.txt?"}]
         """
-        system = {"role": "system", "content": self.context.system_prompt(events.turn)}
         return self.limited(
-            [system, *history],
+            [{"role": "system", "content": self.context.system_prompt(events.turn)}, *history],
             tools=self.tools,
             max_iterations=self.limits.max_tool_iterations,
             hook=CompositeHook([events, *self.hooks_for(events.turn)]),
             on_event=self.events_of(events.turn.session_key),
             turn=events.turn,
-            keeps_half=events.shows_deltas,
+            keeps_half_answer=events.shows_deltas,
         )
 
     def limited(self, messages: list[dict], **own) -> AgentRunSpec:
@@ -794,18 +810,19 @@ class AgentLoop:
         )
 
     def hooks_for(self, turn: tools.Turn) -> list[AgentHook]:
-        """The hooks of a turn and of its helpers: without a user, no call is approved."""
+        """The hooks of a turn and of its helpers. If no user can be asked, another ApprovalHook
+        stands in for the one that asks: it denies each call that needs approval."""
         if self.can_ask(turn):
             return self.hooks
-        silent = ApprovalHook(self.tools, None)
-        return [silent if isinstance(hook, ApprovalHook) else hook for hook in self.hooks]
+        denies = ApprovalHook(self.tools, None)
+        return [denies if isinstance(hook, ApprovalHook) else hook for hook in self.hooks]
 
     async def _make_room(self, session, events, messages):
         """Move old turns to the memory if a request is too long. Returns the remaining messages."""
-        size = memory.total_tokens(messages)
-        size += memory.estimate(lines_of_json(self.tools.get_definitions()))
+        size_of_tools = memory.estimate(lines_of_json(self.tools.get_definitions()))
+        size = memory.total_tokens(messages) + size_of_tools
         told = await self.consolidator.make_room(session, size)
-        if told and events.turn.channel == "cli":
+        if told and events.turn.channel == "cli":  # in a chat, nobody reads MEMORY.md
             await events.on_retry(told)
         return session.without_saved(messages) if told else messages
 
@@ -831,9 +848,10 @@ class AgentLoop:
 
     def stop(self, session_key: str) -> bool:
         """Cancel the turn, helpers and jobs of a session. Returns False if nothing was running."""
-        tasks = self.turns.tasks
         running = self.subagents.of(session_key)
-        running += [tasks[key] for key in tasks if session_key in (key, self.turns.chats.get(key))]
+        for key, task in self.turns.tasks.items():
+            if session_key in (key, self.turns.chats.get(key)):  # its own turn, or a job of it
+                running.append(task)
         for task in running:
             task.cancel()
         return bool(running)
@@ -893,13 +911,13 @@ def run(text: str, session_key: str = "", config: Config | None = None) -> str:
     return result.final_content
 
 
-async def answer_with_helpers(loop, text, key, on_event=None, waiting=list):
+async def answer_with_helpers(loop, text, key, on_event=None, later_lines=list):
     """Answer a message, then wait for all running helpers and answer their reports."""
     reports = []
     loop.subagents.report = reports.append
     try:
         while True:
-            result = await loop.process_direct(text, key, on_event, waiting=waiting)
+            result = await loop.process_direct(text, key, on_event, later_lines=later_lines)
             await asyncio.gather(*loop.subagents.of(key), return_exceptions=True)
             if not reports:
                 return result
@@ -915,7 +933,7 @@ class RunningTurns:
     def __init__(self, sessions):
         self.sessions = sessions
         self.tasks = {}  # session key → running turn
-        self.chats = {}  # a job's session key → chat for its report
+        self.chats = {}  # a job's session key → chat for its report; /stop there stops the job
         self.locks = weakref.WeakValueDictionary()  # session key → lock in use
 
     @contextlib.asynccontextmanager
@@ -961,6 +979,7 @@ async def logged(work, name):
 # ---- Helpers of the runner ----
 
 LIMIT_REACHED = "the limit of steps (maxToolIterations) is reached; ask the agent to go on"
+NOT_BEGUN = "[not run: the turn was stopped before this call began]"
 NOT_ANSWERED = ("error", "tool_error", "empty")  # values of `stop_reason` if there is no answer
 
 
@@ -969,6 +988,10 @@ def add_up(total, usage):
         total[name] += usage.get(name, 0)
     total["total_tokens"] = total["prompt_tokens"] + total["completion_tokens"]
     total["estimated"] |= usage.get("estimated", False)
+
+
+def tool_message(call, text):
+    return {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": text}
 
 
 def is_read_only(name, tools):
@@ -1004,16 +1027,16 @@ def prepare_workspace(workspace):
 
 
 def identity(turn, who):
-    """Fill in the template `identity`. `who`, if not empty, replaces paragraph 1."""
+    """Fill in the template `identity`. `who`: the user's own first paragraph, or ""."""
     kind = "cli" if turn.channel == "cli" else "chat"
-    usual, _, rest = template(
+    return template(
         "identity",
+        who=who or template("who"),
         format=template(f"format_{kind}"),
-        platform=f"{sys.platform}, Python {sys.version_info.major}.{sys.version_info.minor}",
+        platform=f"{sys.platform}, Python {sys.version.split()[0]}",
         cwd=turn.cwd,
         workspace=turn.workspace,
-    ).partition("\n\n")
-    return f"{who or usual}\n\n{rest}"
+    )
 
 
 def read_own(turn, path):
@@ -1027,11 +1050,11 @@ def read_own(turn, path):
 
 def own_text(turn, path):
     """The text of a file for the prompt; "" if there is no file, or if it cannot be read, or if it
-    is a form that nobody has filled in."""
+    is a USER.md or MEMORY.md that nobody has filled in: it still equals its template."""
     try:
         text = tools.plain_text(read_own(turn, path)).strip()
-        is_form = path.name in ("USER.md", "MEMORY.md") and text == template(path.stem)
-        return "" if is_form else text
+        is_empty_form = path.name in ("USER.md", "MEMORY.md") and text == template(path.stem)
+        return "" if is_empty_form else text
     except FileNotFoundError:
         return ""
     except (OSError, ValueError) as problem:
@@ -1054,24 +1077,25 @@ class Project:
         self.version = f"{self.path} {hashlib.sha256(self.text.encode()).hexdigest()}"
         lines = memory.read_records(self.file, partial(memory.has, version=str, follow=bool))
         answers = {line["version"]: line["follow"] for line in lines}
-        self.answer = answers.get(self.version)  # None: the user was not asked about this version
+        # True: follow this version, False: do not, None: the user was not asked about it
+        self.answer = answers.get(self.version)
 
     def _find(self, turn):
-        """The path and the first 16,000 characters; a link out of the project is not followed."""
+        """The path and the first 16,000 characters of the file; (working folder, "") if there is
+        none. A link out of the project is not followed."""
         here = turn.cwd.resolve()
-        folders = [here, *here.parents]
+        folders = [here, *here.parents]  # the nearest one first
         root = next((folder for folder in folders if os.path.exists(folder / ".git")), here)
         fenced = replace(turn, workspace=root, cwd=root, restrict=True, readable=())
         for name in ("AGENTS.md", "CLAUDE.md"):
             for folder in folders:
                 path = folder / name
                 is_markdown = os.path.realpath(path).endswith(".md")  # not a link to .env
+                # the AGENTS.md of the workspace is a part of the prompt anyway
                 if is_markdown and folder.is_relative_to(root) and folder != turn.workspace:
                     text = own_text(fenced, path)
-                    if len(text) > 16_000:
-                        text = text[:16_000] + "\n[the rest is left out]"
                     if text:
-                        return path, text
+                        return path, tools.shorten(text, 16_000)
         return here, ""
 
     @property
@@ -1112,7 +1136,7 @@ def skill_parts(skills):
             listed.append(f"- {skill.name}: {skill.description} ({skill.path}){needs}")
     return {
         "Active Skills": titled("# Active Skills", "\n\n".join(active)),
-        "Skills": template("skills", skills="\n".join(listed)) if listed else "",
+        "Skills": template("skills", skills="\n".join(listed)),
     }
 
 
@@ -1139,11 +1163,12 @@ def with_images(messages, images):
 
 class CompositeHook(AgentHook):
     """Calls several hooks in order. An error in one hook is logged; the other hooks still run. If
-    the failed hook may deny calls (not `only_watches`), the calls of this step are denied."""
+    the failed hook might have denied calls (not `only_watches`), the calls of this step must not
+    run."""
 
     def __init__(self, hooks):
-        self.hooks = list(hooks)
-        self.wants_streaming = any(hook.wants_streaming for hook in self.hooks)
+        self.hooks = hooks
+        self.wants_streaming = any(hook.wants_streaming for hook in hooks)
 
     async def before_iteration(self, context):
         await self._tell("before_iteration", context)
@@ -1167,12 +1192,10 @@ class CompositeHook(AgentHook):
         await self._tell("after_iteration", context)
 
     async def after_response(self, response):
-        failed = await self._tell("after_response", response)
-        deny(response.tool_calls, failed)
+        await self._tell("after_response", response, calls=response.tool_calls)
 
     async def before_execute_tools(self, tool_calls):
-        failed = await self._tell("before_execute_tools", tool_calls)
-        deny(tool_calls, failed)
+        await self._tell("before_execute_tools", tool_calls, calls=tool_calls)
 
     async def finalize_content(self, content):
         for hook in self.hooks:
@@ -1182,30 +1205,22 @@ class CompositeHook(AgentHook):
                 log_failure(hook, "finalize_content", problem)
         return content
 
-    async def _tell(self, event, *details):
-        """Call a method of all hooks. Returns the failure of a hook that may deny calls, or ""."""
-        failed = ""
+    async def _tell(self, event, *details, calls=()):
+        """Call a method of all hooks. If a hook fails that may deny calls, deny these `calls`."""
         for hook in self.hooks:
             try:
                 await getattr(hook, event)(*details)
             except Exception as problem:
                 failure = log_failure(hook, event, problem)
                 if not hook.only_watches:
-                    failed = failure
-        return failed
+                    for call in calls:
+                        call.denied = f"{call.name} was not run: {failure}"
 
 
 def log_failure(hook, event, problem):
     failure = f"{type(hook).__name__}.{event} failed: {problem}"
     log.warning("%s", failure, exc_info=log.isEnabledFor(logging.INFO))
     return failure
-
-
-def deny(calls, failure):
-    """A hook that should have decided about these calls has failed: they must not run."""
-    if failure:
-        for call in calls:
-            call.denied = f"{call.name} was not run: {failure}"
 
 
 class LoggingHook(AgentHook):
@@ -1237,17 +1252,18 @@ class CostTrackingHook(AgentHook):
 
 
 def what_always_allows(call):
-    """The tool, or the first words of a command: `$ git status`, but all of `$ rm -f a.txt`. "" if
-    "always" is not possible: the command has operators, is long, or runs in another folder."""
+    """The answer "always" allows all calls of a tool, or all commands with the same first words:
+    write_file → "write_file", `git status -s` → "$ git status". "" if "always" is not possible: the
+    command has operators (`ls | sh`), is long, or has arguments besides `command`, like a folder.
+    """
     if call.name != "exec":
         return call.name
     command = str(call.arguments.get("command"))
     if len(call.arguments) > 1 or not re.fullmatch(r"[^;&|<>`$(){}\n]{1,80}", command):
         return ""
-    words = re.match("(git|npm|cargo|go|pip|uv|docker) [a-z][a-z-]*(?= |$)", command)
-    if words:
-        command = words[0]
-    return f"$ {command}"
+    # `git status -s` → `git status`; any other command as a whole: `rm -f a.txt`
+    words = re.match("(git|npm|cargo|go|pip|uv|docker) [a-z][a-z-]*(?= |$)|.+", command)
+    return f"$ {words[0]}"
 
 
 @dataclass
@@ -1255,7 +1271,7 @@ class ApprovalHook(AgentHook):
     """Asks the user before each call, except calls of known read-only tools."""
 
     tools: tools.ToolRegistry
-    ask: Callable | None  # None, also as an answer: nobody is there
+    ask: Callable | None  # `await ask(question)`. No `ask`, or None as an answer: nobody is there
     always: set[str] = field(default_factory=set)  # tools and commands that were approved for good
 
     async def before_execute_tools(self, tool_calls):
@@ -1271,17 +1287,17 @@ class ApprovalHook(AgentHook):
         answer = await self.ask(question) if self.ask else None
         if answer is None:
             return (
-                "Not approved: nobody can be asked here, so this call did not run. Tell the user "
-                "to ask for it at a terminal or in an open window of the page, or to start nanobot "
+                "not approved: nobody can be asked here\nThis call did not run. Tell the user to "
+                "ask for it at a terminal or in an open window of the page, or to start nanobot "
                 "without --approve."
             )
-        answer = answer.strip()
-        if kind and answer.lower() in ("a", "always"):
+        word = answer.strip().lower()
+        if kind and word in ("a", "always"):
             self.always.add(kind)
-        if answer.lower() in ("y", "yes", "a", "always"):
+        if word in ("y", "yes", "a", "always"):
             return ""
-        reason = re.sub(r"(?i)\Ano?\b[ ,]*", "", answer)  # "n it is used" → "it is used"
-        return f"The user did not approve this call: {reason}".rstrip(": ")
+        reason = re.sub(r"(?i)\Ano?\b[ ,]*", "", answer.strip())  # "n it is used" → "it is used"
+        return f"not approved\nThe user did not approve this call: {reason}".rstrip(": ")
 
 
 @dataclass
@@ -1292,7 +1308,7 @@ class EventHook(AgentHook):
     emit: Callable | None  # awaited with each OutboundMessage
     turn: tools.Turn
     wants_streaming: bool
-    shows_deltas: bool = True  # True: the channel shows deltas
+    shows_deltas: bool = True  # does the user see an answer while the model writes it?
     only_watches = True
 
     async def send(self, kind, content):
@@ -1315,8 +1331,9 @@ class EventHook(AgentHook):
             await self.send("progress", text)
 
     async def after_tool(self, call, result, seconds):
-        folder = json.dumps(f"{self.turn.cwd}{os.sep}", ensure_ascii=False)[1:-1]  # as in the hint
-        await self.send("tool_hint", f"{tool_hint(call).replace(folder, '')} · {result.shown}")
+        # paths below the working folder are shown relative to it, as in `result.shown`
+        hint = tool_hint(call).replace(f"{self.turn.cwd}{os.sep}", "")
+        await self.send("tool_hint", f"{hint} · {result.shown}")
 
 
 @dataclass
@@ -1342,14 +1359,18 @@ class WaitingHook(AgentHook):
 def tool_hint(call):
     """A call in one line: `read_file("a.txt")`, `grep("TODO")`, `$ ls`."""
     if call.name == "exec":
-        return "$ " + " ".join(str(call.arguments.get("command", "")).split())[:1_000]
-    told = ""
-    for name in ("pattern", "path", "message", *call.arguments):
-        told = told or call.arguments.get(name)
-    value = json.dumps(told, ensure_ascii=False, default=str) if told else ""
-    if len(value) > 300:
-        value = value[:299] + "…"
-    return f"{call.name}({value})"
+        return f"$ {begin_of(call.arguments.get('command', ''), 96)}"
+    for name in ("pattern", "path", "message", *call.arguments):  # the first one says most
+        if value := call.arguments.get(name):
+            return f'{call.name}("{begin_of(value, 300)}")'
+    return f"{call.name}()"
+
+
+def begin_of(value, most):
+    """The first line of a text, but at most `most` characters: "cat <<E\nhi\nE" → "cat <<E …" """
+    text = str(value).strip()
+    line = text.partition("\n")[0][:most]
+    return line if line == text else f"{line} …"
 
 
 # ---- Many chats at once ----

@@ -89,7 +89,8 @@ class ToolResult:
 
 
 class ToolError(Exception):
-    """The model made a mistake. The model gets the error's text: the cause, then what to do."""
+    """The model made a mistake. The model gets the error's text: the cause, then what to do. The
+    first line is for the user, too; advice that only a model can follow stands below it."""
 
     outcome = "failed"
 
@@ -271,14 +272,14 @@ class ToolRegistry:
         tool = self._tools.get(name)
         if not tool:
             near = ", ".join(difflib.get_close_matches(name[:64].lower(), self._tools, 99, 0))
-            return None, {}, f"There is no tool {name[:64]!r}. The tools, closest first: {near}."
+            return None, {}, f"There is no tool {name[:64]!r}.\nThe tools, closest first: {near}."
         params = cast(params or {}, {"type": "object"})  # JSON text → dict
         if not isinstance(params, dict):
             problem = f'The arguments of {name} must be one JSON object, like {{"name": "value"}}.'
             return tool, {}, problem
         params = tool.cast_params(params)
         errors = tool.validate_params(params)
-        problem = f"{name} was not run: {'; '.join(errors)}. Correct the call." if errors else None
+        problem = f"{name} was not run: {'; '.join(errors)}.\nCorrect the call." if errors else None
         return tool, params, problem
 
     async def execute(self, name: str, params, turn: "Turn | None" = None) -> ToolResult:
@@ -348,7 +349,7 @@ class Turn:
         except (OSError, RuntimeError, ValueError) as problem:  # a link to itself, or a NUL byte
             raise ToolError(f"{text!r} is not a usable path: {problem}") from None
         if is_secret(real, self.secret):
-            raise Refused(f"{real} holds keys: the agent may not open it. Ask the user to look.")
+            raise Refused(f"{real} holds keys: the agent may not open it.\nAsk the user to look.")
         home = self.workspace.resolve()
         if write and any(real.is_relative_to(home / name) for name in AGENT_FILES):
             raise Refused(f"{real} is the agent's own record: tools may not write to it.")
@@ -358,7 +359,8 @@ class Turn:
                 roots += [*self.readable, self.store("results")]
             if not any(real.is_relative_to(root.resolve()) for root in roots):
                 raise Refused(
-                    f"{real} is outside of {self.workspace} and {self.cwd}. Use a path inside them."
+                    f"{real} is outside of {self.workspace} and {self.cwd}.\n"
+                    "Use a path inside them."
                 )
         return real
 
@@ -388,7 +390,7 @@ def read_file(
     if block := image_block(data):
         return ToolResult(f"[image: {real}]", images=[block])
     if is_binary(data):
-        raise ToolError(f"{real} is a binary file. Inspect it with exec (file, xxd).")
+        raise ToolError(f"{real} is a binary file.\nInspect it with exec (file, xxd).")
     if not data:
         return f"({real} is empty)"
     text = plain_text(data)
@@ -413,8 +415,8 @@ def write_file(path: str, content: str, *, turn: Turn) -> ToolResult:
     lines_read = turn.lines_read(real, old)
     if lines_read < lines:
         raise ToolError(
-            f"{real} has {lines:,} lines and you have read {lines_read:,}: "
-            "read the rest first, or use edit_file."
+            f"{real} has {lines:,} lines, of which {lines_read:,} were read.\n"
+            "Read the rest first, or use edit_file."
         )
     note = change_file(turn, real, old, data)
     text = f"Wrote {len(content):,} characters to {real}.{note}"
@@ -833,7 +835,7 @@ def list_dir(path: str = ".", *, turn: Turn):
 def edit_file(path: str, old_text: str, new_text: str, replace_all: bool = False, *, turn: Turn):
     """Replace a passage of a text file: old_text must occur once. Returns the diff."""
     if not old_text:
-        raise ToolError("old_text is empty. To write a whole file, use write_file.")
+        raise ToolError("old_text is empty.\nTo write a whole file, use write_file.")
     old = old_text.replace("\r\n", "\n")
     new = new_text.replace("\r\n", "\n")
     return rewrite(path, turn, lambda text: replace_passage(text, old, new, replace_all))
@@ -844,7 +846,7 @@ def rewrite(path, turn, change):
     real = turn.path(path, write=True)
     data = read_bytes(real)
     if data.startswith(UTF16_MARKS):
-        raise ToolError(f"{real} is UTF-16: change it with exec (iconv), or use write_file.")
+        raise ToolError(f"{real} is UTF-16.\nChange it with exec (iconv), or use write_file.")
     mark = UTF8_MARK if data.startswith(UTF8_MARK) else b""
     text = data.removeprefix(mark).decode("utf-8", errors="surrogateescape")
     # CRLF, if all lines end with it
@@ -880,8 +882,8 @@ def replace_passage(text, old, new, replace_all=False):
     if len(places) > 1 and not replace_all:
         lines = ", ".join(str(text.count("\n", 0, place) + 1) for place in places[:20])
         raise ToolError(
-            f"old_text occurs at lines {lines}. Add the lines before and after the right place, or "
-            "set replace_all."
+            f"old_text occurs at lines {lines}.\nAdd the lines before and after the right place, "
+            "or set replace_all."
         )
     return text.replace(old, new)
 
@@ -892,10 +894,10 @@ def nearest(text, old):
     starts = [line[:100] for line in lines[:5_000]]  # the limits keep the comparison fast
     close = difflib.get_close_matches(wanted[0][:100], starts, n=1, cutoff=0.5)
     if not close:
-        return " No line is like the first one of old_text: read the file again."
+        return "\nNo line is like the first one of old_text: read the file again."
     at = starts.index(close[0])
     _, difference = diff(old, "\n".join(lines[at : at + len(wanted)]), "old_text")
-    return f" The closest passage, at line {at + 1}, differs like this:\n{difference}"
+    return f"\nThe closest passage, at line {at + 1}, differs like this:\n{difference}"
 
 
 # ---- Undo: a file's old version is kept before a tool changes the file ----
@@ -910,7 +912,7 @@ def change_file(turn, path, old, new):
     the reason."""
     is_new = not path.exists()
     if not is_new and not (path.stat().st_mode & 0o222 and os.access(path, os.W_OK)):
-        raise ToolError(f"{path} is read-only. Ask the user whether it may be changed.")
+        raise ToolError(f"{path} is read-only.\nAsk the user whether it may be changed.")
     note = ""
     was_known = turn.lines_read(path, old) == len(lines_of(old))
     change = {
@@ -1064,7 +1066,7 @@ def change_cell(text, index, source, kind, mode):
         layout = re.match(r"\s*\{\n([ \t]*)", text)  # the file's indentation (Jupyter: one space)
         after = json.dumps(book, ensure_ascii=False, indent=layout and layout[1])
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
-        raise ToolError(f"Not a notebook of nbformat 4: {problem!r}. Use edit_file.") from None
+        raise ToolError(f"Not a notebook of nbformat 4: {problem!r}.\nUse edit_file.") from None
     return after + text[len(text.rstrip()) :]
 
 
@@ -1294,7 +1296,7 @@ async def search_part(files, request):
         process.kill()
     if not output:  # for example "re.error: missing ) at position 3"
         why = errors.decode(errors="replace").splitlines()[-1]
-        raise ToolError(f"The search failed: {why}. Correct the pattern, or set fixed_strings.")
+        raise ToolError(f"The search failed: {why}.\nCorrect the pattern, or set fixed_strings.")
     return json.loads(output)
 
 
@@ -1431,7 +1433,7 @@ def check_command(command: str, turn: Turn, *, confined: bool = False):
         names = [word for word in arguments if not word.startswith("-")]
         line = " ".join([name, *arguments, ""]).replace(str(Path.home()), "~")
         if re.match(FATAL, line):
-            raise Refused(f"{name} is too dangerous here. Ask the user to run it.")
+            raise Refused(f"{name} is too dangerous here.\nAsk the user to run it.")
         inner = names if name in SHELLS else []
         if " " in program:
             inner = [program]
@@ -1487,7 +1489,7 @@ def check_deleted(name, here, turn):
     is_kept = any(fnmatch.fnmatch(f"{path}/", held) for path in (*turn.secret, *records))
     if re.search(UNKNOWN, name) or not (real and is_named) or is_kept:
         raise Refused(
-            f"rm -rf may only delete named things inside {turn.cwd}, not {name}. "
+            f"rm -rf may only delete named things inside {turn.cwd}, not {name}.\n"
             "The command was not run: ask the user to run it."
         )
     turn.path(str(real), write=True)  # raises Refused if it is inside a record
@@ -1498,7 +1500,7 @@ def programs_of(command):
     sudo ls -a >b && c "d e" # f  →  [[tee, b], [sudo, ls, -a], [c, d e]]"""
     command = without_here_documents(command)
     if len(command) > 20_000:
-        raise Refused("The command is too long to check. Write a script file and run it.")
+        raise Refused("The command is too long to check.\nWrite a script file and run it.")
     if re.search(FORK_BOMB, command):
         raise Refused("This is a fork bomb.")
     programs = [[]]
@@ -1927,7 +1929,7 @@ class Web:
             return await asyncio.wait_for(work, self.seconds)
         except (OSError, ValueError, HTTPException) as problem:
             why = str(problem)[:200] or f"it took longer than {self.seconds} s"
-            raise ToolError(f"No answer from {url[:200]}: {why}. Try another source.") from None
+            raise ToolError(f"No answer from {url[:200]}: {why}.\nTry another source.") from None
 
     async def _ask(self, url, redirects, trusted=False, **request):
         line = await in_thread(self._connect, url, trusted)

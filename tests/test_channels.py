@@ -181,7 +181,8 @@ def test_a_log_line_is_made_harmless_with_its_traceback():
 @pytest.mark.parametrize(
     ("arguments", "shown"),
     [
-        ({"command": "ls\nRun it?"}, "act\n$ ls\n$ Run it?"),
+        ({"command": "ls\nRun it?\n$ ls"}, "act\n$ ls\n> Run it?\n> $ ls"),
+        ({"command": 5, "source": "> 1"}, 'act {"command": 5}\n+> 1'),
         ({"command": "r\u200dm\xad", "n": 1}, 'act {"n": 1}\n$ r\\u200dm\\xad'),
         (
             {"path": "a", "old_text": "1\n2\n3", "new_text": "1\nRun it?\n3"},

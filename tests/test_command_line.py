@@ -236,6 +236,14 @@ def test_read_only_gives_the_model_only_tools_that_change_nothing(tmp_path):
     assert not (tmp_path / "made").exists()
 
 
+def test_read_only_is_told_to_the_model_and_only_then():
+    with LLM(["Hi."] * 2) as server:
+        nanobot("--read-only", "Hello")
+        nanobot("Hello")
+    told = ["read-only" in body["messages"][0]["content"] for body in server.bodies]
+    assert told == [True, False]
+
+
 def test_without_a_key_it_says_so_and_asks_the_offline_model_which_can_be_wanted():
     for command, is_told in (("agent -m", True), ("--offline", False)):
         status, out, err = nanobot(*command.split(), "tell me a joke")
@@ -706,19 +714,25 @@ def test_approval_shows_the_escaped_command_and_obeys_what_is_typed_after_the_qu
     touch = call("exec", command=f"touch {target}; echo '\x1b[2J'")
     long = call("write_file", path="long.txt", content="\n".join(map(str, range(60))))
     with LLM(script) as server:
-        lines = [touch, "I may not.", touch, "It is done.", long, "Written."]
+        lines = [touch, "I may not.", touch, touch, "It is done.", long, "Written."]
         terminal = prompt("--approve")
         terminal.type("make it\n")
         server.asked()
         terminal.say("yes", "queued: yes")  # before the question: no answer to it
         is_typed.set()
         terminal.expect("\\x1b[2J", "[y/n]")
-        refusal = "The user did not approve this call: It is used Elsewhere"
-        terminal.answered("n It is used Elsewhere", f"· refused: {refusal}", "I may not.")
+        terminal.answered("n It is used Elsewhere", "· refused: not approved\x1b", "I may not.")
         refused, typed = server.bodies[1]["messages"][-2:]
-        assert refused["content"] == refusal and typed["content"].endswith("\n\nyes")
+        refusal = "The user did not approve this call: It is used Elsewhere"
+        assert refused["content"] == f"not approved\n{refusal}"
+        assert typed["content"].endswith("\n\nyes")
         terminal.say("again", "[y/n]")
         assert not target.exists()
+        terminal.wait_for_keyboard()
+        terminal.type("\x03")
+        terminal.expect("\r\n\x1b[2mstopped", "> ")
+        terminal.say("/continue", "Run it? ")
+        assert server.last() == "[not run: the turn was stopped before this call began]"
         terminal.answered("y", "It is done.")
         assert target.exists()
         terminal.say("write", "+20\r\n", "-- Enter shows 39 more lines -- ")
@@ -969,6 +983,9 @@ def test_the_projects_instructions_are_followed_if_the_user_allows_this_version(
     assert got == ["", "Use tabs.", "", "", "", "Use tabs. Or so.", ""]
 
 
+LONG_FILE = "x" * 16_000 + "… (200,000 characters)"  # as the model gets it
+
+
 @pytest.mark.skipif(os.name != "posix", reason="needs links and FIFOs")
 @pytest.mark.parametrize("fence", [False, True])
 @pytest.mark.parametrize(
@@ -979,7 +996,7 @@ def test_the_projects_instructions_are_followed_if_the_user_allows_this_version(
         (lambda kit: (kit / "AGENTS.md").symlink_to(".env"), ""),
         (lambda kit: (kit / "AGENTS.md").symlink_to("AGENTS.md"), ""),
         (lambda kit: os.mkfifo(kit / "AGENTS.md"), ""),
-        (lambda kit: (kit / "CLAUDE.md").write_text("x" * 200_000), "x" * 16_000),
+        (lambda kit: (kit / "CLAUDE.md").write_text("x" * 200_000), LONG_FILE),
         (lambda kit: (kit.parent / "AGENTS.md").write_text("no repository"), ""),
     ],
 )

@@ -263,9 +263,8 @@ def test_what_became_of_a_call_is_told_to_the_model():
     _, provider = run([[call("Look", "b"), UNREADABLE], "done"], [look, broken])
     unknown, torn = results(provider.requests[1].messages)
     assert "look, broken" in unknown, "the closest one first"
-    assert (
-        torn == "look was not run: its arguments are not valid JSON. Send the complete call again."
-    )
+    why = "look was not run: its arguments are not valid JSON."
+    assert torn == f"{why}\nSend the complete call again."
 
 
 def test_neighbours_that_only_read_go_together_and_whatever_else_alone():
@@ -309,8 +308,9 @@ def test_a_result_is_journalled_when_its_call_ends_and_sent_in_the_order_of_the_
 def test_images_stand_behind_all_results():
     pictures = [call("picture", letter, letter=letter) for letter in "bc"]
     result, _ = run([[call("look"), *pictures], "done"], [look, picture])
-    names = {"type": "text", "text": "[image: b]\n[image: c]"}
-    assert result.messages[5]["content"] == [names, image("b"), image("c")]
+    for letter, message in zip("bc", result.messages[5:7], strict=True):
+        name = {"type": "text", "text": f"[image: {letter}]"}
+        assert message == {"role": "user", "content": [name, image(letter)]}
 
 
 # ---- The runner: the same call again and again ----
@@ -506,6 +506,28 @@ def test_a_stopped_turn_has_ended_whatever_its_tools_do_and_keeps_the_finished_r
     assert results(journal)[0] == "saw 0"
 
 
+@pytest.mark.parametrize("asking", [True, False])
+def test_of_a_call_that_had_not_begun_when_the_turn_was_stopped_the_model_learns_that(asking):
+    """Stopped at the question of an approval, or during the first of two calls."""
+    journal, gate = [], Gate()
+
+    class Ask(AgentHook):
+        async def before_execute_tools(self, tool_calls):
+            if asking:
+                gate.reached.set()
+                await asyncio.sleep(60)
+
+    calls = [call("slow", "a"), call("slow", "b")]
+    append = lambda *messages: journal.extend(messages)  # noqa: E731
+    spec = {"tools": ToolRegistry([waiting_tool(gate)]), "hook": Ask(), "append": append}
+    asyncio.run(stop_at(gate.reached, ScriptedProvider([calls]), **spec))
+    not_run = "[not run: the turn was stopped before this call began]"
+    first = (
+        not_run if asking else "[interrupted: its outcome is unknown. Check before you repeat it]"
+    )
+    assert results(legal(journal)) == [first, not_run]
+
+
 # ---- The runner: limits and sizes ----
 
 
@@ -663,7 +685,7 @@ def approve(answers: list[str], *steps, name: str = "act"):
 )
 def test_what_is_said_with_a_no_is_the_reason(answer, reason):
     ran, _, told = approve([answer], call("act"))
-    assert (ran, told) == ([], [f"The user did not approve this call{reason}"])
+    assert (ran, told) == ([], [f"not approved\nThe user did not approve this call{reason}"])
 
 
 @pytest.mark.parametrize(
@@ -682,7 +704,7 @@ def test_a_user_is_asked_before_a_tool_that_writes(answers, ran, asked):
     did, questions, told = approve(answers, *steps)
     assert (did, len(questions)) == (ran, asked)
     assert told[0] == "saw 0" and told.count("acted") == len(ran)
-    assert ("Not approved: nobody" in told[1]) == (not answers)
+    assert ("not approved: nobody" in told[1]) == (not answers)
 
 
 @pytest.mark.parametrize(
@@ -795,6 +817,21 @@ def test_a_turn_is_told_step_by_step(tmp_path):
         ("delta", " answer"),
         ("final", "an answer"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("command", "hint"),
+    [
+        ("echo  hi", "$ echo  hi"),
+        ("cat <<E\nmany\nlines\nE", "$ cat <<E …"),
+        ("echo " + "x" * 1_000, "$ echo " + "x" * 91 + " …"),
+    ],
+)
+def test_a_command_is_named_in_one_short_line(tmp_path, command, hint):
+    need_bash()
+    loop = make_loop(tmp_path, [call("exec", command=command), "done"])
+    ((_, line),) = [event for event in ask(loop, "go")[1] if event[0] == "tool_hint"]
+    assert line == f"{hint} · exit 0"
 
 
 def test_a_question_is_sent_with_the_moment_and_the_place(tmp_path):

@@ -743,7 +743,7 @@ def test_read_file_shows_numbered_lines_without_line_ends_and_bom(turn):
     [
         (b"a\nb", "1| a\n(lines 1-1 of 2; go on with offset=2)"),
         (b"x" * 50_000, "(line cut)"),
-        (b"\x7fELF\0\0", "is a binary file. Inspect it with exec"),
+        (b"\x7fELF\0\0", "is a binary file.\nInspect it with exec"),
     ],
 )
 def test_what_read_file_shows_in_part_is_not_overwritten(turn, data, told):
@@ -811,12 +811,12 @@ def test_a_file_is_overwritten_only_if_all_of_it_was_read(turn):
         assert result.is_error == (file.read_text() != "mine")
         return result.text
 
-    assert "3,000 lines and you have read 1,000:" in overwrite(1, 5_000)
+    assert "3,000 lines, of which 1,000 were read." in overwrite(1, 5_000)
     call(turn, "read_file", path="notes.txt", offset=1_001)
     times = file.stat().st_atime_ns, file.stat().st_mtime_ns
     file.write_text("2\n" * 3_000)
     os.utime(file, ns=times)  # neither time nor size show that it has changed
-    assert "3,000 lines and you have read 0:" in overwrite()
+    assert "3,000 lines, of which 0 were read." in overwrite()
     assert "Wrote 4" in overwrite(1, 1_001, 2_001)
     assert "Wrote 4" in overwrite()  # what it wrote, it knows
     assert call(replace(turn, seen={}), "write_file", path="notes.txt", content="x").is_error
@@ -854,9 +854,9 @@ def test_edit_file_changes_the_passage_and_nothing_else(turn, before, old, new, 
 @pytest.mark.parametrize(
     "before, old, told",
     [
-        ("a\n", "b", "^old_text is not in the file. No line is like"),
+        ("a\n", "b", "^old_text is not in the file.\nNo line is like"),
         ("if a:\n    go()\n", "if a:\n  go()", "(?s)closest passage, at line 1.*-  go.*\\+    go"),
-        ("\ngo\ngo\n", "go", "^old_text occurs at lines 2, 3. Add the lines before and after"),
+        ("\ngo\ngo\n", "go", "^old_text occurs at lines 2, 3.\nAdd the lines before and after"),
     ],
 )
 def test_missing_and_repeated_passages_have_answers_of_their_own(before, old, told):
@@ -2340,7 +2340,8 @@ def test_where_bwrap_does_not_run_no_command_runs_and_the_fix_is_told(
         ("grep", {"pattern": "t", "path": "a.txt"}, "1 match in 1 file"),
         ("exec", {"command": "sleep 9", "timeout": 1}, "timed out after 1 s"),
         ("exec", {"command": "rm -rf /"}, "refused: rm -rf may only delete named things inside"),
-        ("Read_File", {}, "not run: There is no tool 'Read_File'. The tools, closest first: read"),
+        ("exec", {"command": "shutdown now"}, "refused: shutdown is too dangerous here."),
+        ("Read_File", {}, "not run: There is no tool 'Read_File'."),
     ],
 )
 def test_a_call_says_in_one_line_for_people_how_it_ended(turn, name, arguments, shown):
@@ -2348,6 +2349,7 @@ def test_a_call_says_in_one_line_for_people_how_it_ended(turn, name, arguments, 
         need_bash()
     result = call(turn, name, **arguments)
     assert result.shown.startswith(shown)
+    assert not re.search("closest|No line is|Ask|ask the", result.shown), "advice is for the model"
     assert result.is_error == shown.startswith(("failed", "not run", "refused", "timed"))
 
 
