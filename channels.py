@@ -1568,8 +1568,12 @@ class CronService:
         return added
 
     def _remove(self, job_id):
-        if job_id not in [job.id for job in self.jobs() if job.channel != "system"]:
-            raise CronError(f"No job {job_id!r} can be removed: `list` shows the ids.")
+        removable = [job.id for job in self.jobs() if job.channel != "system"]
+        if job_id not in removable:
+            raise CronError(
+                f"There is no job {job_id!r}. The jobs that can be removed: "
+                f"{', '.join(removable) or 'none'}"
+            )
         self.store.edit(job_id, None)
         return f"Removed job {job_id}."
 
@@ -1577,11 +1581,10 @@ class CronService:
         """1a2b3c4d · 0 9 * * * · next Sun 2026-11-22 09:00 CET · telegram:42 · water plants"""
         due = job.due(job.after, self.zone)
         coming = f"next {self._shown(max(due, self.now()))}" if due and job.enabled else "off"
-        failed = f" · failed: {job.error}" if job.error else ""
-        return (
-            f"{job.id} · {job.schedule()} · {coming} · {job.channel}:{job.chat_id} · "
-            f"{job.message}{failed}"
-        )
+        chat = f"{job.channel}:{job.chat_id}".rstrip(":")  # a system job has no chat
+        failed = f"failed: {job.error}" if job.error else ""
+        parts = (job.id, job.schedule(), coming, chat, job.message, failed)
+        return " · ".join(part for part in parts if part)
 
 
 def machine_zone():

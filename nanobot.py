@@ -738,6 +738,7 @@ class AgentLoop:
                 return AgentRunResult(said, stop_reason="completed")
         elif lines:
             session.end_open_turn("interrupted")
+            events.turn = replace(events.turn, asked=lines[0]["content"])
             images = self.enter(session, events.turn, lines)
         await self.mcp.connect(self.program.patience)
         spec = self.run_spec(with_images(session.history(), images), events)
@@ -1752,6 +1753,7 @@ class JobRunner:
         if job.channel == "system":
             memory.remember_terminals(self.loop.sessions)
             if job.id == "dream":
+                await self._until_quiet()
                 await self.loop.dream.run()
             else:
                 await self._beat()
@@ -1768,6 +1770,15 @@ class JobRunner:
         finally:
             if report.content:
                 await self.tell(report)
+
+    async def _until_quiet(self):
+        """Wait until no conversation was used for ten minutes, at most two hours: a person who has
+        just opened the page, or is talking, would have to wait for the dream."""
+        for _ in range(12):
+            latest = conversations(self.loop.sessions)[:1]
+            await self.loop.program.sleep(600.0)
+            if latest == conversations(self.loop.sessions)[:1]:
+                return
 
     async def _answer(self, key, text, chat="", folder=""):
         """Answer in a new conversation, not saved to the memory. A failure raises RuntimeError."""
@@ -1992,20 +2003,21 @@ async def begin_command(loop, command, session, line):
     return ""
 
 
+NOTHING_TO_UNDO = "There is nothing to undo: no turn has changed files"
+
+
 def undo(loop, session):
     """Undo the last turn that changed files. The user's next message tells the model."""
-    outcomes = tools.take_back(loop.turn(session.key).undo, session.key)
-    undone = ", ".join(name for name, is_undone in outcomes.items() if is_undone)
-    left = ", ".join(name for name, is_undone in outcomes.items() if not is_undone)
-    told = "" if outcomes else "No turn of this conversation has changed files. "
-    if undone:
-        told = f"Took back the changes to {undone}. "
-        report = f"the user took back your changes to {undone}"
-        session.append({"role": "assistant", "report": "undo", "content": report})
-        session.mark("delivered", upto=session.highest)
-    if left:
-        told += f"Changed by something else since, and left alone: {left}. "
-    return told + "What commands (exec) did cannot be undone."
+    changes = tools.last_changes(loop.turn(session.key).undo, session.key)
+    if not changes:
+        return f"{NOTHING_TO_UNDO} in this conversation, or everything is undone already."
+    asked = first_words(changes[0]["asked"])
+    began = int(changes[0]["turn"]) / 1e9  # it is in nanoseconds
+    files = "; ".join(f"{name}: {done}" for name, done in tools.take_back(changes).items())
+    told = f'Undo of "{asked}" ({ago(began)}): {files}.'
+    session.append({"role": "assistant", "report": "undo", "content": told})
+    session.mark("delivered", upto=session.highest)  # it is no answer that must be sent
+    return f"{told} What commands (exec) did cannot be undone."
 
 
 async def answer_command(loop, command, argument, turn):
@@ -2395,6 +2407,12 @@ class ReadOnlyTools(tools.ToolRegistry):
         if tool.read_only:
             super().register(tool)
 
+    def prepare_call(self, name, params):
+        tool, arguments, problem = super().prepare_call(name, params)
+        if not tool:
+            problem = f"nanobot is read-only. {problem}"
+        return tool, arguments, problem
+
 
 def make_tools(config):
     """The tools that the settings allow. MCP tools are added when their server connects."""
@@ -2754,6 +2772,8 @@ class Talk:
             )
         # the working folder: with a fence, nanobot does not work in HOME
         cwd = self.loop.turn(self.key).cwd
+        if self.loop.config.read_only:
+            state = f"read-only · {state}"
         return f"{short_path(cwd)} · {self.loop.provider.model} · {state}"
 
     def answer(self, text):
@@ -2882,7 +2902,7 @@ def undo_command(arguments):
         if change["folder"] == str(turn.cwd) and change["session"].startswith("cli:")
     ]
     if not keys:
-        raise ConfigError(f"There is nothing to undo: no turn has changed files in {turn.cwd}.")
+        raise ConfigError(f"{NOTHING_TO_UNDO} in {turn.cwd}, or everything is undone already.")
     show(asyncio.run(loop.process_direct("/undo", keys[-1])).final_content)
 
 
@@ -2998,13 +3018,21 @@ def sessions_command(arguments):
     for number, (key, used) in enumerate(conversations(sessions), 1):
         if number > 20 and not arguments.all:
             return print("Older conversations: nanobot sessions --all")
-        said = [line["content"] for line in sessions.messages(key) if line["role"] == "user"]
-        words = "(no message yet)"
-        if said:
-            words = " ".join(str(said[0]).split())[:50]
+        words = ""
+        for message in sessions.messages(key):
+            if message["role"] == "/new":
+                words = ""
+            elif message["role"] == "user":
+                words = words or first_words(message["content"])
+        words = words or "(no message yet)"
         folder = sessions.first_line(key).get("folder")
         place = f"{short_path(Path(folder))}, {key}" if folder else key
         show(f"{number:>3}  {ago(used):>14}  {words}  ({place})")
+
+
+def first_words(text):
+    """A name for what the user asked: the first 50 characters, in one line."""
+    return " ".join(str(text).split())[:50]
 
 
 def conversations(sessions):
@@ -3095,6 +3123,7 @@ def web_command(arguments):
             channels.on_thread(webbrowser.open, file.as_uri())
         run_gateway(loop, page)
     finally:
+        print("\nstopped")  # the shell's prompt must not begin after the "^C" of the terminal
         file.unlink(missing_ok=True)
 
 

@@ -798,7 +798,8 @@ def test_the_model_is_told_what_the_user_took_back(tmp_path):
     loop = make_loop(tmp_path, [call("write_file", path="a.txt", content="a"), "made", "ok"])
     for text in ("make", "/undo", "and now?"):
         ask(loop, text)
-    assert "took back your changes to a.txt" in users(loop.provider.requests[-1])[-1]
+    told = users(loop.provider.requests[-1])[-1]
+    assert ', undo: Undo of "make" (a moment ago): a.txt: deleted again.' in told
 
 
 def test_the_registry_of_a_program_is_not_changed(tmp_path):
@@ -1675,6 +1676,22 @@ def run_job(chats: Chats, name: str, chat: str = "desk:1"):
     channel, chat_id = chat.split(":")
     job = CronJob("j1", "stretch", channel=channel, chat_id=chat_id)
     return JobRunner(chats.loop, chats.bus.publish).run_job(job, name)
+
+
+def test_a_dream_waits_until_nobody_has_talked_for_ten_minutes(tmp_path):
+    async def sleep(seconds):
+        asked.append(seconds)
+        if len(asked) < 3:
+            await loop.process_direct("hi", "web:page")
+
+    asked = []
+    model = Model(lambda request: asked.append(users(request)[-1]) or "[SKIP]")
+    loop = agent(settings_for(tmp_path), model)
+    loop.program.sleep = sleep
+    loop.memory.append_history("Something happened.")
+    asyncio.run(JobRunner(loop, print).run_job(CronJob("dream", channel="system"), "dream@1"))
+    minutes = [each for each in asked if each == 600.0]
+    assert len(minutes) == 2 and "Something happened." in asked[-1] and asked[-2] == 600.0
 
 
 @pytest.mark.parametrize("fails", [False, True])
