@@ -1568,11 +1568,10 @@ class CronService:
         return added
 
     def _remove(self, job_id):
-        removable = [job.id for job in self.jobs() if job.channel != "system"]
-        if job_id not in removable:
+        if job_id not in [job.id for job in self.jobs() if job.channel != "system"]:
             raise CronError(
-                f"There is no job {job_id!r}. The jobs that can be removed: "
-                f"{', '.join(removable) or 'none'}"
+                f"There is no job {job_id!r} to remove. Each line of the list of jobs begins with "
+                "an id; jobs of the system stay."
             )
         self.store.edit(job_id, None)
         return f"Removed job {job_id}."
@@ -1581,10 +1580,10 @@ class CronService:
         """1a2b3c4d · 0 9 * * * · next Sun 2026-11-22 09:00 CET · telegram:42 · water plants"""
         due = job.due(job.after, self.zone)
         coming = f"next {self._shown(max(due, self.now()))}" if due and job.enabled else "off"
-        chat = f"{job.channel}:{job.chat_id}".rstrip(":")  # a system job has no chat
-        failed = f"failed: {job.error}" if job.error else ""
-        parts = (job.id, job.schedule(), coming, chat, job.message, failed)
-        return " · ".join(part for part in parts if part)
+        # a system job has no chat and no message: "system: · " → "system"
+        task = f"{job.channel}:{job.chat_id} · {job.message}".rstrip(" ·:")
+        failed = f" · failed: {job.error}" if job.error else ""
+        return f"{job.id} · {job.schedule()} · {coming} · {task}{failed}"
 
 
 def machine_zone():

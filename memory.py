@@ -902,12 +902,13 @@ class SessionManager:
         return session
 
     def messages(self, key):
-        """All messages of a session; each mark `new` becomes one of the role "/new"."""
-        lines = journal_lines(self.path(key))
-        for line in lines:
-            if line.get("mark") == "new":
-                line |= {"role": "/new", "content": "a new conversation begins"}
-        return [line for line in lines if "role" in line]
+        """All messages of a session, and as messages without a text, of the role "/new", the places
+        where a new conversation begins."""
+        return [
+            {"role": "/new"} | line
+            for line in journal_lines(self.path(key))
+            if "role" in line or line.get("mark") == "new"
+        ]
 
     def by_last_use(self):
         """(key, time of its last use) of all sessions, the most recently used first. Some sessions

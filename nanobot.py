@@ -731,14 +731,15 @@ class AgentLoop:
         answer (with `cut`) and the mark `ended`. Only /continue resumes a turn marked `ended`.
         """
         images = {}
-        command, _ = slash_command(lines[0]["content"] if lines else "")
+        text = lines[0]["content"] if lines else ""
+        events.turn = replace(events.turn, asked=text)
+        command, _ = slash_command(text)
         if command:
             said = await begin_command(self, command, session, lines[0])
             if said:
                 return AgentRunResult(said, stop_reason="completed")
         elif lines:
             session.end_open_turn("interrupted")
-            events.turn = replace(events.turn, asked=lines[0]["content"])
             images = self.enter(session, events.turn, lines)
         await self.mcp.connect(self.program.patience)
         spec = self.run_spec(with_images(session.history(), images), events)
@@ -1693,9 +1694,6 @@ def open_channels(loop, bus, page):
                 keep_strangers=partial(memory.write_atomically, loop.workspace / STRANGERS),
             )
         )
-    has_users = page or (telegram.token and telegram.allow_from)
-    if not has_users:
-        log.warning("Nobody can reach the agent: set channels.telegram.token and allowFrom.")
 
 
 async def end_in_order(loop, bus, work):
@@ -1782,8 +1780,6 @@ class JobRunner:
 
     async def _answer(self, key, text, chat="", folder=""):
         """Answer in a new conversation, not saved to the memory. A failure raises RuntimeError."""
-        if folder and not os.path.isdir(folder):
-            raise RuntimeError(f"The folder of the job, {folder}, does not exist any more.")
         self.loop.turns.chats[key] = chat  # /stop in this chat cancels the run
         async with self.loop.turns.hold(key) as session:
             session.mark("saved", upto=session.last)
@@ -2011,7 +2007,7 @@ def undo(loop, session):
     changes = tools.last_changes(loop.turn(session.key).undo, session.key)
     if not changes:
         return f"{NOTHING_TO_UNDO} in this conversation, or everything is undone already."
-    asked = first_words(changes[0]["asked"])
+    asked = first_words(changes[0].get("asked") or "an earlier turn")
     began = int(changes[0]["turn"]) / 1e9  # it is in nanoseconds
     files = "; ".join(f"{name}: {done}" for name, done in tools.take_back(changes).items())
     told = f'Undo of "{asked}" ({ago(began)}): {files}.'
@@ -2403,15 +2399,11 @@ def lacks_model(loop):
 class ReadOnlyTools(tools.ToolRegistry):
     """For --read-only: a tool that may change something is not added, also if it comes later."""
 
+    missing = "nanobot is read-only: there is no tool"
+
     def register(self, tool):
         if tool.read_only:
             super().register(tool)
-
-    def prepare_call(self, name, params):
-        tool, arguments, problem = super().prepare_call(name, params)
-        if not tool:
-            problem = f"nanobot is read-only. {problem}"
-        return tool, arguments, problem
 
 
 def make_tools(config):
@@ -2636,9 +2628,8 @@ def command_with_flags(arguments, *words):
     for name in ("config", "workspace", "model", "base_url", "provider", "read_only", "approve"):
         value = vars(arguments).get(name)
         if value:
-            command.append("--" + name.replace("_", "-"))
-        if value and value is not True:
-            command.append(str(value))
+            flag = "--" + name.replace("_", "-")
+            command += [flag] if value is True else [flag, str(value)]
     return shlex.join(command)
 
 
@@ -2909,10 +2900,8 @@ def undo_command(arguments):
 def onboard_command(arguments):
     """Create settings and workspace."""
     file = arguments.config or path_of(USUAL_SETTINGS)
-    if not file.exists():
-        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        file.touch(0o600)  # only the owner may read the API keys in this file
-        file.write_text(template("config") + "\n", encoding="utf-8")
+    if not file.exists():  # only the owner may read it: there will be API keys in it
+        memory.write_atomically(file, template("config") + "\n")
     workspace = prepare_workspace(settings_of(arguments).workspace)
     print(
         f"Settings: {file}\nWorkspace: {workspace}\n"
@@ -3018,13 +3007,12 @@ def sessions_command(arguments):
     for number, (key, used) in enumerate(conversations(sessions), 1):
         if number > 20 and not arguments.all:
             return print("Older conversations: nanobot sessions --all")
-        words = ""
-        for message in sessions.messages(key):
+        words = "(no message yet)"
+        for message in reversed(sessions.messages(key)):  # back to the last /new
             if message["role"] == "/new":
-                words = ""
-            elif message["role"] == "user":
-                words = words or first_words(message["content"])
-        words = words or "(no message yet)"
+                break
+            if message["role"] == "user":
+                words = first_words(message["content"])
         folder = sessions.first_line(key).get("folder")
         place = f"{short_path(Path(folder))}, {key}" if folder else key
         show(f"{number:>3}  {ago(used):>14}  {words}  ({place})")
@@ -3118,8 +3106,8 @@ def web_command(arguments):
     print(f"Ctrl-C stops nanobot (process {os.getpid()}).", flush=True)
     try:
         if not arguments.no_open:  # each account can read command lines, but not this file
-            file.touch(0o600)
-            file.write_text(f'<meta http-equiv="refresh" content="0; url={page.address}">')
+            redirection = f'<meta http-equiv="refresh" content="0; url={page.address}">'
+            memory.write_atomically(file, redirection)
             channels.on_thread(webbrowser.open, file.as_uri())
         run_gateway(loop, page)
     finally:
@@ -3270,15 +3258,7 @@ def main(argv=None):
             return 2
         argv.insert(0, "agent")
     channels.prepare_streams()
-    arguments, unknown = parser().parse_known_args(argv)
-    if unknown:
-        spellings = " ".join(row[1] for row in OPTIONS).split()
-        near = ", ".join(difflib.get_close_matches(unknown[0], spellings, n=1)) or "none"
-        complain(
-            f"unknown argument {unknown[0]!r}. The closest one: {near}. "
-            f"See `nanobot {arguments.command} --help`"
-        )
-        return 2
+    arguments = parser().parse_args(argv)  # exits with status 2 for a wrong flag
     line = "%(levelname)s %(name)s: %(message)s"
     if arguments.command == "gateway":
         line = f"%(asctime)s {line}"

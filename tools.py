@@ -234,6 +234,8 @@ def signature_schema(function: Callable) -> dict:
 class ToolRegistry:
     """The tools of one agent. A result longer than the turn's limit is saved to a file."""
 
+    missing = "There is no tool"
+
     def __init__(self, tools: Iterable[Tool] = ()):
         self._tools = {}  # name → tool
         self.turn = Turn()  # remembers which files were read by calls without a turn
@@ -271,7 +273,7 @@ class ToolRegistry:
         tool = self._tools.get(name)
         if not tool:
             near = ", ".join(difflib.get_close_matches(name[:64].lower(), self._tools, 99, 0))
-            return None, {}, f"There is no tool {name[:64]!r}. The tools, closest first: {near}."
+            return None, {}, f"{self.missing} {name[:64]!r}. The tools, closest first: {near}."
         params = cast(params or {}, {"type": "object"})  # JSON text → dict
         if not isinstance(params, dict):
             problem = f'The arguments of {name} must be one JSON object, like {{"name": "value"}}.'
