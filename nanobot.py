@@ -1365,31 +1365,31 @@ class BusService:
         self.bus = bus
         self.conversations = {}  # session key → Conversation
         self.slots = asyncio.Semaphore(loop.limits.max_concurrent)
-        self.work = Background()
+        self.background = Background()
         loop.subagents.report = bus.publish
         loop.tools.register(tools.tool(self.message))
 
     async def receive(self, message):
-        """Queue a message in its chat. Commands run at once, except /new and /continue."""
+        """Queue a message in its chat. Commands run at once, except those of WAITING."""
         if message.channel == "system":  # a report: its `chat_id` is a session key
-            self.work.start(self._conversation(message.chat_id).take_in(message, "report"))
+            self.background.start(self._conversation(message.chat_id).take_in(message, "report"))
             return
         conversation = self._conversation(message.session_key)
         command, _ = slash_command(message.content)
-        kind = "command" if command else "user"
-        if command in ("", *WAITING):
-            self.work.start(conversation.take_in(message, kind))
+        if command and command not in WAITING:
+            self.background.start(conversation.obey(command, message.content), conversation.key)
+            message.confirm()  # a command is not stored: after a crash, it is not repeated
         else:
-            self.work.start(conversation.obey(command, message.content), message.session_key)
-            message.confirm()
+            kind = "command" if command else "user"
+            self.background.start(conversation.take_in(message, kind))
 
     def _conversation(self, key):
         return self.conversations.setdefault(key, Conversation(self, key))
 
     def _chats(self):
         """The session keys of the chats that the open channels can reach."""
-        reachable = self.bus.channels
-        return [key for key in self.loop.sessions.list_keys() if key.partition(":")[0] in reachable]
+        keys = self.loop.sessions.list_keys()
+        return [key for key in keys if key.partition(":")[0] in self.bus.channels]
 
     async def message(
         self,
@@ -1415,8 +1415,10 @@ class BusService:
         conversation = self._conversation(key)
         if content and key == turn.session_key:
             await conversation.say("final", content)
-        elif content:  # the other chat's journal must get the text, too
-            await self.bus.publish(channels.InboundMessage("system", "message", key, content))
+        elif content:  # a report, because the other chat's journal must get the text, too
+            await self.bus.publish(
+                channels.InboundMessage("system", "message", chat_id=key, content=content)
+            )
         for file in files:
             await conversation.say("file", "", str(file))
         return f"Sent to {key}."
@@ -1424,12 +1426,13 @@ class BusService:
     async def go_on_after_restart(self):
         """Send all undelivered answers, resume open turns, and answer all waiting messages."""
         for key in self._chats():
-            self.work.start(self._conversation(key).go_on_after_restart())
+            self.background.start(self._conversation(key).go_on_after_restart())
 
     async def end(self):
         """Cancel running turns. The next start of the gateway resumes the cancelled turns."""
         self.loop.is_ending = True
-        await channels.end_all([*self.work.tasks, *self.loop.subagents.running], 5.0)
+        tasks = [*self.background.tasks, *self.loop.subagents.running]
+        await channels.end_all(tasks, seconds=5.0)
 
 
 class Conversation:
@@ -1443,8 +1446,8 @@ class Conversation:
         self.chat = key.split(":", 1)  # channel and chat id
         self.inbox = self.loop.sessions.inbox(key)
         self.outbox = self.loop.sessions.outbox(key)  # what the tool `message` sends
-        self.order = asyncio.Lock()  # saves messages in the order of their arrival
-        self.answering = asyncio.Lock()
+        self.storing = asyncio.Lock()  # held while a message is stored: the order stays
+        self.answering = asyncio.Lock()  # held while the inbox is answered
         self.is_due = False  # True: resume the turn that the previous gateway left open
         self.reply_to = ""  # id of the newest message in this turn
         self.said = []  # what the tool `message` has sent in this turn
@@ -1453,17 +1456,17 @@ class Conversation:
         """Append a message to the inbox file, then acknowledge the message to its channel. Until
         the file can be written, retry, and tell the chat once; other chats do not wait."""
         line = inbox_line(message, kind)
-        told = ""
-        async with self.order:
+        warning = ""  # what the chat was told
+        async with self.storing:
             while True:
                 try:
                     await asyncio.to_thread(self.inbox.append, line)
                     break
-                except OSError as problem:  # retry, because the message is not yet acknowledged
-                    if not told:
-                        told = f"A message cannot be stored yet, and is retried: {problem}"
-                        GATEWAY_LOG.warning("%s: %s", self.key, told)
-                        self._send(told)
+                except OSError as problem:  # for example, the disk is full
+                    if not warning:
+                        warning = f"A message cannot be stored yet, and is retried: {problem}"
+                        GATEWAY_LOG.warning("%s: %s", self.key, warning)
+                        self._send(warning)
                     await asyncio.sleep(1.0)
         message.confirm()
         GATEWAY_LOG.info("%s: received %d characters", self.key, len(message.content))
@@ -1480,14 +1483,16 @@ class Conversation:
         remove = partial(self.outbox.remove, {line["id"]})
         self._send(line["content"], line["kind"], line["media"], on_delivered=remove)
 
-    def _send(self, *content, **more):
-        self.bus.send(channels.OutboundMessage(*self.chat, *content, **more))
+    def _send(self, *text_kind_media, **more):
+        """Queue an OutboundMessage with these fields in the bus."""
+        self.bus.send(channels.OutboundMessage(*self.chat, *text_kind_media, **more))
 
     async def obey(self, command, text):
         """Answer a command, also during a turn. If the command fails, the chat gets the error."""
         try:
-            is_between = command == "stop" and not self.loop.sessions.get(self.key).is_open
-            if is_between and self.bus.stop_sending(*self.chat):
+            # the turn has ended, but a long answer may still be on its way, part by part
+            can_stop_answer = command == "stop" and not self.loop.sessions.get(self.key).is_open
+            if can_stop_answer and self.bus.stop_sending(*self.chat):
                 self._send(
                     "Stopped: the rest of the answer is not sent. The journal has all of it."
                 )
@@ -1507,6 +1512,7 @@ class Conversation:
         if session.is_open:
             id_ = f"open@{session.last}"
             age = time.time() - session.path.stat().st_mtime
+            # 86,400 seconds: one day. Its id is known if the chat was told by an earlier start
             self.is_due = session.resumed < 2 and age < 86_400 and id_ not in session.known_ids
             if not self.is_due:
                 text = (
@@ -1527,7 +1533,8 @@ class Conversation:
                     await asyncio.sleep(1.0)
 
     async def _turn(self):
-        """Answer the next inbox messages, then remove journalled messages from the inbox."""
+        """Answer the next inbox messages, then remove journalled messages from the inbox. Returns
+        True; if it fails, `logged` returns None instead."""
         async with self.service.slots, self.loop.turns.hold(self.key) as session:
             before = session.last
             lines = self._next_lines(session)
@@ -1538,10 +1545,11 @@ class Conversation:
                 complete = [each for each in session.undelivered if each["n"] > before]
                 self._send_answers(complete, session)
                 if not self.loop.is_ending:  # after /stop, start a task for the waiting messages
-                    self.service.work.start(self._answer_what_waits())
+                    self.service.background.start(self._answer_what_waits())
                 raise
             except Exception as problem:
-                if not lines or lines[0]["id"] in session.known_ids:  # no retry: show the error
+                # lines that are journalled leave the inbox, so they are not tried again
+                if not lines or lines[0]["id"] in session.known_ids:
                     error = f"{type(problem).__name__}: {problem}"
                     self._deliver(session, AgentRunResult(stop_reason="error", error=error))
                 raise
@@ -1587,7 +1595,7 @@ class Conversation:
         """Send a turn's result, even an empty one. The delivery writes the mark `delivered`."""
         GATEWAY_LOG.info("%s: %s", self.key, result.stop_reason)
         text = text_for_chat(result)
-        if text in self.said:
+        if text in self.said:  # some models call `message`, then repeat its text as the answer
             text = ""
         self._send_answers([{"n": session.last, "content": text}], session)
 
@@ -1617,14 +1625,17 @@ def inbox_line(message, kind):
 
 
 def report_line(line):
-    """Convert a report from the inbox to a journal line, which the user's next message quotes."""
+    """Convert a report from the inbox to a journal line, which the user's next message quotes:
+
+    {"role": "assistant", "report": "reminder", "id": "j1@1795443848", "content": "Stretch!", …}
+    """
     kind = "reminder" if line.get("sender") == "job" else "message"
     report = {"role": "assistant", "report": kind}
     return report | {name: line[name] for name in ("id", "content", "timestamp")}
 
 
 def text_for_chat(result):
-    text = (result.final_content or "").strip()
+    text = result.final_content or ""
     if result.error and result.error not in text:
         text += f"\n\nSorry, that failed: {result.error}"
     if result.stop_reason == "max_iterations":
@@ -1640,10 +1651,10 @@ STRANGERS = ".nanobot/strangers.txt"
 SERVED = "A gateway or a page already serves {}. Stop that program, or use another --workspace."
 
 
-def gateway_runs(workspace, lock="gateway"):
-    """True if a program holds `lock`: "gateway" for a gateway, "jobs" for a job runner."""
+def is_held(workspace, lock):
+    """True if a program holds `lock`: a gateway or a page "gateway", whoever runs jobs "jobs"."""
     try:
-        with memory.locked(workspace / ".nanobot" / f"{lock}.lock", "the lock is held"):
+        with memory.locked(workspace / ".nanobot" / f"{lock}.lock", busy="it is held"):
             return False
     except memory.SessionBusy:
         return True
@@ -1675,9 +1686,9 @@ async def serve(loop, page):
     finally:
         ending = asyncio.create_task(end_in_order(loop, bus, work))
         await asyncio.wait([ending], timeout=8.0)
-        sessions = {*loop.turns.tasks, *loop.subagents.running.values()}
-        if sessions or not ending.done():
-            what = ", ".join(sorted(sessions)) or "a task of the gateway"
+        session_keys = {*loop.turns.tasks, *loop.subagents.running.values()}
+        if session_keys or not ending.done():
+            what = ", ".join(sorted(session_keys)) or "a task of the gateway"
             log.warning("still running at the end: %s; the journal has the finished steps", what)
     GATEWAY_LOG.info("ended")
 
@@ -1694,9 +1705,13 @@ def open_channels(loop, bus, page):
                 keep_strangers=partial(memory.write_atomically, loop.workspace / STRANGERS),
             )
         )
+    has_users = page or (telegram.token and telegram.allow_from)
+    if not has_users:
+        log.warning("Nobody can reach the agent: set channels.telegram.token and allowFrom.")
 
 
 async def end_in_order(loop, bus, work):
+    """End the work first, because the bus delivers its last texts. The limits are seconds."""
     await channels.end_all(work, 6.0)
     await bus.close(2.0)
     await loop.close(1.0)
@@ -1729,7 +1744,10 @@ class JobRunner:
                 contextlib.suppress(memory.SessionBusy),
                 memory.locked(loop.state_folder / "jobs.lock", "another program runs the jobs"),
             ):
-                await self.clock.run(lambda: self.is_gateway or not gateway_runs(loop.workspace))
+                # a terminal stops running jobs as soon as a gateway starts
+                await self.clock.run(
+                    lambda: self.is_gateway or not is_held(loop.workspace, "gateway")
+                )
             await loop.program.sleep(1.0)
 
     def add_system_jobs(self):
@@ -1749,6 +1767,7 @@ class JobRunner:
     async def run_job(self, job, run):
         """Run a job and send its answer or error to its chat. The report gets the id `run`."""
         if job.channel == "system":
+            # a gateway has no morning at which it begins: it remembers at each system job
             memory.remember_terminals(self.loop.sessions)
             if job.id == "dream":
                 await self._until_quiet()
@@ -1758,9 +1777,9 @@ class JobRunner:
             return
         GATEWAY_LOG.info("cron %s: %s", job.id, job.message[:80])
         chat = f"{job.channel}:{job.chat_id}"
-        task = template("job", message=job.message)
         report = channels.InboundMessage("system", "job", chat, "", message_id=run)
         try:
+            task = template("job", message=job.message)
             report.content = await self._answer(f"cron:{job.id}", task, chat, job.folder)
         except Exception as failure:  # report each error, so that no reminder is lost silently
             report.content = f"The job {job.id} ({job.message[:80]}) failed. {failure}"
@@ -1793,13 +1812,16 @@ class JobRunner:
         await tools.in_thread(inbox.append, inbox_line(report, "report"))
 
     def cron_tool(self):
+        """The tool `cron`: `CronService.cron`, but with the errors of a tool, and with a type for
+        its parameter `turn`: channels.py does not import tools.py."""
+
         @wraps(self.clock.cron)
         def cron(**arguments):
             try:
                 text = self.clock.cron(**arguments)
             except channels.CronError as mistake:
                 raise tools.ToolError(str(mistake)) from None
-            if arguments["action"] == "add" and not gateway_runs(self.loop.workspace, "jobs"):
+            if arguments["action"] == "add" and not is_held(self.loop.workspace, "jobs"):
                 text += f"\n({template('no_gateway')} Tell the user.)"
             return text
 
@@ -1836,17 +1858,17 @@ def memory_work(loop):
     return consolidator, dream
 
 
-async def ask_for_memory(loop, run, messages, tools):
+async def ask_for_memory(loop, run, messages, definitions):
+    """Ask for the call of one of these tools; ask again if the model wrote a text before a call."""
     for _ in range(2):
         response = await loop.provider.chat(
-            messages, tools, max_tokens=loop.limits.max_tokens, on_event=run
+            messages, definitions, max_tokens=loop.limits.max_tokens, on_event=run
         )
         add_up(loop.cost.total, response.usage)
         if response.unclear_at is None:
             break
-        # a small model wrote some text before the call
-        told = {"role": "user", "content": template("only_the_call")}
-        messages = [*messages, response.to_message(), told]
+        request = {"role": "user", "content": template("only_the_call")}
+        messages = [*messages, response.to_message(), request]
     return response
 
 
@@ -1895,6 +1917,7 @@ class SubagentManager:
     report: Callable = lambda message: None  # gets an InboundMessage when a helper has ended
 
     def of(self, session_key):
+        """The running helpers of a session, as tasks."""
         return [task for task, key in self.running.items() if key == session_key]
 
     async def spawn(self, task: str, label: str = "", wait: bool = False, *, turn: tools.Turn):
@@ -1905,11 +1928,11 @@ class SubagentManager:
         name = label or task[:40]
         is_awaited = wait or turn.channel == "cron"  # a finished job gets no report
         work = self.work(task, turn) if is_awaited else self._report(name, task, turn)
-        running = asyncio.create_task(work)
-        self.running[running] = turn.session_key
-        running.add_done_callback(self.running.pop)
+        helper = asyncio.create_task(work)
+        self.running[helper] = turn.session_key
+        helper.add_done_callback(self.running.pop)
         if is_awaited:
-            return await running
+            return await helper
         return f"Helper {name!r} is at work. Its result arrives as a message. Go on, or stop here."
 
     async def _report(self, name, task, turn):
@@ -1924,13 +1947,10 @@ class SubagentManager:
 async def helper_answer(loop, task, turn):
     """Run a helper. Returns its answer, or raises ToolError if there is none."""
     registry = loop.tools.copy()
-    for name in ("spawn", "message", "cron"):
+    for name in ("spawn", "message", "cron"):  # only the agent talks to people and plans
         registry.unregister(name)
-    skills = [
-        skill
-        for skill in loop.skills.load()
-        if skill.name not in ("cron", "memory", "skill-creator")
-    ]
+    unused = ("cron", "memory", "skill-creator")  # skills for work that only the agent does
+    skills = [skill for skill in loop.skills.load() if skill.name not in unused]
     system = [
         template("subagent", cwd=turn.cwd, workspace=turn.workspace),
         loop.context.parts(turn).get("Memory", ""),
@@ -1986,27 +2006,26 @@ async def begin_command(loop, command, session, line):
     """Run a command of WAITING. Returns its answer, or "" if a turn must be resumed."""
     origin = {"id": line["id"]} if "id" in line else {}  # of a chat's message
     session.mark(command, **origin)
-    match command:
-        case "undo":
-            return await tools.in_thread(undo, loop, session)
-        case "new":
-            await session.synced()
-            loop.files_seen[session.key].clear()
-            loop.background.start(loop.after_turn(session))
-            return "A new conversation begins; the journal keeps the old one."
-        case "continue" if not session.unfinished:
-            return "There is no interrupted turn to resume."
-    return ""
+    if command == "undo":
+        return await tools.in_thread(undo, loop, session)
+    if command == "new":
+        await session.synced()
+        loop.files_seen[session.key].clear()
+        loop.background.start(loop.after_turn(session))
+        return "A new conversation begins; the journal keeps the old one."
+    return "" if session.unfinished else "There is no interrupted turn to resume."
 
 
-NOTHING_TO_UNDO = "There is nothing to undo: no turn has changed files"
+NOTHING_TO_UNDO = (
+    "There is nothing to undo: no turn here has changed files, or everything is undone already."
+)
 
 
 def undo(loop, session):
     """Undo the last turn that changed files. The user's next message tells the model."""
     changes = tools.last_changes(loop.turn(session.key).undo, session.key)
     if not changes:
-        return f"{NOTHING_TO_UNDO} in this conversation, or everything is undone already."
+        return NOTHING_TO_UNDO
     asked = first_words(changes[0].get("asked") or "an earlier turn")
     began = int(changes[0]["turn"]) / 1e9  # it is in nanoseconds
     files = "; ".join(f"{name}: {done}" for name, done in tools.take_back(changes).items())
@@ -2241,19 +2260,13 @@ class Config:
 
     def check(self):
         """Raises ConfigError if a value cannot work; warns of settings that have no effect."""
-        answer = self.defaults.max_tokens
+        max_tokens = self.defaults.max_tokens
         window = self.defaults.context_window_tokens
-        if answer * 2 >= window or self.defaults.budget <= 0:
+        if max_tokens * 2 >= window or self.defaults.budget <= 0:
             raise ConfigError(
-                f"agents.defaults.maxTokens ({answer}) must be under half of contextWindowTokens "
-                f"({window}), which is over 2,048."
+                f"agents.defaults.maxTokens ({max_tokens}) must be under half of "
+                f"contextWindowTokens ({window}), which is over 2,048."
             )
-        for user in self.channels.telegram.allow_from:
-            if not re.fullmatch(r"\d+|\*", str(user)):
-                raise ConfigError(
-                    f"channels.telegram.allowFrom: {user!r} matches nobody. Put in the user's id, "
-                    "such as 7654321. If this user writes to the bot, the gateway prints the id."
-                )
         shell = self.tools.exec
         search = self.tools.web.search
         if shell.sandbox_network and not shell.sandbox:
@@ -2392,8 +2405,8 @@ def make_provider(config, model=""):
 
 def lacks_model(loop):
     """True if the offline model answers although nobody has asked for the offline model."""
-    is_offline = isinstance(loop.provider, providers.OfflineProvider)
-    return is_offline and loop.config.defaults.provider != "offline"
+    is_wanted = loop.config.defaults.provider == "offline"
+    return isinstance(loop.provider, providers.OfflineProvider) and not is_wanted
 
 
 class ReadOnlyTools(tools.ToolRegistry):
@@ -2893,7 +2906,7 @@ def undo_command(arguments):
         if change["folder"] == str(turn.cwd) and change["session"].startswith("cli:")
     ]
     if not keys:
-        raise ConfigError(f"{NOTHING_TO_UNDO} in {turn.cwd}, or everything is undone already.")
+        raise ConfigError(NOTHING_TO_UNDO)
     show(asyncio.run(loop.process_direct("/undo", keys[-1])).final_content)
 
 
@@ -2958,8 +2971,10 @@ async def model_and_problem(provider):
     if isinstance(provider, providers.HumanProvider):
         return "human: you play the model", ""
     if isinstance(provider, providers.OfflineProvider):
-        state = "offline: fixed rules; set OPENAI_API_KEY or OPENAI_BASE_URL to use a real model"
-        return state, "; ".join(provider.rules.problems)
+        return (
+            "offline: fixed rules; set OPENAI_API_KEY or OPENAI_BASE_URL to use a real model",
+            "; ".join(provider.rules.problems),
+        )
     problem = await provider.check()
     await provider.close()
     endpoint = provider.endpoint
@@ -3072,14 +3087,14 @@ def cron_command(arguments):
     """List the jobs, or `remove ID`."""
     loop = AgentLoop(settings_of(arguments))
     show(JobRunner(loop).clock.cron(arguments.action, job_id=arguments.job_id, turn=None))
-    if not gateway_runs(loop.workspace):
+    if not is_held(loop.workspace, "gateway"):
         print(template("no_gateway"))
 
 
 def web_command(arguments):
     """Open a page that shows the agent at work; run what `gateway` runs, too."""
     config = settings_of(arguments)
-    if gateway_runs(config.workspace):
+    if is_held(config.workspace, "gateway"):
         raise ConfigError(SERVED.format(config.workspace))
     loop = AgentLoop(config)
     project = Project(loop, "web:page")
@@ -3106,8 +3121,9 @@ def web_command(arguments):
     print(f"Ctrl-C stops nanobot (process {os.getpid()}).", flush=True)
     try:
         if not arguments.no_open:  # each account can read command lines, but not this file
-            redirection = f'<meta http-equiv="refresh" content="0; url={page.address}">'
-            memory.write_atomically(file, redirection)
+            memory.write_atomically(
+                file, f'<meta http-equiv="refresh" content="0; url={page.address}">'
+            )
             channels.on_thread(webbrowser.open, file.as_uri())
         run_gateway(loop, page)
     finally:

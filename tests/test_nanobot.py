@@ -1140,11 +1140,6 @@ def test_a_setting_is_read_in_both_spellings_with_variables_filled_in(own_home, 
             "agents.defaults.maxTokens",
             "under half of contextWindowTokens (1000)",
         ),
-        (
-            '{"channels": {"telegram": {"allowFrom": [7, "*", "8", "@ada"]}}}',
-            "channels.telegram.allowFrom: '@ada' matches nobody",
-            "If this user writes to the bot, the gateway prints the id",
-        ),
         ('{"agents": {"defaults": {"timezone": "Mars/Olympus"}}}', "time zone", "'Mars/Olympus'"),
         (
             '{"tools": {"web": {"proxy": "socks5://x"}}}',
