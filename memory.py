@@ -932,7 +932,7 @@ class SessionManager:
             return
         with locked(
             self.path(key).with_suffix(".lock"),
-            f"Session {key} is in use by another program. Go on there, or open another session.",
+            f"Session {key} is in use by another program. Go on there, or use another: nanobot -s NAME",
         ):
             self._held.add(key)
             try:

@@ -1432,7 +1432,7 @@ class BusService:
         """Cancel running turns. The next start of the gateway resumes the cancelled turns."""
         self.loop.is_ending = True
         tasks = [*self.background.tasks, *self.loop.subagents.running]
-        await channels.end_all(tasks, seconds=5.0)
+        await channels.end_all(tasks, 5.0)
 
 
 class Conversation:
@@ -1480,8 +1480,12 @@ class Conversation:
         self.said.append(text.strip())
 
     def _send_said(self, line):
-        remove = partial(self.outbox.remove, {line["id"]})
-        self._send(line["content"], line["kind"], line["media"], on_delivered=remove)
+        self._send(
+            line["content"],
+            line["kind"],
+            line["media"],
+            on_delivered=partial(self.outbox.remove, {line["id"]}),
+        )
 
     def _send(self, *text_kind_media, **more):
         """Queue an OutboundMessage with these fields in the bus."""
@@ -1602,8 +1606,11 @@ class Conversation:
     def _send_answers(self, answers, session):
         """Send messages of the journal. After a restart, undelivered ones are sent again."""
         for answer in answers:
-            delivered = partial(session.mark, "delivered", upto=answer["n"])
-            self._send(answer["content"], reply_to=self.reply_to, on_delivered=delivered)
+            self._send(
+                answer["content"],
+                reply_to=self.reply_to,
+                on_delivered=partial(session.mark, "delivered", upto=answer["n"]),
+            )
 
     async def emit(self, event):
         if event.kind == "tool_hint":  # without the lines of a diff
@@ -1654,7 +1661,7 @@ SERVED = "A gateway or a page already serves {}. Stop that program, or use anoth
 def is_held(workspace, lock):
     """True if a program holds `lock`: a gateway or a page "gateway", whoever runs jobs "jobs"."""
     try:
-        with memory.locked(workspace / ".nanobot" / f"{lock}.lock", busy="it is held"):
+        with memory.locked(workspace / f".nanobot/{lock}.lock", "it is held"):
             return False
     except memory.SessionBusy:
         return True
@@ -1727,7 +1734,7 @@ class JobRunner:
         self.tell = tell or self._into_inbox
         self.clock = channels.CronService(
             channels.JobStore(
-                loop.workspace / "cron" / "jobs.json", memory.locked, memory.write_atomically
+                loop.workspace / "cron/jobs.json", memory.locked, memory.write_atomically
             ),
             self.run_job,
             loop.context.zone,
@@ -1777,24 +1784,27 @@ class JobRunner:
             return
         GATEWAY_LOG.info("cron %s: %s", job.id, job.message[:80])
         chat = f"{job.channel}:{job.chat_id}"
-        report = channels.InboundMessage("system", "job", chat, "", message_id=run)
+        told = ""
         try:
             task = template("job", message=job.message)
-            report.content = await self._answer(f"cron:{job.id}", task, chat, job.folder)
+            told = await self._answer(f"cron:{job.id}", task, chat, job.folder)
         except Exception as failure:  # report each error, so that no reminder is lost silently
-            report.content = f"The job {job.id} ({job.message[:80]}) failed. {failure}"
+            told = f"The job {job.id} ({job.message[:80]}) failed. {failure}"
             raise
         finally:
-            if report.content:
-                await self.tell(report)
+            if told:
+                await self.tell(
+                    channels.InboundMessage("system", "job", chat, told, message_id=run)
+                )
 
     async def _until_quiet(self):
         """Wait until no conversation was used for ten minutes, at most two hours: a person who has
         just opened the page, or is talking, would have to wait for the dream."""
+        sessions = self.loop.sessions
         for _ in range(12):
-            latest = conversations(self.loop.sessions)[:1]
+            latest = conversations(sessions)[:1]
             await self.loop.program.sleep(600.0)
-            if latest == conversations(self.loop.sessions)[:1]:
+            if latest == conversations(sessions)[:1]:
                 return
 
     async def _answer(self, key, text, chat="", folder=""):
@@ -2534,8 +2544,9 @@ def record_events(loop, files):
     def write(event, file):
         file.write(f"{as_json(event)}\n".encode(errors="replace"))
 
-    for name in files:  # "ab" seeks, which fails on some pipes of Windows
-        file = open(name, "wb" if name == 1 else "ab", 0, opener=partial(os.open, mode=0o600))  # noqa: SIM115
+    for name in files:
+        mode = "wb" if name == 1 else "ab"  # "ab" seeks, which fails on some pipes of Windows
+        file = open(name, mode, 0, opener=partial(os.open, mode=0o600))  # noqa: SIM115
         loop.listeners.append(partial(write, file=file))
     return as_json
 
@@ -2556,7 +2567,7 @@ def recorded(file):
         with open(file if file.exists() else shipped, encoding="utf-8") as lines:
             for line in lines:
                 event = json.loads(line, parse_constant=str)  # NaN becomes "NaN"
-                described(event)  # raises an exception if a field is odd
+                described(event)  # only to raise an exception here if a field is missing or odd
                 events.append(event)
         return events
     except FileNotFoundError:
@@ -2597,11 +2608,12 @@ async def play(events, terminal, pace):
     `pace` multiplies the pauses, which have at most 3 seconds."""
     status = 0
     calls = {}  # id → the hint of a call whose result comes later
-    before = sys.float_info.max  # the first event is shown at once: `sleep` of a negative time
+    before = sys.float_info.max  # so the first pause is negative: no pause
     for event in events:
-        await asyncio.sleep(min(event["time"] - before, 3) * pace)
+        pause = min(event["time"] - before, 3)
+        await asyncio.sleep(pause * pace)
         before = event["time"]
-        kind = event["kind"]
+        kind = event["kind"]  # if the terminal shows it: the kind of its OutboundMessage
         text = text_of(event)
         if kind == "journal" and event["line"].get("mark") == "ended":
             terminal.note(f"nanobot: {event['line'].get('why')}")
@@ -2670,7 +2682,9 @@ class Talk:
     """Runs `nanobot agent`: answers one message, or holds a conversation with the user."""
 
     def __init__(self, arguments, background, held):
+        """`background` runs the agent; `held` keeps the session's lock until the program ends."""
         config = settings_of(arguments)
+        self.arguments = arguments
         self.words = arguments.text + arguments.message
         self.background = background
         out = sys.stderr if 1 in arguments.record else sys.stdout
@@ -2684,8 +2698,6 @@ class Talk:
         self.loop = loop = AgentLoop(config)
         self.folder = loop.state_folder
         self.key = self.open_session(arguments, held)
-        self.resume = command_with_flags(arguments, "-s", self.key, "-m", "/continue")
-        self.trust = command_with_flags(arguments, "trust")
         record_events(loop, arguments.record)
         loop.program.streaming = not arguments.no_stream
         ask_user(loop, ask, arguments.approve, arguments.step and ask)
@@ -2696,8 +2708,8 @@ class Talk:
         background.close = loop.close
 
     def open_session(self, arguments, held):
-        """Choose the session, and return its key. `held` holds the session's lock to the end. The
-        first line of a new journal has the folder and whether `-c` may continue the session."""
+        """Choose and lock the session, and return its key. The first line of a new journal has the
+        folder and whether `-c` may continue the session."""
         sessions = self.loop.sessions
         folder = self.loop.program.folder
         key = named_session(sessions, arguments.session)
@@ -2745,7 +2757,8 @@ class Talk:
         try:
             return self.answer(text)
         except KeyboardInterrupt:
-            self.terminal.note(f"stopped; `{self.resume}` resumes this turn")
+            resume = command_with_flags(self.arguments, "-s", self.key, "-m", "/continue")
+            self.terminal.note(f"stopped; `{resume}` resumes this turn")
             raise
 
     def converse(self):
@@ -2816,7 +2829,8 @@ class Talk:
             except EOFError:  # Ctrl-D: not now
                 self.terminal.note("")
         elif project.is_unknown:
-            self.terminal.note(NOT_FOLLOWED.format(project, self.trust))
+            command = command_with_flags(self.arguments, "trust")
+            self.terminal.note(NOT_FOLLOWED.format(project, command))
         self.loop.context.project = project.part()
 
     def begin_day(self):
@@ -2824,29 +2838,28 @@ class Talk:
         today = time.strftime("%Y-%m-%d")
         if self.day != today:
             self.day = today
-            self.background.complete(logged(self.begin(), "the memory"))
+            self.background.complete(logged(self.morning_work(), "the memory"))
 
-    async def begin(self):
+    async def morning_work(self):
         """Show the reports. Write entries about earlier conversations, so that the next request has
         them. At most once a day, start a dream if an entry of an earlier day is unread; after a
         single message only if ten are unread, because the program ends only after the dream."""
         await self.show_reports()
         loop = self.loop
         await tools.in_thread(memory.remember_terminals, loop.sessions)
+        if loop.config.read_only or not self.is_watched or not loop.limits.dream.interval_h:
+            return
         unread = loop.memory.unread()
         enough = 1 if self.is_conversation else 10
+        has_work = len(unread) >= enough and unread[0]["timestamp"] < self.day
         day_file = self.folder / "last-dream"  # it has the day of the last dream
-        may_dream = self.is_watched and loop.limits.dream.interval_h
-        if loop.config.read_only or not may_dream or len(unread) < enough:
-            return
-        if unread[0]["timestamp"] < self.day and loop.memory.text_of(day_file) < self.day:
+        if has_work and loop.memory.text_of(day_file) < self.day:
             loop.background.start(self.dream(day_file), "the dream")
 
     async def dream(self, day_file):
         told = await self.loop.dream.run()
-        memory.write_atomically(
-            day_file, self.day
-        )  # if the program ends before, the next one dreams
+        # only now: if the program ends in mid-dream, the next one dreams
+        memory.write_atomically(day_file, self.day)
         await self.tell(told)
 
     async def tell(self, text):
@@ -2958,8 +2971,8 @@ def status_rows(loop):
         state = f"a token is set, allowed: {allowed or 'nobody'}, last strangers: {strangers}"
         problem = "" if allowed else "put user ids into channels.telegram.allowFrom"
     yield "telegram", state, problem
-    for name, problem in asyncio.run(loop.mcp.check()).items():
-        yield f"mcp {name}", "connected", problem
+    for name, fault in asyncio.run(loop.mcp.check()).items():
+        yield f"mcp {name}", "connected", fault
     for skill in loop.skills.load():
         why = skill.problem or ", ".join(skill.missing)
         if why:
@@ -2986,8 +2999,11 @@ async def model_and_problem(provider):
 def prompt_command(arguments):
     """Print the next request part by part, but do not send it."""
     loop = AgentLoop(settings_of(arguments))
-    key = named_session(loop.sessions, arguments.session)
-    key = key or loop.sessions.latest(loop.program.folder) or "cli:new"
+    key = (
+        named_session(loop.sessions, arguments.session)
+        or loop.sessions.latest(loop.program.folder)
+        or "cli:new"
+    )
     turn = loop.turn(key)
     loop.context.project = Project(loop, key).part()
     asyncio.run(loop.mcp.check())  # connects to MCP servers, so that their tools are printed
@@ -3102,8 +3118,9 @@ def web_command(arguments):
     if project.is_unknown:
         show(NOT_FOLLOWED.format(project, command_with_flags(arguments, "trust")))
     html = glass_html(model=loop.provider.model, window=config.defaults.context_window_tokens)
-    traces = (DATA / "templates/traces").glob("*.jsonl")
-    runs = glass_html(runs={trace.stem: recorded(trace) for trace in traces})
+    runs = glass_html(
+        runs={file.stem: recorded(file) for file in DATA.glob("templates/traces/*.jsonl")}
+    )
     # a browser in a sandbox (snap) cannot open files in hidden folders, like ~/.nanobot
     file = path_of("~/nanobot-page.html")
 
@@ -3133,8 +3150,10 @@ def web_command(arguments):
 
 def connect_page(loop, page, arguments):
     """Let the page show the sessions and each turn, and ask the questions of a turn."""
-    keys = [key for key in loop.sessions.list_keys() if key.startswith("web:")]
-    page.chats |= {key.removeprefix("web:"): False for key in keys}  # False: they do not pause
+    for key in loop.sessions.list_keys():
+        channel, _, chat_id = key.partition(":")
+        if channel == "web":
+            page.chats[chat_id] = False  # it does not pause
     page.memory = lambda: loop.context.parts(loop.turn("web:page"))
     loop.listeners.append(page.show)
     loop.can_ask = lambda turn: turn.channel == "web"
@@ -3159,7 +3178,7 @@ def trace_command(arguments):
 
 def lesson_command(arguments):
     """For courses: `walk` shows one turn, `exercises` lists the exercises or grades some."""
-    file = HERE / "tests" / "exercises" / f"{arguments.command}.py"
+    file = HERE / f"tests/exercises/{arguments.command}.py"
     if not file.exists():
         raise ConfigError("This command needs a checkout of the source: run nanobot.py there.")
     return runpy.run_path(str(file))["main"](arguments, lambda: AgentLoop(settings_of(arguments)))
