@@ -932,7 +932,8 @@ class SessionManager:
             return
         with locked(
             self.path(key).with_suffix(".lock"),
-            f"Session {key} is in use by another program. Go on there, or use another: nanobot -s NAME",
+            f"Session {key} is in use by another program. Go on there, or use another: "
+            "nanobot -s NAME",
         ):
             self._held.add(key)
             try:

@@ -1678,8 +1678,8 @@ async def serve(loop, page):
     """Serve until a signal arrives or a task fails. Then cancel all tasks and return within 8 s,
     even if a tool ignores the cancellation."""
     stop = asyncio.Event()
-    here = asyncio.get_running_loop()
-    channels.end_on_signals(lambda *_: here.call_soon_threadsafe(stop.set))
+    event_loop = asyncio.get_running_loop()
+    channels.end_on_signals(lambda *_: event_loop.call_soon_threadsafe(stop.set))
     bus = channels.MessageBus()
     open_channels(loop, bus, page)
     jobs = JobRunner(loop, bus.publish)
@@ -1732,6 +1732,7 @@ class JobRunner:
         self.loop = loop
         self.is_gateway = tell is not None
         self.tell = tell or self._into_inbox
+        # channels.py does not import memory.py: it gets the functions that lock and write
         self.clock = channels.CronService(
             channels.JobStore(
                 loop.workspace / "cron/jobs.json", memory.locked, memory.write_atomically
@@ -1811,7 +1812,7 @@ class JobRunner:
         """Answer in a new conversation, not saved to the memory. A failure raises RuntimeError."""
         self.loop.turns.chats[key] = chat  # /stop in this chat cancels the run
         async with self.loop.turns.hold(key) as session:
-            session.mark("saved", upto=session.last)
+            session.mark("saved", upto=session.last)  # requests do not have the earlier runs
         result = await self.loop.process_direct(text, key, folder=folder)
         if result.stop_reason in NOT_ANSWERED:
             raise RuntimeError(text_for_chat(result))
@@ -1973,7 +1974,7 @@ async def helper_answer(loop, task, turn):
         turn=replace(turn, seen={}),
         hook=CompositeHook(loop.hooks_for(turn)),
         on_event=RunEvents(loop.listeners, "helper", turn.session_key),
-        max_iterations=15,
+        max_iterations=15,  # a helper's task is smaller than a turn's
     )
     result = await loop.runner.run(spec)
     if result.stop_reason == "completed":
@@ -2353,7 +2354,8 @@ def read_setting(hint, value, place=""):
     (Config, {"agents": {"defaults": {"maxTokens": 2048}}}) → Config(agents=AgentSettings(…))
     """
     schema = tools.as_schema(dict if is_dataclass(hint) else hint)
-    schema["minimum"] = 1 if hint is int else 0  # a float may be 0: `dream.intervalH: 0` means off
+    # `dream.intervalH: 0` means off, but no integer setting (steps, tokens, seconds) may be 0
+    schema["minimum"] = 1 if hint is int else 0
     if problems := tools.validate(value, schema, place or "the file"):
         raise ConfigError("; ".join(problems))
     if get_origin(hint) is dict:
@@ -2382,8 +2384,8 @@ def camel_case(name):
 
 
 def make_provider(config, model=""):
-    """The provider of the settings for their model or for this one; OfflineProvider if key, URL and
-    model are missing."""
+    """The provider that the settings choose for `model`, or else for the model of the settings.
+    Without key, URL and model: OfflineProvider."""
     defaults = config.defaults
     model = model or defaults.model
     if unknown := config.providers.keys() - providers.ROWS.keys():
@@ -2466,7 +2468,7 @@ class StepHook(AgentHook):
     ask: Callable
 
     async def before_request(self, messages, tools):
-        last = str(messages[-1].get("content"))[-1_000:]
+        last = str(messages[-1].get("content"))[-1_000:]  # the end is what the model reacts to
         text = f"{last}\n---- {len(messages)} messages. Enter sends them; type stop to cancel: "
         await self._decide(text, "request", messages=messages, tools=tools)
 
@@ -2508,10 +2510,10 @@ class RunEvents:
         if not self.listeners:
             return
         if kind == "request":
-            known = self.tools
+            tools_before = self.tools
             self.tools = fields["tools"]
             fields |= self._numbered(fields["messages"])  # "messages": now only the new ones
-            if self.tools == known:
+            if self.tools == tools_before:
                 del fields["tools"]
         event = {"time": time.time(), **self.about, "kind": kind, **fields}
         for listener in self.listeners:
@@ -2519,14 +2521,18 @@ class RunEvents:
 
     def _numbered(self, messages):
         """The new messages, the numbers of all, and the estimated tokens of each message, of each
-        part of the system prompt and, last, of the tools."""
+        part of the system prompt and, last, of the tools. The second of two requests:
+
+        [system, question, answer] → {"sent": [1, 2, 3], "messages": [answer], "tokens": …}
+        """
         parts = [*str(messages[0]["content"]).split(PART_END), lines_of_json(self.tools)]
         texts = [lines_of_json([message]) for message in messages]
         new = []
         for text in texts:
             if text not in self.numbers:
                 self.numbers[text] = next(self.new_numbers)
-                new.append(json.loads(text))
+                new.append(json.loads(text))  # a copy: a hook may change the message later
+        # forget messages that are no longer sent, so that the memory of a gateway does not grow
         self.numbers = {text: self.numbers[text] for text in texts}
         return {
             "sent": [self.numbers[text] for text in texts],
@@ -2668,7 +2674,7 @@ def kinds_to_show(settings):
     return kinds
 
 
-def ask_user(loop, ask, approve, step):
+def let_agent_ask(loop, ask, approve, step):
     """Let the agent ask the user: with --provider human, --approve and --step."""
     if isinstance(loop.provider, providers.HumanProvider):
         loop.provider.ask = ask
@@ -2687,20 +2693,22 @@ class Talk:
         self.arguments = arguments
         self.words = arguments.text + arguments.message
         self.background = background
+        # with --json, stdout has the events
         out = sys.stderr if 1 in arguments.record else sys.stdout
         err = open(os.devnull, "w") if arguments.quiet else sys.stderr  # noqa: SIM115
         self.terminal = channels.CLI(out, err, kinds_to_show(config.channels))
+        # who is there: a person who types, or only one who sees what is printed, or a script
         self.has_keyboard = sys.stdin.isatty()
+        self.is_watched = err.isatty()
         self.is_conversation = self.has_keyboard and not self.words
-        self.day = ""  # the day on which the memory was last put in order
-        self.is_watched = err.isatty()  # does a person see the reports?
         ask = background.ask if self.has_keyboard else None
+        self.day = ""  # the day on which the memory was last put in order
         self.loop = loop = AgentLoop(config)
         self.folder = loop.state_folder
         self.key = self.open_session(arguments, held)
         record_events(loop, arguments.record)
         loop.program.streaming = not arguments.no_stream
-        ask_user(loop, ask, arguments.approve, arguments.step and ask)
+        let_agent_ask(loop, ask, arguments.approve, arguments.step and ask)
         if (arguments.approve or arguments.step) and ask is None:
             self.terminal.note(template("no_keyboard"))
         loop.hooks.append(WaitingHook(self.terminal.waiting))
@@ -2920,6 +2928,7 @@ def undo_command(arguments):
     ]
     if not keys:
         raise ConfigError(NOTHING_TO_UNDO)
+    # the last one has the newest change
     show(asyncio.run(loop.process_direct("/undo", keys[-1])).final_content)
 
 
@@ -3144,8 +3153,8 @@ def web_command(arguments):
             channels.on_thread(webbrowser.open, file.as_uri())
         run_gateway(loop, page)
     finally:
-        print("\nstopped")  # the shell's prompt must not begin after the "^C" of the terminal
         file.unlink(missing_ok=True)
+        print("\nstopped")  # the shell's prompt must not begin after the "^C" of the terminal
 
 
 def connect_page(loop, page, arguments):
@@ -3157,7 +3166,7 @@ def connect_page(loop, page, arguments):
     page.memory = lambda: loop.context.parts(loop.turn("web:page"))
     loop.listeners.append(page.show)
     loop.can_ask = lambda turn: turn.channel == "web"
-    ask_user(loop, page.ask, arguments.approve, True)
+    let_agent_ask(loop, page.ask, arguments.approve, True)
 
 
 def replay_command(arguments):
@@ -3285,7 +3294,8 @@ def main(argv=None):
     if first not in known:
         is_alone = first.isalpha() and (len(argv) == 1 or argv[1].startswith("-"))
         meant = difflib.get_close_matches(first, known, n=1)
-        if is_alone and meant:  # `sesions` for `sessions`, `help` for `--help`; not `read a.txt`
+        # `sesions -q` for `sessions`, `help` for `--help`; but `read a.txt` is a message
+        if is_alone and meant:
             complain(
                 f"unknown command {first!r}: did you mean `nanobot {meant[0]}`? Pass a message of "
                 "one word with -m"
