@@ -732,7 +732,7 @@ class AgentLoop:
         """
         images = {}
         text = lines[0]["content"] if lines else ""
-        events.turn = replace(events.turn, asked=text)
+        events.turn = replace(events.turn, asked=first_words(text))
         command, _ = slash_command(text)
         if command:
             said = await begin_command(self, command, session, lines[0])
@@ -2037,7 +2037,8 @@ def undo(loop, session):
     changes = tools.last_changes(loop.turn(session.key).undo, session.key)
     if not changes:
         return NOTHING_TO_UNDO
-    asked = first_words(changes[0].get("asked") or "an earlier turn")
+    # an earlier version kept no words, and a turn that goes on after a restart has none
+    asked = changes[0].get("asked") or "an earlier turn"
     began = int(changes[0]["turn"]) / 1e9  # it is in nanoseconds
     files = "; ".join(f"{name}: {done}" for name, done in tools.take_back(changes).items())
     told = f'Undo of "{asked}" ({ago(began)}): {files}.'

@@ -234,7 +234,7 @@ def signature_schema(function: Callable) -> dict:
 class ToolRegistry:
     """The tools of one agent. A result longer than the turn's limit is saved to a file."""
 
-    missing = "There is no tool"
+    missing = "There is no tool"  # how the answer to a call of an unknown tool begins
 
     def __init__(self, tools: Iterable[Tool] = ()):
         self._tools = {}  # name → tool
@@ -336,7 +336,7 @@ class Turn:
     results: Path | None = None  # longer results are saved here; None: in a temporary folder
     undo: Path | None = None  # old versions of changed files (see `take_back`); None: as above
     started: str = field(default_factory=lambda: str(time.time_ns()), compare=False)
-    asked: str = ""  # what the user asked for, to be named by an undo
+    asked: str = ""  # the user's first words, by which an undo names the turn
     # (file, hash of its bytes) → number of lines that were read, counted from the first line
     seen: dict = field(default_factory=dict, compare=False)
 

@@ -357,7 +357,7 @@ def test_a_gateway_without_a_model_does_not_start_and_a_program_is_warned():
         ("agent --app", 2, ["unrecognized arguments: --app"]),
         ("web --offline --no-open --port 80000", 1, ["Port 80000", "Change or omit --port"]),
         ("cron add", 2, ["'add'", "list", "remove"]),
-        ("cron remove r9", 1, ["There is no job 'r9'", "begins with an id"]),
+        ("cron remove r9", 1, ["No job 'r9'", "each line begins with an id"]),
         ("sessions show x", 1, ["'x'", "`nanobot sessions`"]),
         ("sessions show 24", 1, ["There is no session number 24"]),
         ("status --config no.json", 1, ["no.json: No such file", "`nanobot onboard --config "]),
@@ -858,6 +858,7 @@ def test_programs_side_by_side_have_conversations_of_their_own_and_a_second_prom
 
 
 def test_undo_says_which_turn_it_takes_back_and_how_each_file_is_then(tmp_path):
+    """`nanobot undo` in a folder, and /undo at a prompt."""
     a, b = tmp_path / "a", tmp_path / "b"
     for folder in (a, b):
         folder.mkdir()
