@@ -1570,8 +1570,8 @@ class CronService:
     def _remove(self, job_id):
         if job_id not in [job.id for job in self.jobs() if job.channel != "system"]:
             raise CronError(
-                f"No job {job_id!r} can be removed. In the list of jobs, each line begins with an id; "
-                "jobs of the system stay."
+                f"No job {job_id!r} can be removed. In the list of jobs, each line begins with an "
+                "id; jobs of the system stay."
             )
         self.store.edit(job_id, None)
         return f"Removed job {job_id}."

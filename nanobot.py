@@ -1388,8 +1388,11 @@ class BusService:
 
     def _chats(self):
         """The session keys of the chats that the open channels can reach."""
-        keys = self.loop.sessions.list_keys()
-        return [key for key in keys if key.partition(":")[0] in self.bus.channels]
+        return [
+            key
+            for key in self.loop.sessions.list_keys()
+            if key.partition(":")[0] in self.bus.channels
+        ]
 
     async def message(
         self,
@@ -1431,8 +1434,7 @@ class BusService:
     async def end(self):
         """Cancel running turns. The next start of the gateway resumes the cancelled turns."""
         self.loop.is_ending = True
-        tasks = [*self.background.tasks, *self.loop.subagents.running]
-        await channels.end_all(tasks, 5.0)
+        await channels.end_all([*self.background.tasks, *self.loop.subagents.running], 5.0)
 
 
 class Conversation:
@@ -1787,8 +1789,9 @@ class JobRunner:
         chat = f"{job.channel}:{job.chat_id}"
         told = ""
         try:
-            task = template("job", message=job.message)
-            told = await self._answer(f"cron:{job.id}", task, chat, job.folder)
+            told = await self._answer(
+                f"cron:{job.id}", template("job", message=job.message), chat, job.folder
+            )
         except Exception as failure:  # report each error, so that no reminder is lost silently
             told = f"The job {job.id} ({job.message[:80]}) failed. {failure}"
             raise
@@ -2418,8 +2421,10 @@ def make_provider(config, model=""):
 
 def lacks_model(loop):
     """True if the offline model answers although nobody has asked for the offline model."""
-    is_wanted = loop.config.defaults.provider == "offline"
-    return isinstance(loop.provider, providers.OfflineProvider) and not is_wanted
+    return (
+        isinstance(loop.provider, providers.OfflineProvider)
+        and loop.config.defaults.provider != "offline"
+    )
 
 
 class ReadOnlyTools(tools.ToolRegistry):
@@ -2796,11 +2801,11 @@ class Talk:
                 f"continuing: {memory.counted(count, 'message')}, "
                 f"last {ago(session.path.stat().st_mtime)} · /new starts afresh"
             )
-        # the working folder: with a fence, nanobot does not work in HOME
-        cwd = self.loop.turn(self.key).cwd
         if self.loop.config.read_only:
             state = f"read-only · {state}"
-        return f"{short_path(cwd)} · {self.loop.provider.model} · {state}"
+        # a turn's working folder, because with a fence, nanobot does not work in HOME
+        folder = short_path(self.loop.turn(self.key).cwd)
+        return f"{folder} · {self.loop.provider.model} · {state}"
 
     def answer(self, text):
         """Answer one message on the terminal. Returns the exit status."""
@@ -2838,8 +2843,9 @@ class Talk:
             except EOFError:  # Ctrl-D: not now
                 self.terminal.note("")
         elif project.is_unknown:
-            command = command_with_flags(self.arguments, "trust")
-            self.terminal.note(NOT_FOLLOWED.format(project, command))
+            self.terminal.note(
+                NOT_FOLLOWED.format(project, command_with_flags(self.arguments, "trust"))
+            )
         self.loop.context.project = project.part()
 
     def begin_day(self):
@@ -2970,8 +2976,10 @@ def status_rows(loop):
     yield "workspace", loop.workspace, ""
     yield "model", *asyncio.run(model_and_problem(loop.provider))
     sandbox = loop.config.tools.exec.sandbox
-    state = sandbox or "off: commands run with all your rights"
-    yield "sandbox", state, sandbox and tools.sandbox_problem()
+    if sandbox:
+        yield "sandbox", sandbox, tools.sandbox_problem()
+    else:
+        yield "sandbox", "off: commands run with all your rights", ""
     telegram = loop.config.channels.telegram  # the token is never printed
     state = "off: put a token into channels.telegram.token"
     problem = None
@@ -3002,8 +3010,7 @@ async def model_and_problem(provider):
     await provider.close()
     endpoint = provider.endpoint
     address = endpoint.without_secrets(endpoint.api_base)
-    state = f"{provider.model or 'no model name'} at {address} ({endpoint.spec.name})"
-    return state, problem or ""
+    return f"{provider.model or 'no model name'} at {address} ({endpoint.spec.name})", problem or ""
 
 
 def prompt_command(arguments):
