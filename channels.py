@@ -1570,7 +1570,10 @@ class CronService:
 
     def _remove(self, job_id):
         if job_id not in [job.id for job in self.jobs() if job.channel != "system"]:
-            raise CronError(f"No job {job_id!r} can be removed: `list` shows the ids.")
+            raise CronError(
+                f"No job {job_id!r} can be removed. In the list of jobs, each line begins with an "
+                "id; jobs of the system stay."
+            )
         self.store.edit(job_id, None)
         return f"Removed job {job_id}."
 
@@ -1578,11 +1581,10 @@ class CronService:
         """1a2b3c4d · 0 9 * * * · next Sun 2026-11-22 09:00 CET · telegram:42 · water plants"""
         due = job.due(job.after, self.zone)
         coming = f"next {self._shown(max(due, self.now()))}" if due and job.enabled else "off"
+        # a system job has no chat and no message: "system: · " → "system"
+        task = f"{job.channel}:{job.chat_id} · {job.message}".rstrip(" ·:")
         failed = f" · failed: {job.error}" if job.error else ""
-        return (
-            f"{job.id} · {job.schedule()} · {coming} · {job.channel}:{job.chat_id} · "
-            f"{job.message}{failed}"
-        )
+        return f"{job.id} · {job.schedule()} · {coming} · {task}{failed}"
 
 
 def machine_zone():

@@ -900,11 +900,14 @@ class SessionManager:
         return {}
 
     def latest(self, folder):
-        """The key of the newest `typed` conversation at a terminal in `folder`, or ""."""
+        """The key of the newest `typed` conversation at a terminal in `folder`, or "". One that a
+        failure or Ctrl-C ended before its first answer does not count."""
         for key in self.list_keys():
             first = self.first_line(key)
             if first.get("typed") and first.get("folder") == str(folder):
-                return key
+                session = self.get(key)
+                if session.saved or session.is_open or any(map(is_answer, session.messages)):
+                    return key
         return ""
 
     def get(self, key):
@@ -933,7 +936,13 @@ class SessionManager:
         return session
 
     def messages(self, key):
-        return [line for line in journal_lines(self.path(key)) if "role" in line]
+        """All messages of a session, and as messages without a text, of the role "/new", the places
+        where a new conversation begins."""
+        return [
+            {"role": "/new"} | line
+            for line in journal_lines(self.path(key))
+            if "role" in line or line.get("mark") == "new"
+        ]
 
     def by_last_use(self):
         """(key, time of its last use) of all sessions, the most recently used first. Some sessions
@@ -958,7 +967,8 @@ class SessionManager:
             return
         with locked(
             self.path(key).with_suffix(".lock"),
-            f"Session {key} is in use by another program. Wait, or open another session with -s.",
+            f"Session {key} is in use by another program. Go on there, or use another: "
+            "nanobot -s NAME",
         ):
             self._held.add(key)
             try:
@@ -979,7 +989,8 @@ def readable(message):
         parts.append(f"calls {function['name']}({function['arguments']})")
     if message.get("cut"):
         parts.append(f"[broke off: {message['cut']}]")
-    who = f"{message['role']} {message.get('name', '')}".strip()  # a result has its tool's name
+    who = message.get("report") or message["role"]
+    who = f"{who} {message.get('name', '')}".strip()  # a result has its tool's name
     if message.get("timestamp"):
         who = f"[{message['timestamp']}] {who}"
     return f"{who}: " + "\n".join(parts).strip()

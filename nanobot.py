@@ -748,7 +748,9 @@ class AgentLoop:
         answer (with `cut`) and the mark `ended`. Only /continue resumes a turn marked `ended`.
         """
         images = {}
-        command, _ = slash_command(lines[0]["content"] if lines else "")
+        text = lines[0]["content"] if lines else ""
+        events.turn = replace(events.turn, asked=first_words(text))
+        command, _ = slash_command(text)
         if command:
             said = await begin_command(self, command, session, lines[0])
             if said:
@@ -1384,31 +1386,34 @@ class BusService:
         self.bus = bus
         self.conversations = {}  # session key → Conversation
         self.slots = asyncio.Semaphore(loop.limits.max_concurrent)
-        self.work = Background()
+        self.background = Background()
         loop.subagents.report = bus.publish
         loop.tools.register(tools.tool(self.message))
 
     async def receive(self, message):
-        """Queue a message in its chat. Commands run at once, except /new and /continue."""
+        """Queue a message in its chat. Commands run at once, except those of WAITING."""
         if message.channel == "system":  # a report: its `chat_id` is a session key
-            self.work.start(self._conversation(message.chat_id).take_in(message, "report"))
+            self.background.start(self._conversation(message.chat_id).take_in(message, "report"))
             return
         conversation = self._conversation(message.session_key)
         command, _ = slash_command(message.content)
-        kind = "command" if command else "user"
-        if command in ("", *WAITING):
-            self.work.start(conversation.take_in(message, kind))
+        if command and command not in WAITING:
+            self.background.start(conversation.obey(command, message.content), conversation.key)
+            message.confirm()  # a command is not stored: after a crash, it is not repeated
         else:
-            self.work.start(conversation.obey(command, message.content), message.session_key)
-            message.confirm()
+            kind = "command" if command else "user"
+            self.background.start(conversation.take_in(message, kind))
 
     def _conversation(self, key):
         return self.conversations.setdefault(key, Conversation(self, key))
 
     def _chats(self):
         """The session keys of the chats that the open channels can reach."""
-        reachable = self.bus.channels
-        return [key for key in self.loop.sessions.list_keys() if key.partition(":")[0] in reachable]
+        return [
+            key
+            for key in self.loop.sessions.list_keys()
+            if key.partition(":")[0] in self.bus.channels
+        ]
 
     async def message(
         self,
@@ -1434,8 +1439,10 @@ class BusService:
         conversation = self._conversation(key)
         if content and key == turn.session_key:
             await conversation.say("final", content)
-        elif content:  # the other chat's journal must get the text, too
-            await self.bus.publish(channels.InboundMessage("system", "message", key, content))
+        elif content:  # a report, because the other chat's journal must get the text, too
+            await self.bus.publish(
+                channels.InboundMessage("system", "message", chat_id=key, content=content)
+            )
         for file in files:
             await conversation.say("file", "", str(file))
         return f"Sent to {key}."
@@ -1443,12 +1450,12 @@ class BusService:
     async def go_on_after_restart(self):
         """Send all undelivered answers, resume open turns, and answer all waiting messages."""
         for key in self._chats():
-            self.work.start(self._conversation(key).go_on_after_restart())
+            self.background.start(self._conversation(key).go_on_after_restart())
 
     async def end(self):
         """Cancel running turns. The next start of the gateway resumes the cancelled turns."""
         self.loop.is_ending = True
-        await channels.end_all([*self.work.tasks, *self.loop.subagents.running], 5.0)
+        await channels.end_all([*self.background.tasks, *self.loop.subagents.running], 5.0)
 
 
 class Conversation:
@@ -1462,8 +1469,8 @@ class Conversation:
         self.chat = key.split(":", 1)  # channel and chat id
         self.inbox = self.loop.sessions.inbox(key)
         self.outbox = self.loop.sessions.outbox(key)  # what the tool `message` sends
-        self.order = asyncio.Lock()  # saves messages in the order of their arrival
-        self.answering = asyncio.Lock()
+        self.storing = asyncio.Lock()  # held while a message is stored: the order stays
+        self.answering = asyncio.Lock()  # held while the inbox is answered
         self.is_due = False  # True: resume the turn that the previous gateway left open
         self.reply_to = ""  # id of the newest message in this turn
         self.said = []  # what the tool `message` has sent in this turn
@@ -1472,17 +1479,17 @@ class Conversation:
         """Append a message to the inbox file, then acknowledge the message to its channel. Until
         the file can be written, retry, and tell the chat once; other chats do not wait."""
         line = inbox_line(message, kind)
-        told = ""
-        async with self.order:
+        warning = ""  # what the chat was told
+        async with self.storing:
             while True:
                 try:
                     await asyncio.to_thread(self.inbox.append, line)
                     break
-                except OSError as problem:  # retry, because the message is not yet acknowledged
-                    if not told:
-                        told = f"A message cannot be stored yet, and is retried: {problem}"
-                        GATEWAY_LOG.warning("%s: %s", self.key, told)
-                        self._send(told)
+                except OSError as problem:  # for example, the disk is full
+                    if not warning:
+                        warning = f"A message cannot be stored yet, and is retried: {problem}"
+                        GATEWAY_LOG.warning("%s: %s", self.key, warning)
+                        self._send(warning)
                     await asyncio.sleep(1.0)
         message.confirm()
         GATEWAY_LOG.info("%s: received %d characters", self.key, len(message.content))
@@ -1496,17 +1503,23 @@ class Conversation:
         self.said.append(text.strip())
 
     def _send_said(self, line):
-        remove = partial(self.outbox.remove, {line["id"]})
-        self._send(line["content"], line["kind"], line["media"], on_delivered=remove)
+        self._send(
+            line["content"],
+            line["kind"],
+            line["media"],
+            on_delivered=partial(self.outbox.remove, {line["id"]}),
+        )
 
-    def _send(self, *content, **more):
-        self.bus.send(channels.OutboundMessage(*self.chat, *content, **more))
+    def _send(self, *text_kind_media, **more):
+        """Queue an OutboundMessage with these fields in the bus."""
+        self.bus.send(channels.OutboundMessage(*self.chat, *text_kind_media, **more))
 
     async def obey(self, command, text):
         """Answer a command, also during a turn. If the command fails, the chat gets the error."""
         try:
-            is_between = command == "stop" and not self.loop.sessions.get(self.key).is_open
-            if is_between and self.bus.stop_sending(*self.chat):
+            # the turn has ended, but a long answer may still be on its way, part by part
+            can_stop_answer = command == "stop" and not self.loop.sessions.get(self.key).is_open
+            if can_stop_answer and self.bus.stop_sending(*self.chat):
                 self._send(
                     "Stopped: the rest of the answer is not sent. The journal has all of it."
                 )
@@ -1526,6 +1539,7 @@ class Conversation:
         if session.is_open:
             id_ = f"open@{session.last}"
             age = time.time() - session.path.stat().st_mtime
+            # 86,400 seconds: one day. Its id is known if the chat was told by an earlier start
             self.is_due = session.resumed < 2 and age < 86_400 and id_ not in session.known_ids
             if not self.is_due:
                 text = (
@@ -1546,7 +1560,8 @@ class Conversation:
                     await asyncio.sleep(1.0)
 
     async def _turn(self):
-        """Answer the next inbox messages, then remove journalled messages from the inbox."""
+        """Answer the next inbox messages, then remove journalled messages from the inbox. Returns
+        True; if it fails, `logged` returns None instead."""
         async with self.service.slots, self.loop.turns.hold(self.key) as session:
             before = session.last
             lines = self._next_lines(session)
@@ -1557,10 +1572,11 @@ class Conversation:
                 complete = [each for each in session.undelivered if each["n"] > before]
                 self._send_answers(complete, session)
                 if not self.loop.is_ending:  # after /stop, start a task for the waiting messages
-                    self.service.work.start(self._answer_what_waits())
+                    self.service.background.start(self._answer_what_waits())
                 raise
             except Exception as problem:
-                if not lines or lines[0]["id"] in session.known_ids:  # no retry: show the error
+                # lines that are journalled leave the inbox, so they are not tried again
+                if not lines or lines[0]["id"] in session.known_ids:
                     error = f"{type(problem).__name__}: {problem}"
                     self._deliver(session, AgentRunResult(stop_reason="error", error=error))
                 raise
@@ -1606,15 +1622,18 @@ class Conversation:
         """Send a turn's result, even an empty one. The delivery writes the mark `delivered`."""
         GATEWAY_LOG.info("%s: %s", self.key, result.stop_reason)
         text = text_for_chat(result)
-        if text in self.said:
+        if text in self.said:  # some models call `message`, then repeat its text as the answer
             text = ""
         self._send_answers([{"n": session.last, "content": text}], session)
 
     def _send_answers(self, answers, session):
         """Send messages of the journal. After a restart, undelivered ones are sent again."""
         for answer in answers:
-            delivered = partial(session.mark, "delivered", upto=answer["n"])
-            self._send(answer["content"], reply_to=self.reply_to, on_delivered=delivered)
+            self._send(
+                answer["content"],
+                reply_to=self.reply_to,
+                on_delivered=partial(session.mark, "delivered", upto=answer["n"]),
+            )
 
     async def emit(self, event):
         if event.kind == "tool_hint":  # without the lines of a diff
@@ -1636,14 +1655,17 @@ def inbox_line(message, kind):
 
 
 def report_line(line):
-    """Convert a report from the inbox to a journal line, which the user's next message quotes."""
+    """Convert a report from the inbox to a journal line, which the user's next message quotes:
+
+    {"role": "assistant", "report": "reminder", "id": "j1@1795443848", "content": "Stretch!", …}
+    """
     kind = "reminder" if line.get("sender") == "job" else "message"
     report = {"role": "assistant", "report": kind}
     return report | {name: line[name] for name in ("id", "content", "timestamp")}
 
 
 def text_for_chat(result):
-    text = (result.final_content or "").strip()
+    text = result.final_content or ""
     if result.error and result.error not in text:
         text += f"\n\nSorry, that failed: {result.error}"
     if result.stop_reason == "max_iterations":
@@ -1659,10 +1681,10 @@ STRANGERS = ".nanobot/strangers.txt"
 SERVED = "A gateway or a page already serves {}. Stop that program, or use another --workspace."
 
 
-def gateway_runs(workspace, lock="gateway"):
-    """True if a program holds `lock`: "gateway" for a gateway, "jobs" for a job runner."""
+def is_held(workspace, lock):
+    """True if a program holds `lock`: a gateway or a page "gateway", whoever runs jobs "jobs"."""
     try:
-        with memory.locked(workspace / ".nanobot" / f"{lock}.lock", "the lock is held"):
+        with memory.locked(workspace / f".nanobot/{lock}.lock", "it is held"):
             return False
     except memory.SessionBusy:
         return True
@@ -1679,8 +1701,8 @@ async def serve(loop, page):
     """Serve until a signal arrives or a task fails. Then cancel all tasks and return within 8 s,
     even if a tool ignores the cancellation."""
     stop = asyncio.Event()
-    here = asyncio.get_running_loop()
-    channels.end_on_signals(lambda *_: here.call_soon_threadsafe(stop.set))
+    event_loop = asyncio.get_running_loop()
+    channels.end_on_signals(lambda *_: event_loop.call_soon_threadsafe(stop.set))
     bus = channels.MessageBus()
     open_channels(loop, bus, page)
     jobs = JobRunner(loop, bus.publish)
@@ -1694,9 +1716,9 @@ async def serve(loop, page):
     finally:
         ending = asyncio.create_task(end_in_order(loop, bus, work))
         await asyncio.wait([ending], timeout=8.0)
-        sessions = {*loop.turns.tasks, *loop.subagents.running.values()}
-        if sessions or not ending.done():
-            what = ", ".join(sorted(sessions)) or "a task of the gateway"
+        session_keys = {*loop.turns.tasks, *loop.subagents.running.values()}
+        if session_keys or not ending.done():
+            what = ", ".join(sorted(session_keys)) or "a task of the gateway"
             log.warning("still running at the end: %s; the journal has the finished steps", what)
     GATEWAY_LOG.info("ended")
 
@@ -1719,6 +1741,7 @@ def open_channels(loop, bus, page):
 
 
 async def end_in_order(loop, bus, work):
+    """End the work first, because the bus delivers its last texts. The limits are seconds."""
     await channels.end_all(work, 6.0)
     await bus.close(2.0)
     await loop.close(1.0)
@@ -1732,9 +1755,10 @@ class JobRunner:
         self.loop = loop
         self.is_gateway = tell is not None
         self.tell = tell or self._into_inbox
+        # channels.py does not import memory.py: it gets the functions that lock and write
         self.clock = channels.CronService(
             channels.JobStore(
-                loop.workspace / "cron" / "jobs.json", memory.locked, memory.write_atomically
+                loop.workspace / "cron/jobs.json", memory.locked, memory.write_atomically
             ),
             self.run_job,
             loop.context.zone,
@@ -1751,7 +1775,10 @@ class JobRunner:
                 contextlib.suppress(memory.SessionBusy),
                 memory.locked(loop.state_folder / "jobs.lock", "another program runs the jobs"),
             ):
-                await self.clock.run(lambda: self.is_gateway or not gateway_runs(loop.workspace))
+                # a terminal stops running jobs as soon as a gateway starts
+                await self.clock.run(
+                    lambda: self.is_gateway or not is_held(loop.workspace, "gateway")
+                )
             await loop.program.sleep(1.0)
 
     def add_system_jobs(self):
@@ -1771,32 +1798,45 @@ class JobRunner:
     async def run_job(self, job, run):
         """Run a job and send its answer or error to its chat. The report gets the id `run`."""
         if job.channel == "system":
+            # a gateway has no morning at which it begins: it remembers at each system job
             memory.remember_terminals(self.loop.sessions)
             if job.id == "dream":
+                await self._until_quiet()
                 await self.loop.dream.run()
             else:
                 await self._beat()
             return
         GATEWAY_LOG.info("cron %s: %s", job.id, job.message[:80])
         chat = f"{job.channel}:{job.chat_id}"
-        task = template("job", message=job.message)
-        report = channels.InboundMessage("system", "job", chat, "", message_id=run)
+        told = ""
         try:
-            report.content = await self._answer(f"cron:{job.id}", task, chat, job.folder)
+            told = await self._answer(
+                f"cron:{job.id}", template("job", message=job.message), chat, job.folder
+            )
         except Exception as failure:  # report each error, so that no reminder is lost silently
-            report.content = f"The job {job.id} ({job.message[:80]}) failed. {failure}"
+            told = f"The job {job.id} ({job.message[:80]}) failed. {failure}"
             raise
         finally:
-            if report.content:
-                await self.tell(report)
+            if told:
+                await self.tell(
+                    channels.InboundMessage("system", "job", chat, told, message_id=run)
+                )
+
+    async def _until_quiet(self):
+        """Wait until no conversation was used for ten minutes, at most two hours: a person who has
+        just opened the page, or is talking, would have to wait for the dream."""
+        sessions = self.loop.sessions
+        for _ in range(12):
+            latest = conversations(sessions)[:1]
+            await self.loop.program.sleep(600.0)
+            if latest == conversations(sessions)[:1]:
+                return
 
     async def _answer(self, key, text, chat="", folder=""):
         """Answer in a new conversation, not saved to the memory. A failure raises RuntimeError."""
-        if folder and not os.path.isdir(folder):
-            raise RuntimeError(f"The folder of the job, {folder}, does not exist any more.")
         self.loop.turns.chats[key] = chat  # /stop in this chat cancels the run
         async with self.loop.turns.hold(key) as session:
-            session.mark("saved", upto=session.last)
+            session.mark("saved", upto=session.last)  # requests do not have the earlier runs
         result = await self.loop.process_direct(text, key, folder=folder)
         if result.stop_reason in NOT_ANSWERED:
             raise RuntimeError(text_for_chat(result))
@@ -1807,13 +1847,16 @@ class JobRunner:
         await tools.in_thread(inbox.append, inbox_line(report, "report"))
 
     def cron_tool(self):
+        """The tool `cron`: `CronService.cron`, but with the errors of a tool, and with a type for
+        its parameter `turn`: channels.py does not import tools.py."""
+
         @wraps(self.clock.cron)
         def cron(**arguments):
             try:
                 text = self.clock.cron(**arguments)
             except channels.CronError as mistake:
                 raise tools.ToolError(str(mistake)) from None
-            if arguments["action"] == "add" and not gateway_runs(self.loop.workspace, "jobs"):
+            if arguments["action"] == "add" and not is_held(self.loop.workspace, "jobs"):
                 text += f"\n({template('no_gateway')} Tell the user.)"
             return text
 
@@ -1850,17 +1893,17 @@ def memory_work(loop):
     return consolidator, dream
 
 
-async def ask_for_memory(loop, run, messages, tools):
+async def ask_for_memory(loop, run, messages, definitions):
+    """Ask for the call of one of these tools; ask again if the model wrote a text before a call."""
     for _ in range(2):
         response = await loop.provider.chat(
-            messages, tools, max_tokens=loop.limits.max_tokens, on_event=run
+            messages, definitions, max_tokens=loop.limits.max_tokens, on_event=run
         )
         add_up(loop.cost.total, response.usage)
         if response.unclear_at is None:
             break
-        # a small model wrote some text before the call
-        told = {"role": "user", "content": template("only_the_call")}
-        messages = [*messages, response.to_message(), told]
+        request = {"role": "user", "content": template("only_the_call")}
+        messages = [*messages, response.to_message(), request]
     return response
 
 
@@ -1909,6 +1952,7 @@ class SubagentManager:
     report: Callable = lambda message: None  # gets an InboundMessage when a helper has ended
 
     def of(self, session_key):
+        """The running helpers of a session, as tasks."""
         return [task for task, key in self.running.items() if key == session_key]
 
     async def spawn(self, task: str, label: str = "", wait: bool = False, *, turn: tools.Turn):
@@ -1919,11 +1963,11 @@ class SubagentManager:
         name = label or task[:40]
         is_awaited = wait or turn.channel == "cron"  # a finished job gets no report
         work = self.work(task, turn) if is_awaited else self._report(name, task, turn)
-        running = asyncio.create_task(work)
-        self.running[running] = turn.session_key
-        running.add_done_callback(self.running.pop)
+        helper = asyncio.create_task(work)
+        self.running[helper] = turn.session_key
+        helper.add_done_callback(self.running.pop)
         if is_awaited:
-            return await running
+            return await helper
         return f"Helper {name!r} is at work. Its result arrives as a message. Go on, or stop here."
 
     async def _report(self, name, task, turn):
@@ -1938,13 +1982,10 @@ class SubagentManager:
 async def helper_answer(loop, task, turn):
     """Run a helper. Returns its answer, or raises ToolError if there is none."""
     registry = loop.tools.copy()
-    for name in ("spawn", "message", "cron"):
+    for name in ("spawn", "message", "cron"):  # only the agent talks to people and plans
         registry.unregister(name)
-    skills = [
-        skill
-        for skill in loop.skills.load()
-        if skill.name not in ("cron", "memory", "skill-creator")
-    ]
+    unused = ("cron", "memory", "skill-creator")  # skills for work that only the agent does
+    skills = [skill for skill in loop.skills.load() if skill.name not in unused]
     system = [
         template("subagent", cwd=turn.cwd, workspace=turn.workspace),
         loop.context.parts(turn).get("Memory", ""),
@@ -1957,7 +1998,7 @@ async def helper_answer(loop, task, turn):
         turn=replace(turn, seen={}),
         hook=CompositeHook(loop.hooks_for(turn)),
         on_event=RunEvents(loop.listeners, "helper", turn.session_key),
-        max_iterations=15,
+        max_iterations=15,  # a helper's task is smaller than a turn's
     )
     result = await loop.runner.run(spec)
     if result.stop_reason == "completed":
@@ -2000,33 +2041,34 @@ async def begin_command(loop, command, session, line):
     """Run a command of WAITING. Returns its answer, or "" if a turn must be resumed."""
     origin = {"id": line["id"]} if "id" in line else {}  # of a chat's message
     session.mark(command, **origin)
-    match command:
-        case "undo":
-            return await tools.in_thread(undo, loop, session)
-        case "new":
-            await session.synced()
-            loop.files_seen[session.key].clear()
-            loop.background.start(loop.after_turn(session))
-            return "A new conversation begins; the journal keeps the old one."
-        case "continue" if not session.unfinished:
-            return "There is no interrupted turn to resume."
-    return ""
+    if command == "undo":
+        return await tools.in_thread(undo, loop, session)
+    if command == "new":
+        await session.synced()
+        loop.files_seen[session.key].clear()
+        loop.background.start(loop.after_turn(session))
+        return "A new conversation begins; the journal keeps the old one."
+    return "" if session.unfinished else "There is no interrupted turn to resume."
+
+
+NOTHING_TO_UNDO = (
+    "There is nothing to undo: no turn here has changed files, or everything is undone already."
+)
 
 
 def undo(loop, session):
     """Undo the last turn that changed files. The user's next message tells the model."""
-    outcomes = tools.take_back(loop.turn(session.key).undo, session.key)
-    undone = ", ".join(name for name, is_undone in outcomes.items() if is_undone)
-    left = ", ".join(name for name, is_undone in outcomes.items() if not is_undone)
-    told = "" if outcomes else "No turn of this conversation has changed files. "
-    if undone:
-        told = f"Took back the changes to {undone}. "
-        report = f"the user took back your changes to {undone}"
-        session.append({"role": "assistant", "report": "undo", "content": report})
-        session.mark("delivered", upto=session.highest)
-    if left:
-        told += f"Changed by something else since, and left alone: {left}. "
-    return told + "What commands (exec) did cannot be undone."
+    changes = tools.last_changes(loop.turn(session.key).undo, session.key)
+    if not changes:
+        return NOTHING_TO_UNDO
+    # an earlier version kept no words, and a turn that goes on after a restart has none
+    asked = changes[0].get("asked") or "an earlier turn"
+    began = int(changes[0]["turn"]) / 1e9  # it is in nanoseconds
+    files = "; ".join(f"{name}: {done}" for name, done in tools.take_back(changes).items())
+    told = f'Undo of "{asked}" ({ago(began)}): {files}.'
+    session.append({"role": "assistant", "report": "undo", "content": told})
+    session.mark("delivered", upto=session.highest)  # it is no answer that must be sent
+    return f"{told} What commands (exec) did cannot be undone."
 
 
 async def answer_command(loop, command, argument, turn):
@@ -2254,19 +2296,13 @@ class Config:
 
     def check(self):
         """Raises ConfigError if a value cannot work; warns of settings that have no effect."""
-        answer = self.defaults.max_tokens
+        max_tokens = self.defaults.max_tokens
         window = self.defaults.context_window_tokens
-        if answer * 2 >= window or self.defaults.budget <= 0:
+        if max_tokens * 2 >= window or self.defaults.budget <= 0:
             raise ConfigError(
-                f"agents.defaults.maxTokens ({answer}) must be under half of contextWindowTokens "
-                f"({window}), which is over 2,048."
+                f"agents.defaults.maxTokens ({max_tokens}) must be under half of "
+                f"contextWindowTokens ({window}), which is over 2,048."
             )
-        for user in self.channels.telegram.allow_from:
-            if not re.fullmatch(r"\d+|\*", str(user)):
-                raise ConfigError(
-                    f"channels.telegram.allowFrom: {user!r} matches nobody. Put in the user's id, "
-                    "such as 7654321. If this user writes to the bot, the gateway prints the id."
-                )
         shell = self.tools.exec
         search = self.tools.web.search
         if shell.sandbox_network and not shell.sandbox:
@@ -2343,7 +2379,8 @@ def read_setting(hint, value, place=""):
     (Config, {"agents": {"defaults": {"maxTokens": 2048}}}) → Config(agents=AgentSettings(…))
     """
     schema = tools.as_schema(dict if is_dataclass(hint) else hint)
-    schema["minimum"] = 1 if hint is int else 0  # a float may be 0: `dream.intervalH: 0` means off
+    # `dream.intervalH: 0` means off, but no integer setting (steps, tokens, seconds) may be 0
+    schema["minimum"] = 1 if hint is int else 0
     if problems := tools.validate(value, schema, place or "the file"):
         raise ConfigError("; ".join(problems))
     if get_origin(hint) is dict:
@@ -2372,8 +2409,8 @@ def camel_case(name):
 
 
 def make_provider(config, model=""):
-    """The provider of the settings for their model or for this one; OfflineProvider if key, URL and
-    model are missing."""
+    """The provider that the settings choose for `model`, or else for the model of the settings.
+    Without key, URL and model: OfflineProvider."""
     defaults = config.defaults
     model = model or defaults.model
     if unknown := config.providers.keys() - providers.ROWS.keys():
@@ -2405,12 +2442,16 @@ def make_provider(config, model=""):
 
 def lacks_model(loop):
     """True if the offline model answers although nobody has asked for the offline model."""
-    is_offline = isinstance(loop.provider, providers.OfflineProvider)
-    return is_offline and loop.config.defaults.provider != "offline"
+    return (
+        isinstance(loop.provider, providers.OfflineProvider)
+        and loop.config.defaults.provider != "offline"
+    )
 
 
 class ReadOnlyTools(tools.ToolRegistry):
     """For --read-only: a tool that may change something is not added, also if it comes later."""
+
+    missing = "nanobot is read-only: there is no tool"
 
     def register(self, tool):
         if tool.read_only:
@@ -2454,7 +2495,7 @@ class StepHook(AgentHook):
     ask: Callable
 
     async def before_request(self, messages, tools):
-        last = str(messages[-1].get("content"))[-1_000:]
+        last = str(messages[-1].get("content"))[-1_000:]  # the end is what the model reacts to
         text = f"{last}\n---- {len(messages)} messages. Enter sends them; type stop to cancel: "
         await self._decide(text, "request", messages=messages, tools=tools)
 
@@ -2496,10 +2537,10 @@ class RunEvents:
         if not self.listeners:
             return
         if kind == "request":
-            known = self.tools
+            tools_before = self.tools
             self.tools = fields["tools"]
             fields |= self._numbered(fields["messages"])  # "messages": now only the new ones
-            if self.tools == known:
+            if self.tools == tools_before:
                 del fields["tools"]
         event = {"time": time.time(), **self.about, "kind": kind, **fields}
         for listener in self.listeners:
@@ -2507,14 +2548,18 @@ class RunEvents:
 
     def _numbered(self, messages):
         """The new messages, the numbers of all, and the estimated tokens of each message, of each
-        part of the system prompt and, last, of the tools."""
+        part of the system prompt and, last, of the tools. The second of two requests:
+
+        [system, question, answer] → {"sent": [1, 2, 3], "messages": [answer], "tokens": …}
+        """
         parts = [*str(messages[0]["content"]).split(PART_END), lines_of_json(self.tools)]
         texts = [lines_of_json([message]) for message in messages]
         new = []
         for text in texts:
             if text not in self.numbers:
                 self.numbers[text] = next(self.new_numbers)
-                new.append(json.loads(text))
+                new.append(json.loads(text))  # a copy: a hook may change the message later
+        # forget messages that are no longer sent, so that the memory of a gateway does not grow
         self.numbers = {text: self.numbers[text] for text in texts}
         return {
             "sent": [self.numbers[text] for text in texts],
@@ -2532,8 +2577,9 @@ def record_events(loop, files):
     def write(event, file):
         file.write(f"{as_json(event)}\n".encode(errors="replace"))
 
-    for name in files:  # "ab" seeks, which fails on some pipes of Windows
-        file = open(name, "wb" if name == 1 else "ab", 0, opener=partial(os.open, mode=0o600))  # noqa: SIM115
+    for name in files:
+        mode = "wb" if name == 1 else "ab"  # "ab" seeks, which fails on some pipes of Windows
+        file = open(name, mode, 0, opener=partial(os.open, mode=0o600))  # noqa: SIM115
         loop.listeners.append(partial(write, file=file))
     return as_json
 
@@ -2554,7 +2600,7 @@ def recorded(file):
         with open(file if file.exists() else shipped, encoding="utf-8") as lines:
             for line in lines:
                 event = json.loads(line, parse_constant=str)  # NaN becomes "NaN"
-                described(event)  # raises an exception if a field is odd
+                described(event)  # only to raise an exception here if a field is missing or odd
                 events.append(event)
         return events
     except FileNotFoundError:
@@ -2595,11 +2641,12 @@ async def play(events, terminal, pace):
     `pace` multiplies the pauses, which have at most 3 seconds."""
     status = 0
     calls = {}  # id → the hint of a call whose result comes later
-    before = sys.float_info.max  # the first event is shown at once: `sleep` of a negative time
+    before = sys.float_info.max  # so the first pause is negative: no pause
     for event in events:
-        await asyncio.sleep(min(event["time"] - before, 3) * pace)
+        pause = min(event["time"] - before, 3)
+        await asyncio.sleep(pause * pace)
         before = event["time"]
-        kind = event["kind"]
+        kind = event["kind"]  # if the terminal shows it: the kind of its OutboundMessage
         text = text_of(event)
         if kind == "journal" and event["line"].get("mark") == "ended":
             terminal.note(f"nanobot: {event['line'].get('why')}")
@@ -2639,9 +2686,8 @@ def command_with_flags(arguments, *words):
     for name in ("config", "workspace", "model", "base_url", "provider", "read_only", "approve"):
         value = vars(arguments).get(name)
         if value:
-            command.append("--" + name.replace("_", "-"))
-        if value and value is not True:
-            command.append(str(value))
+            flag = "--" + name.replace("_", "-")
+            command += [flag] if value is True else [flag, str(value)]
     return shlex.join(command)
 
 
@@ -2655,7 +2701,7 @@ def kinds_to_show(settings):
     return kinds
 
 
-def ask_user(loop, ask, approve, step):
+def let_agent_ask(loop, ask, approve, step):
     """Let the agent ask the user: with --provider human, --approve and --step."""
     if isinstance(loop.provider, providers.HumanProvider):
         loop.provider.ask = ask
@@ -2669,25 +2715,27 @@ class Talk:
     """Runs `nanobot agent`: answers one message, or holds a conversation with the user."""
 
     def __init__(self, arguments, background, held):
+        """`background` runs the agent; `held` keeps the session's lock until the program ends."""
         config = settings_of(arguments)
+        self.arguments = arguments
         self.words = arguments.text + arguments.message
         self.background = background
+        # with --json, stdout has the events
         out = sys.stderr if 1 in arguments.record else sys.stdout
         err = open(os.devnull, "w") if arguments.quiet else sys.stderr  # noqa: SIM115
         self.terminal = channels.CLI(out, err, kinds_to_show(config.channels))
+        # who is there: a person who types, or only one who sees what is printed, or a script
         self.has_keyboard = sys.stdin.isatty()
+        self.is_watched = err.isatty()
         self.is_conversation = self.has_keyboard and not self.words
-        self.day = ""  # the day on which the memory was last put in order
-        self.is_watched = err.isatty()  # does a person see the reports?
         ask = background.ask if self.has_keyboard else None
+        self.day = ""  # the day on which the memory was last put in order
         self.loop = loop = AgentLoop(config)
         self.folder = loop.state_folder
         self.key = self.open_session(arguments, held)
-        self.resume = command_with_flags(arguments, "-s", self.key, "-m", "/continue")
-        self.trust = command_with_flags(arguments, "trust")
         record_events(loop, arguments.record)
         loop.program.streaming = not arguments.no_stream
-        ask_user(loop, ask, arguments.approve, arguments.step and ask)
+        let_agent_ask(loop, ask, arguments.approve, arguments.step and ask)
         if (arguments.approve or arguments.step) and ask is None:
             self.terminal.note(template("no_keyboard"))
         loop.hooks.append(WaitingHook(self.terminal.waiting))
@@ -2695,8 +2743,8 @@ class Talk:
         background.close = loop.close
 
     def open_session(self, arguments, held):
-        """Choose the session, and return its key. `held` holds the session's lock to the end. The
-        first line of a new journal has the folder and whether `-c` may continue the session."""
+        """Choose and lock the session, and return its key. The first line of a new journal has the
+        folder and whether `-c` may continue the session."""
         sessions = self.loop.sessions
         folder = self.loop.program.folder
         key = named_session(sessions, arguments.session)
@@ -2744,7 +2792,8 @@ class Talk:
         try:
             return self.answer(text)
         except KeyboardInterrupt:
-            self.terminal.note(f"stopped; `{self.resume}` resumes this turn")
+            resume = command_with_flags(self.arguments, "-s", self.key, "-m", "/continue")
+            self.terminal.note(f"stopped; `{resume}` resumes this turn")
             raise
 
     def converse(self):
@@ -2773,9 +2822,11 @@ class Talk:
                 f"continuing: {memory.counted(count, 'message')}, "
                 f"last {ago(session.path.stat().st_mtime)} · /new starts afresh"
             )
-        # the working folder: with a fence, nanobot does not work in HOME
-        cwd = self.loop.turn(self.key).cwd
-        return f"{short_path(cwd)} · {self.loop.provider.model} · {state}"
+        if self.loop.config.read_only:
+            state = f"read-only · {state}"
+        # a turn's working folder, because with a fence, nanobot does not work in HOME
+        folder = short_path(self.loop.turn(self.key).cwd)
+        return f"{folder} · {self.loop.provider.model} · {state}"
 
     def answer(self, text):
         """Answer one message on the terminal. Returns the exit status."""
@@ -2813,7 +2864,9 @@ class Talk:
             except EOFError:  # Ctrl-D: not now
                 self.terminal.note("")
         elif project.is_unknown:
-            self.terminal.note(NOT_FOLLOWED.format(project, self.trust))
+            self.terminal.note(
+                NOT_FOLLOWED.format(project, command_with_flags(self.arguments, "trust"))
+            )
         self.loop.context.project = project.part()
 
     def begin_day(self):
@@ -2821,29 +2874,28 @@ class Talk:
         today = time.strftime("%Y-%m-%d")
         if self.day != today:
             self.day = today
-            self.background.complete(logged(self.begin(), "the memory"))
+            self.background.complete(logged(self.morning_work(), "the memory"))
 
-    async def begin(self):
+    async def morning_work(self):
         """Show the reports. Write entries about earlier conversations, so that the next request has
         them. At most once a day, start a dream if an entry of an earlier day is unread; after a
         single message only if ten are unread, because the program ends only after the dream."""
         await self.show_reports()
         loop = self.loop
         await tools.in_thread(memory.remember_terminals, loop.sessions)
+        if loop.config.read_only or not self.is_watched or not loop.limits.dream.interval_h:
+            return
         unread = loop.memory.unread()
         enough = 1 if self.is_conversation else 10
+        has_work = len(unread) >= enough and unread[0]["timestamp"] < self.day
         day_file = self.folder / "last-dream"  # it has the day of the last dream
-        may_dream = self.is_watched and loop.limits.dream.interval_h
-        if loop.config.read_only or not may_dream or len(unread) < enough:
-            return
-        if unread[0]["timestamp"] < self.day and loop.memory.text_of(day_file) < self.day:
+        if has_work and loop.memory.text_of(day_file) < self.day:
             loop.background.start(self.dream(day_file), "the dream")
 
     async def dream(self, day_file):
         told = await self.loop.dream.run()
-        memory.write_atomically(
-            day_file, self.day
-        )  # if the program ends before, the next one dreams
+        # only now: if the program ends in mid-dream, the next one dreams
+        memory.write_atomically(day_file, self.day)
         await self.tell(told)
 
     async def tell(self, text):
@@ -2903,17 +2955,16 @@ def undo_command(arguments):
         if change["folder"] == str(turn.cwd) and change["session"].startswith("cli:")
     ]
     if not keys:
-        raise ConfigError(f"There is nothing to undo: no turn has changed files in {turn.cwd}.")
+        raise ConfigError(NOTHING_TO_UNDO)
+    # the last one has the newest change
     show(asyncio.run(loop.process_direct("/undo", keys[-1])).final_content)
 
 
 def onboard_command(arguments):
     """Create settings and workspace."""
     file = arguments.config or path_of(USUAL_SETTINGS)
-    if not file.exists():
-        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        file.touch(0o600)  # only the owner may read the API keys in this file
-        file.write_text(template("config") + "\n", encoding="utf-8")
+    if not file.exists():  # only the owner may read it: there will be API keys in it
+        memory.write_atomically(file, template("config") + "\n")
     workspace = prepare_workspace(settings_of(arguments).workspace)
     print(
         f"Settings: {file}\nWorkspace: {workspace}\n"
@@ -2946,8 +2997,10 @@ def status_rows(loop):
     yield "workspace", loop.workspace, ""
     yield "model", *asyncio.run(model_and_problem(loop.provider))
     sandbox = loop.config.tools.exec.sandbox
-    state = sandbox or "off: commands run with all your rights"
-    yield "sandbox", state, sandbox and tools.sandbox_problem()
+    if sandbox:
+        yield "sandbox", sandbox, tools.sandbox_problem()
+    else:
+        yield "sandbox", "off: commands run with all your rights", ""
     telegram = loop.config.channels.telegram  # the token is never printed
     state = "off: put a token into channels.telegram.token"
     problem = None
@@ -2957,8 +3010,8 @@ def status_rows(loop):
         state = f"a token is set, allowed: {allowed or 'nobody'}, last strangers: {strangers}"
         problem = "" if allowed else "put user ids into channels.telegram.allowFrom"
     yield "telegram", state, problem
-    for name, problem in asyncio.run(loop.mcp.check()).items():
-        yield f"mcp {name}", "connected", problem
+    for name, fault in asyncio.run(loop.mcp.check()).items():
+        yield f"mcp {name}", "connected", fault
     for skill in loop.skills.load():
         why = skill.problem or ", ".join(skill.missing)
         if why:
@@ -2970,21 +3023,25 @@ async def model_and_problem(provider):
     if isinstance(provider, providers.HumanProvider):
         return "human: you play the model", ""
     if isinstance(provider, providers.OfflineProvider):
-        state = "offline: fixed rules; set OPENAI_API_KEY or OPENAI_BASE_URL to use a real model"
-        return state, "; ".join(provider.rules.problems)
+        return (
+            "offline: fixed rules; set OPENAI_API_KEY or OPENAI_BASE_URL to use a real model",
+            "; ".join(provider.rules.problems),
+        )
     problem = await provider.check()
     await provider.close()
     endpoint = provider.endpoint
     address = endpoint.without_secrets(endpoint.api_base)
-    state = f"{provider.model or 'no model name'} at {address} ({endpoint.spec.name})"
-    return state, problem or ""
+    return f"{provider.model or 'no model name'} at {address} ({endpoint.spec.name})", problem or ""
 
 
 def prompt_command(arguments):
     """Print the next request part by part, but do not send it."""
     loop = AgentLoop(settings_of(arguments))
-    key = named_session(loop.sessions, arguments.session)
-    key = key or loop.sessions.latest(loop.program.folder) or "cli:new"
+    key = (
+        named_session(loop.sessions, arguments.session)
+        or loop.sessions.latest(loop.program.folder)
+        or "cli:new"
+    )
     turn = loop.turn(key)
     loop.context.project = Project(loop, key).part()
     asyncio.run(loop.mcp.check())  # connects to MCP servers, so that their tools are printed
@@ -3019,13 +3076,20 @@ def sessions_command(arguments):
     for number, (key, used) in enumerate(conversations(sessions), 1):
         if number > 20 and not arguments.all:
             return print("Older conversations: nanobot sessions --all")
-        said = [line["content"] for line in sessions.messages(key) if line["role"] == "user"]
         words = "(no message yet)"
-        if said:
-            words = " ".join(str(said[0]).split())[:50]
+        for message in reversed(sessions.messages(key)):  # back to the last /new
+            if message["role"] == "/new":
+                break
+            if message["role"] == "user":
+                words = first_words(message["content"])
         folder = sessions.first_line(key).get("folder")
         place = f"{short_path(Path(folder))}, {key}" if folder else key
         show(f"{number:>3}  {ago(used):>14}  {words}  ({place})")
+
+
+def first_words(text):
+    """A name for what the user asked: the first 50 characters, in one line."""
+    return " ".join(str(text).split())[:50]
 
 
 def conversations(sessions):
@@ -3077,14 +3141,14 @@ def cron_command(arguments):
     """List the jobs, or `remove ID`."""
     loop = AgentLoop(settings_of(arguments))
     show(JobRunner(loop).clock.cron(arguments.action, job_id=arguments.job_id, turn=None))
-    if not gateway_runs(loop.workspace):
+    if not is_held(loop.workspace, "gateway"):
         print(template("no_gateway"))
 
 
 def web_command(arguments):
     """Open a page that shows the agent at work; run what `gateway` runs, too."""
     config = settings_of(arguments)
-    if gateway_runs(config.workspace):
+    if is_held(config.workspace, "gateway"):
         raise ConfigError(SERVED.format(config.workspace))
     loop = AgentLoop(config)
     project = Project(loop, "web:page")
@@ -3092,8 +3156,9 @@ def web_command(arguments):
     if project.is_unknown:
         show(NOT_FOLLOWED.format(project, command_with_flags(arguments, "trust")))
     html = glass_html(model=loop.provider.model, window=config.defaults.context_window_tokens)
-    traces = (DATA / "templates/traces").glob("*.jsonl")
-    runs = glass_html(runs={trace.stem: recorded(trace) for trace in traces})
+    runs = glass_html(
+        runs={file.stem: recorded(file) for file in DATA.glob("templates/traces/*.jsonl")}
+    )
     # a browser in a sandbox (snap) cannot open files in hidden folders, like ~/.nanobot
     file = path_of("~/nanobot-page.html")
 
@@ -3111,22 +3176,26 @@ def web_command(arguments):
     print(f"Ctrl-C stops nanobot (process {os.getpid()}).", flush=True)
     try:
         if not arguments.no_open:  # each account can read command lines, but not this file
-            file.touch(0o600)
-            file.write_text(f'<meta http-equiv="refresh" content="0; url={page.address}">')
+            memory.write_atomically(
+                file, f'<meta http-equiv="refresh" content="0; url={page.address}">'
+            )
             channels.on_thread(webbrowser.open, file.as_uri())
         run_gateway(loop, page)
     finally:
         file.unlink(missing_ok=True)
+        print("\nstopped")  # the shell's prompt must not begin after the "^C" of the terminal
 
 
 def connect_page(loop, page, arguments):
     """Let the page show the sessions and each turn, and ask the questions of a turn."""
-    keys = [key for key in loop.sessions.list_keys() if key.startswith("web:")]
-    page.chats |= {key.removeprefix("web:"): False for key in keys}  # False: they do not pause
+    for key in loop.sessions.list_keys():
+        channel, _, chat_id = key.partition(":")
+        if channel == "web":
+            page.chats[chat_id] = False  # it does not pause
     page.memory = lambda: loop.context.parts(loop.turn("web:page"))
     loop.listeners.append(page.show)
     loop.can_ask = lambda turn: turn.channel == "web"
-    ask_user(loop, page.ask, arguments.approve, True)
+    let_agent_ask(loop, page.ask, arguments.approve, True)
 
 
 def replay_command(arguments):
@@ -3147,7 +3216,7 @@ def trace_command(arguments):
 
 def lesson_command(arguments):
     """For courses: `walk` shows one turn, `exercises` lists the exercises or grades some."""
-    file = HERE / "tests" / "exercises" / f"{arguments.command}.py"
+    file = HERE / f"tests/exercises/{arguments.command}.py"
     if not file.exists():
         raise ConfigError("This command needs a checkout of the source: run nanobot.py there.")
     return runpy.run_path(str(file))["main"](arguments, lambda: AgentLoop(settings_of(arguments)))
@@ -3254,7 +3323,8 @@ def main(argv=None):
     if first not in known:
         is_alone = first.isalpha() and (len(argv) == 1 or argv[1].startswith("-"))
         meant = difflib.get_close_matches(first, known, n=1)
-        if is_alone and meant:  # `sesions` for `sessions`, `help` for `--help`; not `read a.txt`
+        # `sesions -q` for `sessions`, `help` for `--help`; but `read a.txt` is a message
+        if is_alone and meant:
             complain(
                 f"unknown command {first!r}: did you mean `nanobot {meant[0]}`? Pass a message of "
                 "one word with -m"
@@ -3262,15 +3332,7 @@ def main(argv=None):
             return 2
         argv.insert(0, "agent")
     channels.prepare_streams()
-    arguments, unknown = parser().parse_known_args(argv)
-    if unknown:
-        spellings = " ".join(row[1] for row in OPTIONS).split()
-        near = ", ".join(difflib.get_close_matches(unknown[0], spellings, n=1)) or "none"
-        complain(
-            f"unknown argument {unknown[0]!r}. The closest one: {near}. "
-            f"See `nanobot {arguments.command} --help`"
-        )
-        return 2
+    arguments = parser().parse_args(argv)  # exits with status 2 for a wrong flag
     line = "%(levelname)s %(name)s: %(message)s"
     if arguments.command == "gateway":
         line = f"%(asctime)s {line}"

@@ -235,6 +235,8 @@ def signature_schema(function: Callable) -> dict:
 class ToolRegistry:
     """The tools of one agent. A result longer than the turn's limit is saved to a file."""
 
+    missing = "There is no tool"  # how the answer to a call of an unknown tool begins
+
     def __init__(self, tools: Iterable[Tool] = ()):
         self._tools = {}  # name → tool
         self.turn = Turn()  # remembers which files were read by calls without a turn
@@ -272,7 +274,7 @@ class ToolRegistry:
         tool = self._tools.get(name)
         if not tool:
             near = ", ".join(difflib.get_close_matches(name[:64].lower(), self._tools, 99, 0))
-            return None, {}, f"There is no tool {name[:64]!r}.\nThe tools, closest first: {near}."
+            return None, {}, f"{self.missing} {name[:64]!r}.\nThe tools, closest first: {near}."
         params = cast(params or {}, {"type": "object"})  # JSON text → dict
         if not isinstance(params, dict):
             problem = f'The arguments of {name} must be one JSON object, like {{"name": "value"}}.'
@@ -335,6 +337,7 @@ class Turn:
     results: Path | None = None  # longer results are saved here; None: in a temporary folder
     undo: Path | None = None  # old versions of changed files (see `take_back`); None: as above
     started: str = field(default_factory=lambda: str(time.time_ns()), compare=False)
+    asked: str = ""  # the user's first words, by which an undo names the turn
     # (file, hash of its bytes) → number of lines that were read, counted from the first line
     seen: dict = field(default_factory=dict, compare=False)
 
@@ -918,6 +921,7 @@ def change_file(turn, path, old, new):
     change = {
         "session": turn.session_key,
         "turn": turn.started,
+        "asked": turn.asked,
         "folder": str(turn.cwd),
         "path": str(path),
         "new_folders": [str(folder) for folder in path.parents if not folder.exists()],
@@ -974,43 +978,50 @@ def kept_changes(store):
     return changes
 
 
-def take_back(store, session):
-    """Undo the session's last turn that changed files. Returns for each file whether it is as
-    before, or was left alone because something else has changed it since."""
+def last_changes(store, session):
+    """The changes by the session's last turn that changed files, oldest first; [] if none is kept:
+    no turn has changed a file, or everything is undone already."""
     changes = [change for change in kept_changes(store) if change["session"] == session]
-    last_turn = [change for change in changes if change["turn"] == changes[-1]["turn"]]
+    return [change for change in changes if change["turn"] == changes[-1]["turn"]]
+
+
+LEFT_ALONE = "left alone, because something else has changed it since"
+
+
+def take_back(changes):
+    """Undo the changes of a turn. Returns what was done with each file: {"a.txt": "deleted again",
+    "b.txt": "as it was before", "c.txt": LEFT_ALONE}"""
     outcomes = {}
-    for path in sorted({change["path"] for change in last_turn}):
-        of_file = [change for change in last_turn if change["path"] == path]
+    for path in sorted({change["path"] for change in changes}):
+        of_file = [change for change in changes if change["path"] == path]
         shown = os.path.relpath(path, of_file[0]["folder"])
         outcomes[shown] = restore(Path(path), of_file)
-    if any(outcomes.values()):
-        for change in last_turn:
+    if {*outcomes.values()} != {LEFT_ALONE}:
+        for change in changes:
             change["file"].unlink(missing_ok=True)
     return outcomes
 
 
 def restore(path, changes):
-    """Take back all changes of one file, given oldest first. Returns False, and leaves the file
-    alone, if something else has changed it after one of them."""
+    """Take back all changes of one file, given oldest first. Returns what was done."""
     try:
         data = read_bytes(path)
         for change in reversed(changes):
             if digest(data) != change["written"]:
-                return False
+                return LEFT_ALONE
             data = change["file"].read_bytes().partition(b"\n")[2]
         if path.resolve() != path:  # a folder became a link
-            return False
-        if changes[0]["is_new"]:
-            path.unlink()
-        else:
+            return LEFT_ALONE
+        if not changes[0]["is_new"]:
             write_atomic(path, data)
+            return "as it was before"
+        path.unlink()
     except (OSError, ToolError):
-        return False
+        return LEFT_ALONE
     for folder in changes[0]["new_folders"]:
         with contextlib.suppress(OSError):  # something else is in it
             os.rmdir(folder)
-    return True
+    return "deleted again"
 
 
 # ---- Notebooks ----

@@ -229,10 +229,16 @@ def test_quiet_prints_the_answer_and_errors_alone(tmp_path):
 
 def test_read_only_gives_the_model_only_tools_that_change_nothing(tmp_path):
     reading = ["glob", "grep", "list_dir", "read_file", "web_fetch", "web_search"]
-    with LLM([call("exec", command="touch made"), "I may not."]) as server:
+    with LLM([call("exec", command="touch made"), "I may not.", "hi"]) as server:
         answered = nanobot("--read-only", "make a file")
-        assert answered[1] == "I may not.\n" and "There is no tool 'exec'" in answered[2]
+        assert answered[1] == "I may not.\n"
+        assert "not run: nanobot is read-only: there is no tool 'exec'" in answered[2]
         assert [each["function"]["name"] for each in server.bodies[0]["tools"]] == reading
+        assert "read-only" not in nanobot("--read-only", "hi")[2], "nothing was refused"
+        if hasattr(os, "openpty"):
+            terminal = Terminal("--read-only")
+            terminal.expect("test-model · read-only · a new conversation", "> ")
+            terminal.close()
     assert not (tmp_path / "made").exists()
 
 
@@ -356,11 +362,10 @@ def test_a_gateway_without_a_model_does_not_start_and_a_program_is_warned():
         ("sesions", 2, ["'sesions'", "`nanobot sessions`", "-m"]),
         ("walks --offline", 2, ["did you mean `nanobot walk`?"]),
         ("", 2, ["-m TEXT", "standard input"]),
-        ("agent --app", 2, ["unknown argument '--app'", "--approve"]),
-        ("web --ofline", 2, ["The closest one: --offline"]),
+        ("agent --app", 2, ["unrecognized arguments: --app"]),
         ("web --offline --no-open --port 80000", 1, ["Port 80000", "Change or omit --port"]),
         ("cron add", 2, ["'add'", "list", "remove"]),
-        ("cron remove r9", 1, ["r9"]),
+        ("cron remove r9", 1, ["No job 'r9'", "each line begins with an id"]),
         ("sessions show x", 1, ["'x'", "`nanobot sessions`"]),
         ("sessions show 24", 1, ["There is no session number 24"]),
         ("status --config no.json", 1, ["no.json: No such file", "`nanobot onboard --config "]),
@@ -866,21 +871,74 @@ def test_programs_side_by_side_have_conversations_of_their_own_and_a_second_prom
             each.close()
 
 
-def test_undo_takes_back_what_a_command_changed_in_this_folder(tmp_path):
+def test_undo_says_which_turn_it_takes_back_and_how_each_file_is_then(tmp_path):
+    """`nanobot undo` in a folder, and /undo at a prompt."""
     a, b = tmp_path / "a", tmp_path / "b"
     for folder in (a, b):
         folder.mkdir()
-        said = ("--offline", "-s", folder.name, "-m", f"create {folder.name}.txt with hello")
-        assert nanobot(*said, cwd=folder)[0] == 0
-    told = "Took back the changes to a.txt. What commands (exec) did cannot be undone.\n"
-    assert nanobot("undo", cwd=a)[:2] == (0, told)
+        for text in ("create {}.txt with hello", "change hello to bye in {}.txt"):
+            said = ("--offline", "-s", folder.name, "-m", text.format(folder.name))
+            assert nanobot(*said, cwd=folder)[0] == 0
+    for kept in (Path.home() / ".nanobot" / "undo").iterdir():  # two hours pass
+        change = json.loads(kept.read_bytes().partition(b"\n")[0])
+        earlier = str(int(change["turn"]) - 7_300 * 10**9)
+        kept.write_bytes(kept.read_bytes().replace(change["turn"].encode(), earlier.encode()))
+    commands = "What commands (exec) did cannot be undone.\n"
+    for words, outcome in (
+        ("change hello to bye in a.txt", "as it was before"),
+        ("create a.txt with hello", "deleted again"),
+    ):
+        told = f'Undo of "{words}" (2 hours ago): a.txt: {outcome}. {commands}'
+        assert nanobot("undo", cwd=a)[:2] == (0, told)
     assert list(a.iterdir()) == [] and (b / "b.txt").exists()
     status, _, errors = nanobot("undo", cwd=a)
-    assert status == 1 and "There is nothing to undo: no turn has changed files in" in errors
+    assert status == 1 and "everything is undone already" in errors
     terminal = prompt("--offline", "-s", "b", cwd=b)
     status, _, errors = nanobot("undo", cwd=b)
-    assert status == 1 and "in use" in errors and (b / "b.txt").exists()
+    assert (
+        status == 1
+        and "Go on there, or use another: nanobot -s" in errors
+        and (b / "b.txt").exists()
+    )
+    (b / "b.txt").write_text("mine")
+    terminal.answered("/undo", 'Undo of "change hello', "b.txt: left alone, because something else")
     terminal.close()
+
+
+@needs_terminal
+def test_a_message_without_an_answer_is_not_what_a_prompt_continues():
+    with LLM(["one", error(400, "no"), "two"]):
+        for text, status in (("first", 0), ("fails", 1)):
+            Terminal("-m", text).close("", status)
+        nanobot("-m", "/undo")
+        assert "first" in nanobot("prompt")[1] and "fails" not in nanobot("prompt")[1]
+        terminal = Terminal()
+        terminal.expect("continuing: 2 messages", "> ")
+        terminal.close()
+
+
+@needs_terminal
+def test_ctrl_c_ends_the_page_with_a_line_and_cron_lists_its_jobs():
+    terminal = Terminal("web", "--offline", "--no-open")
+    terminal.expect("Ctrl-C stops nanobot")
+    wait_until(lambda: "heartbeat" in nanobot("cron")[1])
+    terminal.type("\x03")
+    terminal.expect("stopped\r\n")
+    terminal.close("", 130)
+    for line in nanobot("cron")[1].splitlines()[:2]:
+        assert re.fullmatch(r"(dream|heartbeat) · every \d+ s · next [^·]+ · system", line)
+
+
+def test_sessions_shows_what_was_undone_and_where_a_new_conversation_began(tmp_path):
+    for text in ("create a.txt with hello", "/undo", "/new"):
+        nanobot("--offline", "-s", "w", "-m", text)
+    assert "(no message yet)" in nanobot("sessions")[1]
+    nanobot("--offline", "-s", "w", "-m", "list the files")
+    assert "  list the files  (" in nanobot("sessions")[1]
+    shown = [line.partition("] ")[2] for line in nanobot("sessions", "show", "w")[1].splitlines()]
+    (undone,) = [line for line in shown if line.startswith("undo: ")]
+    assert 'Undo of "create a.txt' in undone
+    assert shown.index(undone) < shown.index("/new: ")
 
 
 # ---- Reports for the person at the terminal ----

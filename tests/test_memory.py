@@ -1097,6 +1097,7 @@ def test_no_file_that_a_command_planted_gets_into_a_request_or_holds_it_up(
     model = Model(lambda request: "[MEMORY] x" if "# History" in str(request.messages) else "Fine.")
     loop = make_loop(tmp_path / "ws", model)
     loop.config.gateway.heartbeat.enabled = True
+    loop.program.sleep = lambda seconds: asyncio.sleep(0)
     loop.memory.append_history("Something happened.")
     path = loop.workspace / place
     path.parent.mkdir(parents=True, exist_ok=True)

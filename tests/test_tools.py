@@ -783,7 +783,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_other(turn):
         resource.setrlimit(resource.RLIMIT_FSIZE, old)
     assert all("File too large. Nothing was changed" in text for text in texts)
     assert sorted(os.listdir(turn.cwd)) == before and content(turn.cwd / "a.txt") == b"small"
-    assert undo(turn) == {"a.txt": True}
+    assert undo(turn) == {"a.txt": BACK}
 
 
 def test_a_file_in_utf_16_is_read_but_not_edited_as_something_else(turn):
@@ -2353,8 +2353,12 @@ def test_a_call_says_in_one_line_for_people_how_it_ended(turn, name, arguments, 
     assert result.is_error == shown.startswith(("failed", "not run", "refused", "timed"))
 
 
-def undo(turn) -> dict[str, bool]:
-    return tools.take_back(turn.store("undo"), turn.session_key)
+GONE, BACK = "deleted again", "as it was before"
+LEFT = "left alone, because something else has changed it since"
+
+
+def undo(turn) -> dict[str, str]:
+    return tools.take_back(tools.last_changes(turn.store("undo"), turn.session_key))
 
 
 def test_the_last_turn_that_changed_files_is_taken_back_to_the_byte(turn):
@@ -2369,9 +2373,9 @@ def test_the_last_turn_that_changed_files_is_taken_back_to_the_byte(turn):
     edit(second, "run.sh", "uno", "eins")
     write(second, "deep/er/new.txt", "new")
     assert undo(replace(turn, session_key="telegram:7")) == {}
-    assert undo(turn) == {"run.sh": True, os.path.join("deep", "er", "new.txt"): True}
+    assert undo(turn) == {"run.sh": BACK, os.path.join("deep", "er", "new.txt"): GONE}
     assert state_of(turn.cwd) == middle
-    assert undo(turn) == {"run.sh": True} and undo(turn) == {}
+    assert undo(turn) == {"run.sh": BACK} and undo(turn) == {}
     assert state_of(turn.cwd) == before
 
 
@@ -2384,7 +2388,7 @@ def test_what_has_changed_since_is_left_alone_and_named(turn):
     shutil.move(turn.cwd / "sub", turn.workspace.parent / "moved")
     (turn.cwd / "sub").symlink_to(turn.workspace.parent / "moved")
     changed = ("gone", "again", os.path.join("sub", "x"))
-    assert undo(turn) == dict.fromkeys(changed, False) | {"new": True}
+    assert undo(turn) == dict.fromkeys(changed, LEFT) | {"new": GONE}
     assert content(turn.cwd / "again") == b"the agent's" and not (turn.cwd / "new").exists()
     assert content(turn.workspace.parent / "moved" / "x") == b"mine"
 
@@ -2401,14 +2405,14 @@ def test_old_versions_are_bounded_and_their_loss_is_said(turn, monkeypatch):
     for number in range(5):
         at = replace(turn, started=f"1{number}")
         write(at, f"f{number}", "x")
-    assert [undo(turn) for _ in range(4)] == [{"f4": True}, {"f3": True}, {"f2": True}, {}]
+    assert [undo(turn) for _ in range(4)] == [{"f4": GONE}, {"f3": GONE}, {"f2": GONE}, {}]
     texts = [write(turn, f"g{n}", "x").text for n in range(4)]
     assert ["too much" in text for text in texts] == [False] * 3 + [True] and len(undo(turn)) == 3
     (turn.cwd / "big").write_text("x" * 501)
     big = edit(turn, "big", "x" * 501, "y")
     assert "(too large to undo)" in big.text and "(too large to undo)" in big.shown
     edit(turn, "big", "y", "z")  # its first version is lost
-    assert undo(turn) == {"big": False} and (turn.cwd / "big").read_text() == "z"
+    assert undo(turn) == {"big": LEFT} and (turn.cwd / "big").read_text() == "z"
 
 
 def test_old_versions_are_private(turn):
@@ -2433,12 +2437,15 @@ def call(name, **arguments):
     return asyncio.run(registry.execute(name, arguments)).text
 call("write_file", path="a.txt", content="two")
 call("exec", command="seq 90000")
-print(tools.take_back(registry.turn.store("undo"), "cli:direct"), os.path.exists("a.txt"))
+changes = tools.last_changes(registry.turn.store("undo"), "cli:direct")
+print(tools.take_back(changes), os.path.exists("a.txt"))
 print(oct(os.stat(tools.temporary_folder()).st_mode)[-3:], os.listdir(tools.temporary_folder()))
 """
     done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, stdout=subprocess.PIPE)
     mode = b"700" if os.name == "posix" else b"777"
-    assert re.match(rb"{'a.txt': True} False\s+" + mode + rb" \['(undo|results)', '", done.stdout)
+    assert re.match(
+        rb"{'a.txt': 'deleted again'} False\s+" + mode + rb" \['(undo|results)', '", done.stdout
+    )
 
 
 def test_a_class_with_a_schema_written_by_hand_is_a_tool():
