@@ -1792,8 +1792,8 @@ def typed(line, tools):
 # sentence of a rule becomes a regular expression. Mistakes are reported with their line numbers.
 
 OFFLINE_RULES = "templates/offline/rules.md"  # nanobot_data/templates/… after pip install
-# the fields of a rule (the first three can have many lines); others are arguments of its tool
-FIELDS = re.findall(r"\w+", "answer offer calculate tool line without reads title words start")
+# the fields of a rule (the first six can have many lines); others are arguments of its tool
+FIELDS = "answer offer calculate means line without tool reads title words start".split()  # noqa: SIM905
 IMPLIED = {  # a rule with this field needs no `tool:`; the first such field counts
     "command": "exec",
     "line": "edit_file",
@@ -1803,8 +1803,8 @@ IMPLIED = {  # a rule with this field needs no `tool:`; the first such field cou
     "url": "web_fetch",
 }
 BUILT_IN = (  # filled in here
-    "<result> <Time> <memory> <file> <count> <calls> <last> <head> <rows> <more> <files_here>"
-    " <retyped> <row>"
+    "<result> <Time> <memory> <file> <count> <calls> <last> <head> <rows>"
+    " <retyped> <row> <py> <csv> <log> <txt> <md> <alike> <again> <text> <noun> <amount>"
 )
 WORD = r"<(\w+)>"
 TYPED_WORD = r"(?<![\w./'’-])[a-z]{3,20}(?![\w/'’-]|\.\w)"  # not the `txt` of a.txt
@@ -1854,7 +1854,7 @@ class Rules:
         elif key and self.last:
             self._check_field(key[1], key[2])
             self.last[key[1]] = key[2]
-        elif latest in FIELDS[:3]:
+        elif latest in FIELDS[:6]:
             self.last[latest] += f"\n{line}"
         elif line and self.last:
             raise ValueError("this is neither a sentence (- read <file>) nor a field (answer: Hi)")
@@ -1919,7 +1919,7 @@ class Rules:
 
     def stems(self, text):
         """`the grades of b.csv` → {"grad", "csv", "b.csv"}: what is meant, without endings"""
-        text = text.lower().replace("to do", "todo")
+        text = text.lower()
         return {
             re.sub(rf"(?<=\w\w\w){ENDING}$", "", word)
             for word in re.findall(r"[^\W_]+", text) + re.findall(r"[\w-]+\.\w+", text)
@@ -1967,9 +1967,10 @@ class Plan:
         self.request = request
         self.rules = rules
         # <words>; `file` is "it", `last` is the last number
-        self.known = dict(file="", Time=time.ctime(), last="(which number?)", calls="")
+        self.known = dict(file="", last="(which number?)", calls="")
         self.results = []  # of the calls in this turn that have a result
         self.matches = {}  # title of a rule → the values of its <words>
+        self.said = {}  # the <words> of the last question
         self.next_call = None  # the first call that has no result yet
 
     def answer(self):
@@ -2003,11 +2004,27 @@ class Plan:
             :1_000
         ]  # without API keys: its words are looked for
         self.paths = None  # the files here, once they are needed
+        reports = self._run(self.question)
+        self.results.clear()
+        return reports
+
+    def _run(self, question):
+        """Apply the rules of a question, or of the sentence that it means."""
         reports = []
         for rule, said in self.rules.find(question, self.request.read_only):
             self.matches[rule.get("title")] = said
+            means = fill(rule.get("means", ""), self.known | self.said | said)
+            if means:
+                reports += self._run(means.partition("\n")[0])
+                continue
             reports += [self._follow(rule, said, file) for file in self._files(said)]
-        self.results.clear()
+            if "reads" in rule or rule.get("tool") in self.request.read_only:
+                # what is my average grade in math? → what is my average grade in
+                self.said = said | {
+                    "again": re.sub(
+                        r"(?i)^(?:the|in|on|for|of|at|with|what|how) \S+$|\s*\S+$", "", question
+                    )
+                }
         return reports
 
     def _files(self, said):
@@ -2044,6 +2061,8 @@ class Plan:
             return self._advise("Which file do you mean?", {})
         self.known["file"] = file
         known = self.known | {name: re.sub(QUOTED, r"\1", text) for name, text in said.items()}
+        # "sisters birthday" finds: the user's sister's birthday
+        known["alike"] = re.sub(r"['’]?s?\W+", ".*", known.get("text", ""))
         if (
             rule.get("command", "<command>") != "<command>"  # a rule's own command is for bash
             and "Windows PowerShell" in str(self.request.tools)
@@ -2068,11 +2087,8 @@ class Plan:
                 return self._follow(rule, said, other)
             again = other and self.question.replace(file, shlex.quote(other))
             return self._advise(
-                f"There is no {file} here.", said | {"name": file, "retyped": again}
+                f"There is no {file} here.", said | {"name": file, "retyped": again, "py": ""}
             )
-        if rule.get("path") == "<memory>" and said and re.match(NOTHING, result):
-            everything, _ = self.rules.match("what do you know about me")
-            shown += "\n" + self._follow(everything, {}, "")
         return self._advise(shown, {}) if re.match(NOTHING, result) else shown
 
     def _advise(self, text, said):
@@ -2080,32 +2096,32 @@ class Plan:
 
         `when is the test` → `notes.md: test on Friday` and `find test in notes.md`, …
         """
-        name = said.get("name")
-        named = self._look_up(name or self.question)
+        named = self._look_up(said.get("name") or self.question)
         file = self.known["file"] = named or self.known["file"]
-        if file not in self.paths or (name and not named):
-            file = ""  # a file that is gone, or another one than "it"
+        if file not in self.paths:
+            file = ""  # it is gone
         words = self.rules.stems(self.question) - self.rules.stems(named)
-        words |= {nearest(word, self.rules.vocabulary) for word in words}  # erors: errors
         pattern = rf"(?i)\b(?:{'|'.join(sorted(words))}){ENDING}?\b"
         search = {"pattern": pattern, "path": named, "output_mode": "content"}
         result = self._result("grep", search) if words and self.paths else ""
         # without the head of a table
         rows = re.findall(r"(?m)^(?!.+\.csv:1: )(.+?):\d+: (.{1,200})", result)
-        rows.sort(key=lambda row: (-len(re.findall(pattern, row[1])), row[0] != file))
-        near, line = [*rows, (file, "")][0]
+        near, line = max(
+            rows,
+            key=lambda row: (len(re.findall(pattern, row[1])), row[0] == file),
+            default=(file, ""),
+        )
         here = {
             "file": file and shlex.quote(file),  # it can have spaces
             "near": near and shlex.quote(near),
             "found": re.search(f"{pattern}|$", line)[0],
             "row": line,
             "rows": "\n".join(map(": ".join, rows[:5])),
-            "more": len(rows[5:]),
-            "files_here": "" if near else ", ".join(self.paths[:20]),
         }
-        known = self.known | said | here
+        here[file.rpartition(".")[2]] = here["file"]  # <py>, <csv>
+        known = self.known | here | said
         advice = fill(self.rules.otherwise["offer"].replace("<head>", text), known)
-        return re.sub(r"((?:\n  .+){3})[\s\S]+", r"\1", advice)  # three offers
+        return re.sub(r"((?:\n  .+){3})[\s\S]*", r"\1", advice)  # three offers
 
     def _result(self, tool, arguments):
         """Return a call's result. If the call has no result yet, set `next_call` and return ""."""
@@ -2117,20 +2133,27 @@ class Plan:
         return ""
 
     def _change_lines(self, rule, known):
-        """Append `line` to a file; if `without` is set, remove the lines that have it."""
-        place, line = arguments_of(rule, known), fill(rule["line"], known)
-        text = self._result("read_file", place)
+        """Append `line` to a file; if `without` is set, take that out of all lines."""
+        path, line = fill(rule.get("path", ""), known), fill(rule["line"], known)
+        text = self._result("read_file", {"path": path})
         page = re.findall(r"(?m)^\d+\| (.*)$", text)
         if re.search(rule.get("start", r"^[^|]* is empty\)$"), text):
-            return self._result("write_file", {**place, "content": line})
+            return self._result("write_file", {"path": path, "content": line})
         if "go on with offset=" in text:
             return "That file is too long for me: I can only read one page."
-        old_fact = fill(rule.get("without", "\n"), known)  # no line has a line break
-        kept = [each for each in page if old_fact not in each]
+        gone = fill(rule.get("without", "(?!)"), known, re.escape)
+        kept = [
+            re.sub(gone, "", each)
+            for each in page
+            if not re.fullmatch(rf"[ *-]*{gone}[ *-]*", each)  # - milk
+        ]
         if kept == page and not line:
-            return "I know nothing of that. Ask: what do you know about me?"
-        edit = {"old_text": "\n".join(page), "new_text": "\n".join([*kept, line]).rstrip("\n")}
-        return self._result("edit_file", place | edit) if page else text
+            return "I know nothing of that: no line has it. Ask: what do you know about me?"
+        if not page:
+            return text
+        new = "\n".join([*kept, line]).rstrip("\n")
+        edit = {"path": path, "old_text": "\n".join(page), "new_text": new}
+        return self._result("edit_file", edit)
 
 
 def fill(template, known, change=str):
@@ -2156,39 +2179,41 @@ def arguments_of(rule, known):
     return arguments
 
 
-SIGNS = {  # what is said → what it means to Python
-    r"\d+-\d+-\d+ (\d+:\d+).*": r"\1 hours",  # <Time>: 2026-11-23 14:30 (Monday), UTC
-    r"(\d+):(\d+)": r"(\1+\2/60)",  # 14:30
-    r",(?=\d{3})": "",  # 1,000
-    ",": ".",
-    r"\b(?:an?|one|every(?= [a-z])) ": "1 ",
-    r"=|every|\bsec(?:ond)?s?\b": "",
-    r"\bmin(?:ute)?s?\b": "*60",
-    r"\b(?:hour|hr)s?\b": "*3600",
-    r"\bdays?\b": "*86400",
-    r"\bweeks?\b": "*604800",
-    r"(?:(?:square )?root of|sqrt) ?(\([^()]*\)|[\d.]+)": r"\1**0.5",
-    r"(?<=[\d)]) ?\(": "*(",
-    " squared": "**2",
-    r"\^|to the power of": "**",
-    "plus|add": "+",
-    "minus|subtract": "-",
-    "times|multiplied by|multiply|x": "*",
-    "divided? by|divide|over": "/",
-    "(?:%|percent) of": "/100*",
-    "%|percent": "/100",
-    " of ": "*",
-    r"\b(?<![\d.])(\d+)(?![\d.])": r"\1.",  # with fractions, 9**9**9 fails at once
-}
+# what is said → what it means to Python, like 1,000 → 1000; 14:30 → (14+30/60); and for the time of
+# a reminder <Time>, 2026-11-23 14:30 (Monday), UTC → 14:30 hours
+SIGNS = r"""
+\d+-\d+-\d+ (\d+:\d+).* → \1 hours
+(\d+):(\d+) → (\1+\2/60)
+,(?=\d{3}) →
+, → .
+\b(?:an?|one|every(?= [a-z]))(?= ) → 1
+=|every|\bsec(?:ond)?s?\b →
+\bmin(?:ute)?s?\b → *60
+\b(?:hour|hr)s?\b → *3600
+\bdays?\b → *86400
+\bweeks?\b → *604800
+(?:(?:square )?root(?: of)?|sqrt(?: of)?) ?(\([^()]*\)|[\d.]+) → \1**0.5
+(?<=[\d)]) ?\( → *(
+ squared → **2
+\^|to the power of → **
+plus|add → +
+minus|subtract → -
+times|multiplied by|multiply|x → *
+divided? by|divide|over → /
+(?:%|percent) of → /100*
+%|percent → /100
+ of  → *
+\b(?<![\d.])(\d+)(?![\d.]) → \1.
+"""
+NO_NUMBER = "(no number: I know sums like 28 * 4.50, sqrt(81), (3 + 4) / 2)"
 
 
 def calculate(text):
-    """`15% of 240` → `36`; a text that is no sum → `not a number`"""
-    for said, sign in SIGNS.items():
+    """`15% of 240` → `36`; a text that is no sum, or has no result → NO_NUMBER"""
+    for said, sign in re.findall("(.*) →(?: (.*))?", SIGNS):
         text = re.sub(said, sign, text.lower())
-    if not re.fullmatch(r"[\d\s.+*/()-]+", text):
-        return "not a number"
     try:
+        text = re.fullmatch(r"[\d\s.+*/()-]+", text)[0]
         return f"{eval(text, {'__builtins__': {}}):.15g}"
-    except Exception:  # 1/0, 9.**9.**9., 1.+(), or thousands of brackets
-        return "not a number"
+    except Exception:  # no sum, 1/0, 9.**9.**9., 1.+(), or thousands of brackets
+        return NO_NUMBER

@@ -1,10 +1,18 @@
 # The figures of the columns that a question names: asked="who is best in maths" awk -f table.awk a.csv
 # → a.csv, maths: highest 95 (Greta), lowest 45 (Finn), average 74.2857, sum 520 of 7 rows
+# A cell that the question names, too, chooses the rows: "average grade in math" → a.csv, grade, math: …
+# "show the players that are 16": the rows with a cell that is 16
 BEGIN {
     asked = " " tolower(ENVIRON["asked"]) " "
+    wanted = asked  # the last word: who is 16 years old → 16
+    if (asked !~ / (is|are|has|have|plays?|with|aged?) ([a-z]+ )*[a-z0-9._]+ $/ || asked ~ / (sum|total|averages?|avarage|mean|highest|lowest|best|worst|most|least|maximum|minimum|under|below|over|above|less|more|fewer|how) /) wanted = ""
+    sub(/( years?)?( old)? $/, "", wanted)
+    sub(/.* /, "", wanted)
     if (match(asked, /(under|below|less than|fewer than|over|above|more than) -?[0-9.]+/)) limit = substr(asked, RSTART, RLENGTH)
     bound = limit
     sub(/.* /, "", bound)  # under 60 → 60
+    said = asked
+    gsub(/[][ \t.,;:!?"'()]+/, " ", said)
 }
 function is_named(column) {  # `grades` in a question also names the column grade
     column = tolower(column)
@@ -13,6 +21,23 @@ function is_named(column) {  # `grades` in a question also names the column grad
     if (asked ~ /how much.*(spen[dt]|paid|pay|cost)/ && column ~ /^(amount|price|cost|euro|sum|total|spent|paid)/) return 1
     return asked ~ "[^a-z0-9]" column "s?[^a-z0-9]"
 }
+function is_said(text) {  # `forward` and `forwards`, but no number and nothing as short as `in`
+    text = tolower(text)
+    return length(text) > 2 && text !~ /^[0-9.]+$/ && (index(said, " " text " ") || index(said, " " text "s "))
+}
+function count(key, name, value, points) {
+    if (!rows[key]++) {
+        keys[++known] = key
+        score[key] = points
+        if (points > best) best = points
+    }
+    sum[key] += value
+    if (rows[key] == 1 || value > high[key]) { high[key] = value; highest[key] = "" }
+    if (rows[key] == 1 || value < low[key]) { low[key] = value; lowest[key] = "" }
+    if (value == high[key] && length(highest[key]) < 200) highest[key] = highest[key] ", " name
+    if (value == low[key] && length(lowest[key]) < 200) lowest[key] = lowest[key] ", " name
+    if (limit ~ /^[ubfl]/ ? value < bound + 0 : value > bound + 0) found[key] = found[key] "\n" name ": " value
+}
 { sub(/\r$/, "") }
 /"/ { quoted[FILENAME] }  # a comma in quotes would shift the columns: such a file is left out
 FNR == 1 {
@@ -20,35 +45,45 @@ FNR == 1 {
     split($0, head, comma)
     title = FILENAME
     gsub(/.*\/|\.[^.]*$/, "", title)
+    header = $0
     next
 }
 {
     cells = split($0, cell, comma)
+    for (i = 1; wanted && i <= cells; i++) {
+        if (tolower(cell[i]) != wanted && tolower(cell[i]) "s" != wanted) continue
+        if (!(FILENAME in matching)) matching[FILENAME] = header
+        matching[FILENAME] = matching[FILENAME] "\n" $0
+        break
+    }
+    chosen = ""
+    for (i = 1; i <= cells; i++) if (is_said(cell[i])) chosen = cell[i]
     for (i = 1; i <= cells; i++) {
         if (comma == ";") sub(/,/, ".", cell[i])
         if (cell[i] !~ /^ *-?[0-9]+(\.[0-9]+)? *$/ || FILENAME in quoted) continue
-        key = FILENAME ", " head[i]
-        value = cell[i] + 0
-        if (!rows[key]++) {
-            keys[++count] = key
-            score[key] = 2 * is_named(head[i]) + is_named(title)
-            if (score[key] > best) best = score[key]
-            offer[key] = "  the highest " head[i] " in " FILENAME
-        }
-        sum[key] += value
-        if (rows[key] == 1 || value > high[key]) { high[key] = value; highest[key] = "" }
-        if (rows[key] == 1 || value < low[key]) { low[key] = value; lowest[key] = "" }
-        if (value == high[key] && length(highest[key]) < 200) highest[key] = highest[key] ", " cell[1]
-        if (value == low[key] && length(lowest[key]) < 200) lowest[key] = lowest[key] ", " cell[1]
-        if (limit ~ /^[ubfl]/ ? value < bound + 0 : value > bound + 0) found[key] = found[key] "\n" cell[1] ": " value
+        points = 2 * is_named(head[i]) + is_named(title)
+        count(FILENAME ", " head[i], cell[1], cell[i] + 0, points)
+        if (chosen) count(FILENAME ", " head[i] ", " chosen, cell[1], cell[i] + 0, points + 4)
+        offer[FILENAME ", " head[i]] = "  the highest " head[i] " in " FILENAME
     }
 }
 END {
-    none = !count || !best && length(asked) > 20
-    if (none) print "I find no table (*.csv) with a column of numbers that you name." (count ? " I can:" : "")
-    for (i = 1; i <= count; i++) {
+    for (file in matching) {
+        line = file ":\n" matching[file]
+        sub(/^\.\//, "", line)
+        print line
+    }
+    if (wanted) {
+        for (file in matching) exit
+        print "No match for '" wanted "' in the tables here"
+        exit 1
+    }
+    none = !known || !best && length(asked) > 20
+    if (none) print "I find no table (*.csv) with a column of numbers that you name." (known ? " I can:" : "")
+    for (i = 1; i <= known; i++) {
         key = keys[i]
         line = key ": highest " high[key] " (" substr(highest[key], 3) "), lowest " low[key] " (" substr(lowest[key], 3) "), average " sum[key] / rows[key] ", sum " sum[key] " of " rows[key] " rows"
+        if (rows[key] == 1 && score[key] > 3) line = key ": " high[key]
         if (limit) line = key ", " limit ":" (found[key] ? found[key] : " none")
         if (none) line = offer[key]
         gsub(/\.\//, "", line)
