@@ -263,7 +263,10 @@ def approval_question(name, arguments, always=""):
     lines = []
     for key, mark in MARKED.items():
         if isinstance(rest.get(key), str):
-            lines += [mark + line for line in rest.pop(key).split("\n")]
+            text = rest.pop(key)
+            if key == "content":  # of a file: "a\n" is one line, not a line and an empty one
+                text = text.removesuffix("\n")
+            lines += [mark + line for line in text.split("\n")]
     others = json.dumps(rest, ensure_ascii=False) if rest else ""
     question = "Run it? [y/n] (or n REASON) "
     if always:
