@@ -178,10 +178,7 @@ def tool(function: Callable | None = None, **flags):
         "execute" if inspect.iscoroutinefunction(function) else "run": staticmethod(function),
         **flags,
     }
-    made = type("FunctionTool", (Tool,), members)()
-    if not made.description:
-        log.warning("The tool %s has no docstring: models get no description.", made.name)
-    return made
+    return type("FunctionTool", (Tool,), members)()
 
 
 def as_schema(hint) -> dict:
@@ -200,7 +197,7 @@ def as_schema(hint) -> dict:
         note = {"description": inner[1]} if isinstance(inner[1], str) else inner[1]
         return {**as_schema(inner[0]), **note}
     if origin is Literal:
-        return {**as_schema(Union[tuple(map(type, inner))]), "enum": list(inner)}  # noqa: UP007
+        return {**as_schema(type(inner[0])), "enum": list(inner)}
     if origin in (Union, types.UnionType):
         return union_schema([as_schema(option) for option in inner])
     if origin is list:  # some endpoints refuse an array without `items`
@@ -407,7 +404,7 @@ def read_file(
 def write_file(path: str, content: str, *, turn: Turn) -> ToolResult:
     """Write a whole file; missing folders are created. To change a part, use edit_file."""
     real = turn.path(path, write=True)
-    data = content.encode("utf-8", errors="replace")
+    data = content.encode(errors="replace")
     old = read_bytes(real) if real.exists() else b""
     lines = len(lines_of(old))
     lines_read = turn.lines_read(real, old)
@@ -468,7 +465,7 @@ def fitted(text, most, name, turn):
     path = folder / f"{time.time_ns()}-{name}.txt"
     try:
         folder.mkdir(0o700, parents=True, exist_ok=True)
-        path.write_bytes(text.encode("utf-8", errors="replace"))
+        path.write_bytes(text.encode(errors="replace"))
         for old in sorted(folder.glob("*-*.txt"))[:-200]:
             old.unlink(missing_ok=True)  # another program may have deleted the file
         how = f"the text is in {path}: read_file offset={first} limit={last - first + 1}"
@@ -736,8 +733,8 @@ def is_binary(data):
 
 
 def is_secret(real, secrets):
-    if str(real).startswith("/proc/") and real.name in ("environ", "mem"):
-        return True  # /proc/1/environ and /proc/1/mem can contain API keys
+    if str(real).startswith("/proc/") and real.name == "environ":
+        return True  # /proc/1/environ can contain API keys
     for secret in secrets:
         if str(real).startswith(str(secret)):  # it, a copy like config.json.bak, a file in it
             return True
@@ -846,12 +843,12 @@ def rewrite(path, turn, change):
     if data.startswith(UTF16_MARKS):
         raise ToolError(f"{real} is UTF-16: change it with exec (iconv), or use write_file.")
     mark = UTF8_MARK if data.startswith(UTF8_MARK) else b""
-    text = data.removeprefix(mark).decode("utf-8", errors="surrogateescape")
+    text = data.removeprefix(mark).decode(errors="surrogateescape")
     # CRLF, if all lines end with it
     line_end = "\r\n" if text.count("\r\n") == text.count("\n") > 0 else "\n"
     before = text.replace(line_end, "\n")
     after = change(before)
-    new = mark + after.replace("\n", line_end).encode("utf-8", errors="surrogateescape")
+    new = mark + after.replace("\n", line_end).encode(errors="surrogateescape")
     note = change_file(turn, real, data, new)
     shown, told = diff(before, after, path)
     return ToolResult(told + note, shown=shown + note)
@@ -867,7 +864,7 @@ def diff(before, after, name):
         difflib.unified_diff(old, after.split("\n"), f"a/{name}", f"b/{name}", lineterm="", n=2)
     )
     kinds = [line[:1] for line in lines[2:]]  # after the two lines with the name
-    text = "\n".join(lines).encode("utf-8", errors="replace").decode()  # invalid bytes become `?`
+    text = "\n".join(lines).encode(errors="replace").decode()  # invalid bytes become `?`
     shown = [f"+{kinds.count('+')} −{kinds.count('-')}", *text.split("\n")[2:14]]
     return "\n".join(shown).rstrip(), shorten(text, 4_000) or "(the text is the same)"
 
@@ -902,7 +899,6 @@ def nearest(text, old):
 
 UNDO_CHANGES = 200
 UNDO_BYTES = 50_000_000
-UNDO_FILE_BYTES = 10_000_000
 
 
 def change_file(turn, path, old, new):
@@ -912,7 +908,7 @@ def change_file(turn, path, old, new):
     if not is_new and not (path.stat().st_mode & 0o222 and os.access(path, os.W_OK)):
         raise ToolError(f"{path} is read-only. Ask the user whether it may be changed.")
     note = ""
-    was_known = turn.lines_read(path, old) == len(lines_of(old))
+    old_was_read = turn.lines_read(path, old) == len(lines_of(old))
     change = {
         "session": turn.session_key,
         "turn": turn.started,
@@ -922,10 +918,6 @@ def change_file(turn, path, old, new):
         "is_new": is_new,
         "written": digest(new),
     }
-    if len(old) > UNDO_FILE_BYTES:
-        note = " (too large to undo)"
-        old = b""
-        change["written"] = ""
     # sorted by time; is_secret knows the start of the name, also in a search
     kept = turn.store("undo") / f"undo-{turn.started}-{time.perf_counter_ns():020}"
     try:
@@ -940,7 +932,7 @@ def change_file(turn, path, old, new):
     except ToolError:
         kept.unlink(missing_ok=True)
         raise
-    if was_known:
+    if old_was_read:
         turn.note_read(path, new, 1, len(lines_of(new)))
     return note
 
@@ -950,7 +942,8 @@ def digest(data):
 
 
 def forget_old_changes(kept):
-    """Forget the changes of old turns. If the turn of `kept` alone has too many, forget `kept`."""
+    """Forget the changes of old turns. If the turn of `kept` alone has too many, forget the bytes
+    in `kept`: only its record stays, which tells `restore` that an older version is lost."""
     room = UNDO_BYTES
     turn = kept.name.rpartition("-")[0]
     newest_first = sorted(kept.parent.glob("undo-*"), reverse=True)
@@ -958,7 +951,7 @@ def forget_old_changes(kept):
         room -= entry.stat().st_size
         if number >= UNDO_CHANGES or room < 0:
             if entry.name.startswith(turn):
-                kept.unlink()
+                kept.write_bytes(kept.read_bytes().partition(b"\n")[0])
                 raise ToolError("this turn has changed too much")
             entry.unlink()
 
@@ -996,7 +989,9 @@ def restore(path, changes):
         for change in reversed(changes):
             if digest(data) != change["written"]:
                 return False
-            data = change["file"].read_bytes().partition(b"\n")[2]
+            _, line_end, data = change["file"].read_bytes().partition(b"\n")
+            if not line_end:  # the old bytes were too many to keep
+                return False
         if path.resolve() != path:  # a folder became a link
             return False
         if changes[0]["is_new"]:
@@ -1054,15 +1049,16 @@ def change_cell(text, index, source, kind, mode):
         cells = book["cells"]
         if index >= len(cells) + (mode == "insert"):
             raise ToolError(f"There is no cell {index}: the notebook has {len(cells)}, from 0.")
-        cell = {"cell_type": "code", "metadata": {}}
+        old_cell = {"cell_type": "code", "metadata": {}}  # what an inserted cell is made from
         if book.get("nbformat_minor", 0) >= 5:
-            cell["id"] = os.urandom(4).hex()
+            old_cell["id"] = os.urandom(4).hex()
         if mode != "insert":
-            cell = cells.pop(index)
+            old_cell = cells.pop(index)
         if mode != "delete":
-            cells.insert(index, new_cell(cell, source, kind or cell["cell_type"]))
-        layout = re.match(r"\s*\{\n([ \t]*)", text)  # the file's indentation (Jupyter: one space)
-        after = json.dumps(book, ensure_ascii=False, indent=layout and layout[1])
+            cells.insert(index, new_cell(old_cell, source, kind or old_cell["cell_type"]))
+        indented = re.match(r"\s*\{\n([ \t]*)", text)  # Jupyter indents by one space, Colab by two
+        indent = indented and indented[1]
+        after = json.dumps(book, ensure_ascii=False, indent=indent)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
         raise ToolError(f"Not a notebook of nbformat 4: {problem!r}. Use edit_file.") from None
     return after + text[len(text.rstrip()) :]
@@ -1093,37 +1089,37 @@ SKIPPED_FOLDERS = {
 }
 
 
-def find_files(turn, path, *globs):
-    """Find regular, non-secret files that match all globs: [(name for the next call, full path),
-    …]. A file that is named itself is found whatever the globs are."""
+def find_files(turn, path, glob):
+    """Find regular, non-secret files that match a glob: [(name for the next call, full path), …].
+    A file that is named itself is found whatever the glob is."""
     root = turn.path(path)
     if root.is_file():
         return [(path, str(root))]
     if not root.is_dir():
         raise ToolError(f"There is no folder {root}.{similar_names(root)}")
-    wanted = [plain_globs(glob.replace(os.sep, "/")) for glob in globs if glob not in ("", "*")]
-    prefix = "" if path in ("", ".") else os.path.join(path, "").replace(os.sep, "/")
-    start = len(os.path.join(root, ""))
-    # Asking is_secret about each of 20,000 files takes 0.2 s. No other file can hold keys than one
-    # with such a path, or with the inode number of a file with keys (a hard link, CONFIG.JSON).
+    globs = [] if glob in ("", "*") else plain_globs(glob.replace(os.sep, "/"))
+    shown_root = "" if path in ("", ".") else os.path.join(path, "").replace(os.sep, "/")
+    # To ask is_secret about each of 20,000 files would take 0.2 s. A file can hold keys only if its
+    # path starts so, or if it has the inode number of a file with keys (a hard link, CONFIG.JSON).
     secret_starts = ("/proc/", *map(str, turn.secret))
     secret_inodes = {os.stat(file).st_ino for file in turn.secret if os.path.exists(file)}
     deadline = time.monotonic() + SEARCH_SECONDS
     files = []
-    for entry in walk(str(root)):
+    for name, entry in walk(str(root)):
         if time.monotonic() > deadline:
             raise ToolError(f"{root} has too many files: search in one of its folders.")
-        name = entry.path[start:].replace(os.sep, "/")  # on Windows: src\a.py → src/a.py
-        if not all(any(is_match(name, glob) for glob in choices) for choices in wanted):
+        if globs and not any(is_match(name, each) for each in globs):
             continue
         may_hold_keys = entry.inode() in secret_inodes or entry.path.startswith(secret_starts)
         if may_hold_keys and is_secret(Path(entry.path), turn.secret):
             continue
-        files.append((prefix + name, entry.path))
+        files.append((shown_root + name, entry.path))
     return files
 
 
-def walk(folder, ignored=None):
+def walk(folder, parents="", ignored=None):
+    """Yield each file below a folder: its name in the first folder, like src/app.py, and its
+    `os.DirEntry`. Links are not followed."""
     try:
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
     except OSError:  # skip a folder that cannot be read
@@ -1133,10 +1129,11 @@ def walk(folder, ignored=None):
     for entry in entries:
         if entry.name in SKIPPED_FOLDERS or entry.path in ignored:
             continue
+        name = parents + entry.name
         if entry.is_file(follow_symlinks=False):
-            yield entry
+            yield name, entry
         elif entry.is_dir(follow_symlinks=False):
-            yield from walk(entry.path, ignored)
+            yield from walk(entry.path, f"{name}/", ignored)
 
 
 def ignored_by_git(folder):
@@ -1219,28 +1216,13 @@ def first_lines(lines, limit):
 # grep searches in a child process, which is killed after 20 s or when the turn is cancelled.
 
 SEARCH_SECONDS = 20
-TYPES = {
-    "py": "*.py{,i}",
-    "js": "*.{,c,m}js{,x}",
-    "ts": "*.{,c,m}ts{,x}",
-    "rust": "*.rs",
-    "c": "*.[ch]",
-    "cpp": "*.{cc,cpp,cxx,h,hh,hpp}",
-    "ruby": "*.rb",
-    "yaml": "*.y{,a}ml",
-    "python": "*.py{,i}",
-    "javascript": "*.{,c,m}js{,x}",
-    "typescript": "*.{,c,m}ts{,x}",
-    **dict.fromkeys(("", "all", "any", "*"), "*"),  # small models fill in "all"
-}
 
 
 @tool(read_only=True)
 async def grep(
     pattern: str,
     path: str = ".",
-    glob: Annotated[str, "Only these names (default: all)"] = "*",
-    type: Annotated[str, "Only this file type (default: all)"] = "",
+    glob: Annotated[str, "Only these names, like *.{js,ts} (default: all)"] = "*",
     case_insensitive: bool = False,
     fixed_strings: bool = False,
     output_mode: Literal["files_with_matches", "content", "count"] = "files_with_matches",
@@ -1251,9 +1233,8 @@ async def grep(
 ):
     r"""Search lines with a Python regular expression (\s, not [[:space:]]).
     output_mode "content" returns `path:line: text`."""
-    type_glob = TYPES.get(type, f"*.{type}")  # an unlisted type like rb means *.rb
     root = turn.path(path)
-    files = await in_thread(find_files, turn, path, glob, type_glob)
+    files = await in_thread(find_files, turn, path, glob)
     source = re.escape(pattern) if fixed_strings else pattern
     if case_insensitive:
         source = f"(?i){source}"
@@ -1291,12 +1272,14 @@ async def search_part(files, request):
     )
     program = {function.__name__: function.__code__ for function in CHILD_FUNCTIONS}
     work = marshal.dumps([CHILD_VALUES, program, files, request])
-    searching = in_thread(process.communicate, work)
     try:
-        output, errors = await asyncio.wait_for(searching, SEARCH_SECONDS)
+        output, errors = await asyncio.wait_for(
+            in_thread(process.communicate, work), SEARCH_SECONDS
+        )
     except TimeoutError:
-        why = f"The search was stopped after {SEARCH_SECONDS} s: simplify the pattern."
-        raise ToolError(why) from None
+        raise ToolError(
+            f"The search was stopped after {SEARCH_SECONDS} s: simplify the pattern."
+        ) from None
     finally:  # kill the child even if the turn is cancelled, so that `communicate` returns
         process.kill()
     if not output:  # for example "re.error: missing ) at position 3"
@@ -1422,11 +1405,10 @@ UNKNOWN = (
 )
 
 
-def check_command(command: str, turn: Turn, *, confined: bool = False):
-    """Raise Refused for a FATAL program, a fork bomb, a file with API keys, or a write to a device
-    or to the agent's records. If the fence is on, existing paths outside the allowed folders are
-    refused. A recursive delete may only name things below the working folder, unless the command
-    is `confined` to a sandbox."""
+def check_command(command: str, turn: Turn):
+    """Raise Refused for a FATAL program, a file with API keys, or a write to a device or to the
+    agent's records. If the fence is on, existing paths outside the allowed folders are refused. A
+    recursive delete may only name things below the working folder."""
     programs = programs_of(command)
     written = set()
     here = turn.cwd.resolve()  # where the next program runs; None: unknown
@@ -1457,7 +1439,7 @@ def check_command(command: str, turn: Turn, *, confined: bool = False):
         if "{}" in targets:
             targets += found
         for target in targets:
-            if not confined and target not in ("{}", "+", ";"):
+            if target not in ("{}", "+", ";"):
                 check_deleted(target, here, turn)
         outputs = names if re.match(WRITES, line) else []
         if re.match(WRITES_LAST, line):
@@ -1506,8 +1488,6 @@ def programs_of(command):
     command = without_here_documents(command)
     if len(command) > 20_000:
         raise Refused("The command is too long to check. Write a script file and run it.")
-    if re.search(FORK_BOMB, command):
-        raise Refused("This is a fork bomb.")
     programs = [[]]
     for raw_file, raw_word in re.findall(TOKEN, command.replace("\\\n", "")):
         file, word = [re.sub(QUOTED, r"\1\2\3", raw) for raw in (raw_file, raw_word)]
@@ -1656,16 +1636,17 @@ class Exec(Tool):
         *,
         turn: Turn,
     ):
-        confined = bool(self.sandbox)  # the sandbox itself hides everything outside its folders
         folder = turn.path(working_dir, write=True)
-        inside = replace(turn, cwd=folder, restrict=turn.restrict and not confined)
         shell = find_shell()
-        checked = command
         if not shell:
             raise ToolError("There is no bash. The user has to install bash (Git for Windows).")
-        if "-Command" in shell:  # check C:\a,b as C:/a b
-            checked = command.translate(str.maketrans("\\,", "/ "))
-        await in_thread(check_command, checked, inside, confined=confined)
+        if re.search(FORK_BOMB, command):
+            raise Refused("This is a fork bomb.")
+        if not self.sandbox:  # the sandbox itself hides what a command may not read or write
+            checked = command
+            if "-Command" in shell:  # check C:\a,b as C:/a b
+                checked = command.translate(str.maketrans("\\,", "/ "))
+            await in_thread(check_command, checked, replace(turn, cwd=folder))
         environment = clean_environment(*self.allowed_env)
         if self.path_append:
             path = environment.get("PATH", os.defpath)
@@ -1691,7 +1672,7 @@ class Exec(Tool):
             raise ToolError(f"The command was not run. {problem}")
         home = turn.workspace.absolute()
         here = turn.cwd.absolute()
-        opened = [home] if here.is_relative_to(home) else [here, home]
+        opened = [here, home]
         private = (Path.home().resolve(), home.parent, *turn.secret)
         for folder in opened:
             is_private = any(path.is_relative_to(folder) for path in private)
@@ -1703,9 +1684,9 @@ class Exec(Tool):
         records = [home / name for name in ("cron", "memory", "sessions", ".nanobot")]
         for folder in records:
             folder.mkdir(0o700, exist_ok=True)  # so that no command can create this folder
-        shown = [*SYSTEM, *filter(None, self.path_append.split(os.pathsep))]
+        visible = [*SYSTEM.split(), *filter(None, self.path_append.split(os.pathsep))]
         arguments = BWRAP.split()
-        for how, paths in (("--ro-bind-try", shown), ("--bind", opened), ("--ro-bind", records)):
+        for how, paths in (("--ro-bind-try", visible), ("--bind", opened), ("--ro-bind", records)):
             for path in paths:
                 arguments += [how, str(path), str(path)]
         return [*arguments, "--share-net"] if self.network else arguments
@@ -1789,7 +1770,6 @@ class Capture(threading.Thread):
         super().__init__(daemon=True)
         self.pipe = pipe
         self.data = bytearray()
-        self.gap = b""
         self.start()
 
     def run(self):
@@ -1797,14 +1777,12 @@ class Capture(threading.Thread):
             while chunk := self.pipe.read1(65_536):
                 self.data += chunk
                 if len(self.data) > 3 * KEPT_BYTES:
-                    del self.data[KEPT_BYTES : 2 * KEPT_BYTES]
-                    self.gap = b"\n[bytes are missing here]\n"
+                    self.data[KEPT_BYTES : 2 * KEPT_BYTES] = b"\n[bytes are missing here]\n"
 
     def text(self):
         """Return the start and the end of the output. Waits up to 0.5 s for the pipe to close."""
         self.join(0.5)
-        data = self.data[:KEPT_BYTES] + self.gap + self.data[KEPT_BYTES:]
-        return data.decode("utf-8", errors="replace").replace("\r\n", "\n").rstrip("\n")
+        return self.data.decode(errors="replace").replace("\r\n", "\n").rstrip("\n")
 
 
 # ---- The shell: the sandbox ----
@@ -1815,44 +1793,24 @@ BWRAP = (
     "bwrap --unshare-all --cap-drop ALL --die-with-parent --new-session --proc /proc "
     "--ro-bind /proc/sys /proc/sys --dev /dev --tmpfs /tmp"
 )
-SYSTEM = [
-    "/usr",
-    "/bin",
-    "/sbin",
-    "/lib",
-    "/lib64",
-    "/etc/alternatives",
-    "/etc/ca-certificates",
-    "/etc/debian_version",
-    "/etc/fonts",
-    "/etc/group",
-    "/etc/hosts",
-    "/etc/java-17-openjdk",
-    "/etc/java-21-openjdk",
-    "/etc/java-25-openjdk",
-    "/etc/ld.so.cache",
-    "/etc/localtime",
-    "/etc/lsb-release",
-    "/etc/mime.types",
-    "/etc/nsswitch.conf",
-    "/etc/os-release",
-    "/etc/passwd",
-    "/etc/pki/ca-trust",
-    "/etc/pki/tls/certs",
-    "/etc/protocols",
-    "/etc/resolv.conf",
-    "/etc/services",
-    "/etc/ssl/certs",
-    "/etc/ssl/openssl.cnf",
-    "/etc/timezone",
-]
+SYSTEM = """
+/usr /bin /sbin /lib /lib64 /etc/alternatives /etc/ca-certificates /etc/debian_version
+/etc/fonts /etc/group /etc/hosts /etc/java-17-openjdk /etc/java-21-openjdk /etc/java-25-openjdk
+/etc/ld.so.cache /etc/localtime /etc/lsb-release /etc/mime.types /etc/nsswitch.conf
+/etc/os-release /etc/passwd /etc/pki/ca-trust /etc/pki/tls/certs /etc/protocols
+/etc/resolv.conf /etc/services /etc/ssl/certs /etc/ssl/openssl.cnf /etc/timezone
+"""
 
 
 def sandbox_problem():
     """Test whether bwrap works on this machine; returns the problem and the fix, or ""."""
     try:
-        trial = [*BWRAP.split(), "--ro-bind", "/", "/", "true"]
-        subprocess.run(trial, check=True, capture_output=True, text=True)
+        subprocess.run(
+            [*BWRAP.split(), "--ro-bind", "/", "/", "true"],
+            check=True,
+            capture_output=True,
+            text=True,
+        )
         return ""
     except (OSError, subprocess.CalledProcessError) as problem:
         cause = getattr(problem, "stderr", "").strip() or problem
@@ -1930,8 +1888,9 @@ class Web:
     async def ask(self, url, redirects=0, **request):
         """Return http.client's response and the body. Options: `trusted`, `body`, `headers`."""
         try:
-            work = self._ask(web_url(url), redirects, **request)
-            return await asyncio.wait_for(work, self.seconds)
+            return await asyncio.wait_for(
+                self._ask(web_url(url), redirects, **request), self.seconds
+            )
         except (OSError, ValueError, HTTPException) as problem:
             why = str(problem)[:200] or f"it took longer than {self.seconds} s"
             raise ToolError(f"No answer from {url[:200]}: {why}. Try another source.") from None
@@ -1939,9 +1898,9 @@ class Web:
     async def _ask(self, url, redirects, trusted=False, **request):
         line = await in_thread(self._connect, url, trusted)
         if url.scheme == "https":  # the TLS handshake happens on the first write
-            context = ssl.create_default_context()
-            host = url.hostname
-            line = context.wrap_socket(line, server_hostname=host, do_handshake_on_connect=False)
+            line = ssl.create_default_context().wrap_socket(
+                line, server_hostname=url.hostname, do_handshake_on_connect=False
+            )
         try:
             response, body = await in_thread(self._exchange, line, url, **request)
         finally:  # wake the reading thread; `SSLSocket.shutdown` also switches TLS off
@@ -1962,8 +1921,9 @@ class Web:
                 connection.set_tunnel(url.hostname, port, self.login)
             connection.connect()
             return connection.sock
-        answers = self.resolve(url.hostname, port, type=socket.SOCK_STREAM)
-        addresses = [answer[4][:2] for answer in answers]  # ("93.184.215.14", 443)
+        addresses = [  # ("93.184.215.14", 443)
+            answer[4][:2] for answer in self.resolve(url.hostname, port, type=socket.SOCK_STREAM)
+        ]
         for host, _ in addresses:
             ip = ipaddress.ip_address(host)
             if not (trusted or is_in(ip, self.whitelist) or is_public(ip)):
@@ -2247,12 +2207,14 @@ def search_results(page, where):
         raise ToolError("The answer is not JSON. The user may change tools.web.search.") from None
 
 
+# <a rel="nofollow" class="result__a" href="…">Title</a>
+DUCKDUCKGO_LINK = r"(?s)<a ([^<>]*\bresult__(a|snippet)\b[^<>]*)>(.{0,2000}?)</a>"
+
+
 def duckduckgo_results(page):
     """The links are redirects: //duckduckgo.com/l/?uddg=https%3A%2F%2Fa.org → https://a.org"""
     results = []
-    # <a rel="nofollow" class="result__a" href="…">Title</a>
-    pattern = r"(?s)<a ([^<>]*\bresult__(a|snippet)\b[^<>]*)>(.{0,2000}?)</a>"
-    for attributes, part, text in re.findall(pattern, page):
+    for attributes, part, text in re.findall(DUCKDUCKGO_LINK, page):
         address = href_of(attributes)
         if part == "a" and "duckduckgo.com/y.js" not in address:  # y.js links are ads
             parameters = urllib.parse.parse_qs(urllib.parse.urlsplit(address).query)
@@ -2333,9 +2295,8 @@ class MCPServer:
         self.settings = settings
         self.registry = registry
         self.tools = []  # the names of this server's tools in the registry
-        self.client = self.task = self.scope = self.stderr = None
+        self.client = self.task = self.stderr = None
         self.problem = ""
-        self.started = 0.0
         self.retry_at = 0.0
 
     async def connect(self, patience=5.0):
@@ -2459,8 +2420,7 @@ class MCPServer:
                 name = f"mcp_{self.name}_{infix}{item['name']}"[:64]
                 name = re.sub("[^A-Za-z0-9_-]", "_", name)
                 wanted = {"*", item["name"], name} & set(self.settings.enabled_tools)
-                is_taken = self.registry.get(name)  # a.b and a/b: the first one stays
-                if is_taken or (kind == "tools" and not wanted):
+                if kind == "tools" and not wanted:
                     continue
                 if len(self.tools) == MAX_MCP_TOOLS:
                     log.warning("MCP server %s has too many tools, from %s on", self.name, name)

@@ -185,10 +185,8 @@ def test_a_legal_value_passes_whatever_keywords_a_server_uses(schema, value, wan
 # ---- Tools ----
 
 
-def test_what_a_function_lacks_is_named_and_one_without_tool_is_refused(caplog):
+def test_a_function_without_tool_is_refused():
     double = lambda n: 2 * n  # noqa: E731
-    tool(double, name="double")
-    assert "The tool double has no docstring" in caplog.text
     with pytest.raises(TypeError, match="is not a tool: put @tool above"):
         ToolRegistry([double])
 
@@ -512,13 +510,13 @@ def test_a_program_that_ends_in_a_call_tells_why_and_is_started_by_the_next(shel
 
 def test_a_list_that_the_sdk_refuses_and_tools_that_are_left_out_are_told(runner, caplog):
     odd = {"name": "odd", "inputSchema": {"type": "object", "properties": {"a": [["x"]]}}}
-    many = [plain_tool(name) for name in ("a.b", "a/b", *(f"t{number}" for number in range(130)))]
+    many = [plain_tool(name) for name in ("a.b", *(f"t{number}" for number in range(130)))]
     kit = MCPKit(
         runner,
         odd=scripted({"tools/list": {"tools": [odd]}}),
         many=scripted({"tools/list": {"tools": many}}),
     )
-    assert len(kit.connect(patience=30)) == 1 + 128  # `a/b` has the name of `a.b`
+    assert len(kit.connect(patience=30)) == 1 + 128
     assert "MCP server many has too many tools, from mcp_many_t127 on" in caplog.text
     assert re.search("MCP server odd: .*Check tools.mcpServers.odd", caplog.text)
     runner.run(kit.servers.close())
@@ -600,7 +598,7 @@ USES = [
     ("list_dir", {}),
     ("glob", {"pattern": "*"}),
     ("grep", {"pattern": "text"}),
-    ("grep", {"pattern": "text|gold", "type": "txt", "output_mode": "content", "context": 9}),
+    ("grep", {"pattern": "text|gold", "glob": "*.txt", "output_mode": "content", "context": 9}),
     ("write_file", {"content": "mine"}),
     ("edit_file", {"old_text": "text", "new_text": "mine"}),
     ("notebook_edit", {"cell": 0, "source": "mine", "mode": "insert"}),
@@ -1072,9 +1070,13 @@ def test_search_never_shows_a_file_with_keys_or_what_was_put_aside(turn):
         ("glob", {"pattern": "/etc/*"}, "Name the folder in path"),
         ("glob", {"pattern": r"C:\x\*.txt"}, "Name the folder in path"),
         ("glob", {"pattern": os.path.join("src", "*.py")}, "src/app.py"),  # src\*.py on Windows
-        ("grep", {"pattern": "TODO", "type": "py", "head_limit": 2}, "main.py\nsrc/app.py\n(there"),
+        (
+            "grep",
+            {"pattern": "TODO", "glob": "*.{py,pyi}", "head_limit": 2},
+            "main.py\nsrc/app.py\n(there",
+        ),
         ("grep", {"pattern": "("}, "missing )"),
-        ("grep", {"pattern": "TODO", "type": "all", "glob": ""}, "READ.md"),  # as small models do
+        ("grep", {"pattern": "TODO", "glob": ""}, "READ.md"),  # as small models do
         ("grep", {"pattern": "e = main.p", "fixed_strings": True}, "main.py"),
     ],
 )
@@ -1754,7 +1756,6 @@ def test_any_other_recursive_delete_is_refused(turn, command):
         "mkfs.ext4 /dev/sda1",
         "sudo reboot",
         "sudo -n systemctl -q reboot",
-        ":(){ :|:& };:",
         "dd if=x of=/dev/sda",
         "echo x > /dev/sda",
         "echo x > /dev/shm/../sda",
@@ -1776,7 +1777,7 @@ def test_any_other_recursive_delete_is_refused(turn, command):
 )
 def test_what_destroys_a_machine_or_the_agents_records_is_refused(turn, command):
     places = {"keys": turn.secret[0].as_posix(), "tmp": turn.workspace.parent.as_posix()}
-    with pytest.raises(Refused, match="dangerous|fork bomb|device|agent's own record|holds keys"):
+    with pytest.raises(Refused, match="dangerous|device|agent's own record|holds keys"):
         check_command(re.sub(r"\{(keys|tmp)\}", lambda match: places[match[1]], command), turn)
 
 
@@ -2190,13 +2191,26 @@ def test_daily_commands_run_in_the_sandbox(confined, command, restrict):
         "echo x > {home}/.nanobot/workspace/sessions/a.jsonl",
         "rm -rf {home}/.nanobot/workspace/sessions",
         "echo x >> {home}/.nanobot/workspace/memory/history.jsonl",
-        ":(){{ :|:& }};:",
     ],
 )
-def test_the_sandbox_refuses_keys_and_the_agents_records_before_the_command_runs(confined, command):
-    result = run_confined(confined, "touch ran; " + command.format(home=confined.cwd.parent))
-    assert result.is_error and not (confined.cwd / "ran").exists()
-    assert re.search("holds keys|the agent's own record|fork bomb", result.text)
+def test_plain_names_of_keys_and_of_the_agents_records_do_not_work_in_the_sandbox(
+    confined, command
+):
+    records = [confined.workspace / "sessions/a.jsonl", confined.workspace / "memory/history.jsonl"]
+    for record in records:
+        record.parent.mkdir(exist_ok=True)
+        record.write_text("record")
+    result = run_confined(confined, command.format(home=confined.cwd.parent))
+    assert result.is_error and "gold" not in result.text, result.text
+    assert [record.read_text() for record in records] == ["record", "record"]
+
+
+def test_a_fork_bomb_does_not_run(turn):
+    for sandbox in ("", "bwrap"):
+        registry = ToolRegistry([Exec(sandbox=sandbox)])
+        call = registry.execute("exec", {"command": "touch ran; :(){ :|:& };:"}, turn)
+        assert asyncio.run(call).shown == "refused: This is a fork bomb."
+    assert not (turn.cwd / "ran").exists()
 
 
 def in_script(turn, text: str) -> str:
@@ -2395,16 +2409,17 @@ def test_a_read_only_file_is_not_changed(turn):
 
 def test_old_versions_are_bounded_and_their_loss_is_said(turn, monkeypatch):
     monkeypatch.setattr(tools, "UNDO_CHANGES", 3)
-    monkeypatch.setattr(tools, "UNDO_FILE_BYTES", 500)
+    monkeypatch.setattr(tools, "UNDO_BYTES", 5_000)
     for number in range(5):
         at = replace(turn, started=f"1{number}")
         write(at, f"f{number}", "x")
     assert [undo(turn) for _ in range(4)] == [{"f4": True}, {"f3": True}, {"f2": True}, {}]
     texts = [write(turn, f"g{n}", "x").text for n in range(4)]
-    assert ["too much" in text for text in texts] == [False] * 3 + [True] and len(undo(turn)) == 3
-    (turn.cwd / "big").write_text("x" * 501)
-    big = edit(turn, "big", "x" * 501, "y")
-    assert "(too large to undo)" in big.text and "(too large to undo)" in big.shown
+    assert ["too much" in text for text in texts] == [False] * 3 + [True]
+    assert undo(turn) == {"g0": True, "g1": True, "g2": True, "g3": False}
+    (turn.cwd / "big").write_text("x" * 5_001)
+    big = edit(turn, "big", "x" * 5_001, "y")
+    assert "(cannot be undone: " in big.text and "(cannot be undone: " in big.shown
     edit(turn, "big", "y", "z")  # its first version is lost
     assert undo(turn) == {"big": False} and (turn.cwd / "big").read_text() == "z"
 
