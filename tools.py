@@ -132,7 +132,7 @@ class Tool:
 
     @property
     def body(self) -> Callable:
-        """The method that the subclass defines; the schema is made from its signature."""
+        """The method that the subclass defines, `run` or `execute`; its signature is the schema."""
         return self.run if type(self).execute is Tool.execute else self.execute
 
     @functools.cached_property
@@ -267,6 +267,7 @@ class ToolRegistry:
         """Return (tool or None, arguments after casting, problem or None)."""
         tool = self._tools.get(name)
         if not tool:
+            # 99 names at most, with a likeness of at least 0: that is, all tools
             near = ", ".join(difflib.get_close_matches(name[:64].lower(), self._tools, 99, 0))
             return None, {}, f"There is no tool {name[:64]!r}. The tools, closest first: {near}."
         params = cast(params or {}, {"type": "object"})  # JSON text → dict
@@ -293,7 +294,7 @@ class ToolRegistry:
             result = ToolResult(str(mistake), is_error=True, shown=shown)
         except BaseException as error:
             if isinstance(error, asyncio.CancelledError) and asyncio.current_task().cancelling():
-                raise  # the turn itself is cancelled, not a task that the tool started
+                raise  # the turn itself is cancelled, not only a task that the tool has awaited
             result = ToolResult(f"{name} failed: {type(error).__name__}: {error}", is_error=True)
             # --logs shows the traceback
             log.warning("tool %s", result.text, exc_info=log.isEnabledFor(logging.INFO))
@@ -326,7 +327,7 @@ class Turn:
     session_key: str = "cli:direct"
     restrict: bool = False  # True: the fence is on; tools may use only `workspace` and `cwd`
     readable: tuple[Path, ...] = ()  # if the fence is on, tools may also read these folders
-    secret: tuple[Path, ...] = ()  # files with API keys, which no tool may open
+    secret: tuple[Path, ...] = ()  # files and folders with API keys, which no tool may open
     max_result_chars: int = 16_000
     results: Path | None = None  # longer results are saved here; None: in a temporary folder
     undo: Path | None = None  # old versions of changed files (see `take_back`); None: as above
@@ -456,7 +457,7 @@ def fitted(text, most, name, turn):
     """Return a text; if it is too long, its start, its end, and how to read the lines between."""
     if len(text) <= most:
         return text
-    room = (most - 400) // 2
+    room = (most - 400) // 2  # half for the start, half for the end; 400 for the line between
     head = text[:room]
     tail = text[-room:]
     first = head.count("\n") + 1
@@ -466,7 +467,7 @@ def fitted(text, most, name, turn):
     try:
         folder.mkdir(0o700, parents=True, exist_ok=True)
         path.write_bytes(text.encode(errors="replace"))
-        for old in sorted(folder.glob("*-*.txt"))[:-200]:
+        for old in sorted(folder.glob("*-*.txt"))[:-200]:  # the last 200 results are kept
             old.unlink(missing_ok=True)  # another program may have deleted the file
         how = f"the text is in {path}: read_file offset={first} limit={last - first + 1}"
     except OSError as problem:
@@ -495,7 +496,15 @@ JSON_TYPES = {
     "null": types.NoneType,
 }
 # An object whose schema has one of these keywords may have keys that `properties` does not name.
-OPENING = ("additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref", "if")
+ALLOWS_OTHER_KEYS = (
+    "additionalProperties",
+    "patternProperties",
+    "allOf",
+    "anyOf",
+    "oneOf",
+    "$ref",
+    "if",
+)
 
 
 def union_schema(options):
@@ -546,9 +555,9 @@ def cast(value, schema: dict):
     elif "string" in wanted and fits(value, ["number"]):
         value = str(value)
     for option in schema.get("anyOf", ()):
-        read = cast(value, option)
-        if not validate(read, option):
-            return read
+        as_option = cast(value, option)
+        if not validate(as_option, option):
+            return as_option
     if isinstance(value, float) and value.is_integer() and "integer" in wanted:
         return int(value)
     if isinstance(value, dict):
@@ -595,6 +604,7 @@ def validate(value, schema: dict, path: str = ""):
 
 
 def wrong_size(value, schema, name):
+    """9, {"maximum": 6}, "size" → ["size must be <= 6"]; of texts and lists, the length counts"""
     if isinstance(value, str | list):
         value = len(value)
         name = f"{name}: its length"
@@ -608,7 +618,8 @@ def wrong_size(value, schema, name):
 
 
 def unexpected_keys(params, schema):
-    is_open = any(schema.get(word) not in (None, False) for word in OPENING)
+    """{"pth": "a"} → ["unexpected parameter pth (known: path, limit)"]"""
+    is_open = any(schema.get(word) not in (None, False) for word in ALLOWS_OTHER_KEYS)
     known = schema.get("properties")
     if is_open or known is None:
         return []
@@ -688,7 +699,7 @@ AGENT_FILES = (
 )
 MAX_FILE_BYTES = 50_000_000
 # O_NOFOLLOW refuses a link that was created after the check; O_NONBLOCK opens a FIFO at once
-READING = sum(getattr(os, flag, 0) for flag in ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY"))
+READ_FLAGS = sum(getattr(os, flag, 0) for flag in ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY"))
 UTF8_MARK = b"\xef\xbb\xbf"
 UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 IMAGE_STARTS = {
@@ -702,7 +713,7 @@ IMAGE_STARTS = {
 def try_to_read(path, most):
     """Returns the bytes of a regular file, and "" or the reason why it cannot be read."""
     try:
-        with open(path, "rb", opener=lambda name, _: os.open(name, READING)) as file:
+        with open(path, "rb", opener=lambda name, _: os.open(name, READ_FLAGS)) as file:
             info = os.fstat(file.fileno())
             if not stat.S_ISREG(info.st_mode):
                 return b"", "it is not a regular file but a FIFO or device"
@@ -722,7 +733,8 @@ def read_bytes(path, most=MAX_FILE_BYTES):
 
 
 def plain_text(data):
-    """b"\\xef\\xbb\\xbfone\\r\\ntwo\\r\\n" → "one\\ntwo"; a UTF-16 BOM selects UTF-16."""
+    """b"\\xef\\xbb\\xbfone\\r\\ntwo\\r\\n" → "one\\ntwo": no BOM, no \\r, and no line break at the
+    end, which would look like an empty last line. A UTF-16 BOM selects UTF-16."""
     encoding = "utf-16" if data.startswith(UTF16_MARKS) else "utf-8"
     text = data.removeprefix(UTF8_MARK).decode(encoding, errors="replace")
     return text.replace("\r\n", "\n").removesuffix("\n")
@@ -733,10 +745,12 @@ def is_binary(data):
 
 
 def is_secret(real, secrets):
+    """Can a file hold keys? `secrets`: files and folders that do. Links must be resolved before."""
     if str(real).startswith("/proc/") and real.name == "environ":
         return True  # /proc/1/environ can contain API keys
     for secret in secrets:
-        if str(real).startswith(str(secret)):  # it, a copy like config.json.bak, a file in it
+        # the file itself, a copy like config.json.bak, or a file in the folder
+        if str(real).startswith(str(secret)):
             return True
         # `samefile` also finds hard links, and CONFIG.JSON on systems that ignore case
         with contextlib.suppress(OSError):  # one of them does not exist
@@ -746,7 +760,8 @@ def is_secret(real, secrets):
 
 
 def similar_names(path):
-    """For an error: what there is instead, such as " In /home/ada: a.txt, b.txt" """
+    """For the end of an error: similar names in the folder, or else its first 20 names, such as
+    " In /home/ada: a.txt, b.txt"; "" if the path exists."""
     if path.exists():
         return ""
     folder = next(parent for parent in path.parents if parent.is_dir())
@@ -756,6 +771,7 @@ def similar_names(path):
 
 
 def lines_of(data):
+    """b"one\\ntwo\\n" → ["one", "two"], b"" → []"""
     return plain_text(data).split("\n") if data else []
 
 
@@ -769,7 +785,7 @@ def numbered_page(lines, first, most, room):
     if len(page) > room:
         page = page[:room].rpartition("\n")[0]
     last = last_whole = first + page.count("\n")
-    if not page:
+    if not page:  # `room` is too small for the first line: show its start, and count no whole line
         page = f"{numbered[0][:room]}… (line cut)"
         last_whole = first - 1
     if last < len(lines):
@@ -863,9 +879,9 @@ def diff(before, after, name):
     lines = list(
         difflib.unified_diff(old, after.split("\n"), f"a/{name}", f"b/{name}", lineterm="", n=2)
     )
-    kinds = [line[:1] for line in lines[2:]]  # after the two lines with the name
+    signs = [line[:1] for line in lines[2:]]  # lines[:2] name the file: "--- a/x.py", "+++ b/x.py"
     text = "\n".join(lines).encode(errors="replace").decode()  # invalid bytes become `?`
-    shown = [f"+{kinds.count('+')} −{kinds.count('-')}", *text.split("\n")[2:14]]
+    shown = [f"+{signs.count('+')} −{signs.count('-')}", *text.split("\n")[2:14]]
     return "\n".join(shown).rstrip(), shorten(text, 4_000) or "(the text is the same)"
 
 
@@ -922,7 +938,7 @@ def change_file(turn, path, old, new):
     kept = turn.store("undo") / f"undo-{turn.started}-{time.perf_counter_ns():020}"
     try:
         kept.parent.mkdir(0o700, parents=True, exist_ok=True)
-        kept.touch(0o600)
+        kept.touch(0o600)  # write_atomic keeps this mode
         write_atomic(kept, json.dumps(change).encode() + b"\n" + old)
         forget_old_changes(kept)
     except (OSError, ToolError) as problem:
@@ -983,7 +999,11 @@ def take_back(store, session):
 
 def restore(path, changes):
     """Take back all changes of one file, given oldest first. Returns False, and leaves the file
-    alone, if something else has changed it after one of them."""
+    alone, if something else has changed it after one of them.
+
+    Each change has the hash of what it wrote and the bytes before it: from the last change back,
+    these bytes must be what the change before has written.
+    """
     try:
         data = read_bytes(path)
         for change in reversed(changes):
@@ -1158,7 +1178,6 @@ def ignored_by_git(folder):
 
 
 Limit = Annotated[int, IntegerSchema(minimum=1)]
-BEFORE_PATTERN = r"[^*?\[{]*(/|$)|"  # src/ in src/*.py, the whole of src/a.py, nothing in *.py
 
 
 def plain_globs(glob):
@@ -1288,6 +1307,7 @@ async def search_part(files, request):
     return json.loads(output)
 
 
+# `request` of the functions above is a tuple of the parameters after `files`.
 def search_child(files, source, most_bytes, most, mode, context):
     """The main function of the child: print the answer as JSON (see `search_files`)."""
     # end this child even if its parent has died
@@ -1338,7 +1358,7 @@ CHILD_FUNCTIONS = (
     shown_lines,
 )
 CHILD_VALUES = {
-    "READING": READING,
+    "READ_FLAGS": READ_FLAGS,
     "UTF8_MARK": UTF8_MARK,
     "UTF16_MARKS": UTF16_MARKS,
     "SEARCH_SECONDS": SEARCH_SECONDS,
@@ -1372,7 +1392,8 @@ REMOVES = (
     r"rm (.* )?(-\w*[rR]|--r|\{\} )|(remove-item|ri|rd|rmdir|del|erase) (.* )?[-/][rRsS]"
     r"|(remove-item|ri) (-\S+ )*\Z"
 )
-# find . -name '*.pyc' -delete removes some files, find . -type f -delete removes all
+# find . -name '*.pyc' -delete removes some files, find . -type f -delete removes all. A test
+# chooses if its pattern has a letter, as -name '*.pyc', and if no ! or -not is before it.
 CHOOSES = r"(?<!! )(?<!-not )-(i?(name|path|regex) [^\s\[]*\w|empty)"
 WRITES = (
     r"(tee|mv|rm|truncate|touch|mkdir|del|erase|rd|(set|add)-content|out-file"
@@ -1400,9 +1421,12 @@ URL = r"\b(?!file:)\w{1,20}://\S*"
 HARMLESS = (
     r"/?|/dev/(null|std(in|out|err)|tty\w*|fd/\d|shm/[\w.-]+|tcp/[\w.-]+/\w+)|(/usr)?/bin/\w[^/]*"
 )
-UNKNOWN = (
-    r"[$`]|(^|[{,])~|[{,]/|[{,][*?]+[,}]|(^|[/{,])\.\.([/},]|$)"  # nobody knows what $X/../~ names
-)
+# What these words name is not known before the shell runs, or not inside the working folder:
+# $X `ls` | ~/x {~,a} | {/etc,a} | {*,a} | ../x a/.. {..,a}
+UNKNOWN = r"[$`]|(^|[{,])~|[{,]/|[{,][*?]+[,}]|(^|[/{,])\.\.([/},]|$)"
+
+# the folder before the first mark of a glob: src/ in src/*.py, all of src/a.py, nothing in *.py
+BEFORE_PATTERN = r"[^*?\[{]*(/|$)|"
 
 
 def check_command(command: str, turn: Turn):
@@ -1449,7 +1473,7 @@ def check_command(command: str, turn: Turn):
                 word = os.path.join(here or "", word)
             written.add(word)
         if "/" in names and name not in ("awk", "cut", "sed", "tr"):
-            words.append("/.")
+            words.append("/.")  # `ls /`: HARMLESS lets a lone slash pass, as in `cut -d /`
     check_paths(written, turn, writes=True)
     named = {word for words in programs for word in words}
     check_paths(named - written, turn, writes=False)
@@ -1467,14 +1491,15 @@ def check_deleted(name, here, turn):
     """Raise Refused if a recursive delete does not only name things below turn.cwd, or if these
     hold AGENT_FILES or keys. A pattern must contain a letter, or a folder must precede it."""
     folder = re.match(BEFORE_PATTERN, name)[0]
-    rest = name[len(folder) :]
+    pattern = name[len(folder) :]  # build/*.o → build/ and *.o; build → build and nothing
     real = real_path(folder, here, turn)
-    chosen = rest if real == turn.cwd.resolve() else name
-    is_named = re.search(r"\w", re.sub(r"\[[^]]*", "", chosen))
+    chosen_by = pattern if real == turn.cwd.resolve() else name
+    is_named = re.search(r"\w", re.sub(r"\[[^]]*", "", chosen_by))  # no letter is in * and [a-z]*
     records = [turn.workspace.resolve() / name for name in AGENT_FILES]
-    held = os.path.join(real or "", rest, "*")
-    is_kept = any(fnmatch.fnmatch(f"{path}/", held) for path in (*turn.secret, *records))
-    if re.search(UNKNOWN, name) or not (real and is_named) or is_kept:
+    # would the shell's pattern name one of these files, or a folder that it is in?
+    deleted = os.path.join(real or "", pattern, "*")
+    holds_kept = any(fnmatch.fnmatch(f"{path}/", deleted) for path in (*turn.secret, *records))
+    if re.search(UNKNOWN, name) or not (real and is_named) or holds_kept:
         raise Refused(
             f"rm -rf may only delete named things inside {turn.cwd}, not {name}. "
             "The command was not run: ask the user to run it."
@@ -1523,6 +1548,7 @@ def check_paths(words, turn, *, writes):
             path = re.sub(r"^/([A-Za-z])(?=/)", r"\1:", path)
         if writes and path.startswith("/dev/"):
             raise Refused(f"{path} is a device.")
+        # ~ is not looked up before: turn.path expands it, also ~root
         if writes or path[0] == "~" or os.path.lexists(turn.cwd / path):
             turn.path(path, write=writes)
 
@@ -1572,6 +1598,7 @@ def job_object(process):
     kernel = ctypes.WinDLL("kernel32")
     group = kernel.CreateJobObjectW(None, None)
     # JOBOBJECT_EXTENDED_LIMIT_INFORMATION, with the flag JOB_OBJECT_LIMIT_KILL_ON_JOB_CLOSE
+    # (36 numbers of 4 bytes; the fifth one is LimitFlags; 9 is the number of this kind of limits)
     limits = (ctypes.c_uint32 * 36)(0, 0, 0, 0, 0x2000)
     kernel.SetInformationJobObject(group, 9, limits, 144)
     kernel.AssignProcessToJobObject(group, process._handle)
@@ -1581,7 +1608,7 @@ def job_object(process):
 # ---- The shell: a command and all processes that it starts ----
 
 MAX_OUTPUT_CHARS = 10_000
-KEPT_BYTES = 3_000_000
+KEPT_BYTES = 3_000_000  # at most these at the start, and twice as many at the end
 SAFE_ENVIRONMENT = (  # other variables may hold API keys
     "HOME",
     "LANG",
@@ -1736,7 +1763,7 @@ class Job:
         """Kill a command that still runs. End the watchdog, if no background process is left."""
         if self.process.returncode is None:
             self.kill()
-        elif self.signal_group(0):
+        elif self.signal_group(0):  # a background process is left: this program's exit kills it
             return
         atexit.unregister(self.kill)
         if self.watchdog:
@@ -1896,16 +1923,16 @@ class Web:
             raise ToolError(f"No answer from {url[:200]}: {why}. Try another source.") from None
 
     async def _ask(self, url, redirects, trusted=False, **request):
-        line = await in_thread(self._connect, url, trusted)
+        sock = await in_thread(self._connect, url, trusted)
         if url.scheme == "https":  # the TLS handshake happens on the first write
-            line = ssl.create_default_context().wrap_socket(
-                line, server_hostname=url.hostname, do_handshake_on_connect=False
+            sock = ssl.create_default_context().wrap_socket(
+                sock, server_hostname=url.hostname, do_handshake_on_connect=False
             )
         try:
-            response, body = await in_thread(self._exchange, line, url, **request)
+            response, body = await in_thread(self._exchange, sock, url, **request)
         finally:  # wake the reading thread; `SSLSocket.shutdown` also switches TLS off
             with contextlib.suppress(OSError):
-                socket.socket.shutdown(line, socket.SHUT_RDWR)
+                socket.socket.shutdown(sock, socket.SHUT_RDWR)
         location = response.getheader("Location", "").encode("latin-1").decode(errors="replace")
         if redirects and location and response.status // 100 == 3:
             url = web_url(urllib.parse.urljoin(response.url, location))
@@ -1936,16 +1963,17 @@ class Web:
                 return socket.create_connection(address, timeout=15)
         raise OSError("no address accepted the connection")
 
-    def _exchange(self, line, url, body=None, headers=()):
-        about = {"Host": url.netloc, "User-Agent": "Mozilla/5.0 (compatible; nanobot)"}
+    def _exchange(self, sock, url, body=None, headers=()):
+        own_headers = {"Host": url.netloc, "User-Agent": "Mozilla/5.0 (compatible; nanobot)"}
         with contextlib.closing(HTTPConnection(url.hostname, 80)) as connection:
-            connection.sock = line  # already connected, so http.client resolves no name
+            # already connected: http.client resolves no name, and does not use the port 80
+            connection.sock = sock
             target = url._replace(scheme="", netloc="")
             if self.proxy.hostname and url.scheme == "http":
                 target = url
-                about = about | self.login
+                own_headers = own_headers | self.login
             method = "POST" if body else "GET"
-            connection.request(method, target.geturl(), body, about | dict(headers))
+            connection.request(method, target.geturl(), body, own_headers | dict(headers))
             response = connection.getresponse()
             response.url = url.geturl()
             data = response.read(MAX_WEB_BYTES)
@@ -1956,6 +1984,8 @@ class Web:
 # These patterns are fast: Python 3.11's html.parser needs over half an hour for 1 MB of `<a x='`.
 
 ATTRIBUTES = r"""([^<>"']*(?:"[^"<]*"[^<>"']*|'[^'<]*'[^<>"']*)*)>"""  # `>` in quotes is allowed
+# groups: name and attributes of a tag; [3], [4]: the same of a tag that has an odd quote or no ">";
+# then what has no name: <!doctype html>, <? >, </ >
 TAG = rf"(?i)<(/?[a-z][\w:-]*){ATTRIBUTES}|<(/?[a-z][\w:-]*)([^<>]*)>?|<[!?/][^<>]*>?"
 LINK = rf"(?is)<a\b{ATTRIBUTES}(.*?)(?:</a\b[^<>]*>?|(?=<a\b)|\Z)"
 NOT_TEXT = (
@@ -1969,6 +1999,7 @@ BLOCK = (
     r"/?(title|p|div|[uod]l|d[dt]|table|blockquote|section|article|main|header|footer|aside"
     r"|details|summary|figure|figcaption|hr|h\d)"
 )
+# a table row: in it, a paragraph or a list must not begin a new line (see `prose_text`)
 ROW = r"(?i)<tr\b.*?(?=<tr\b|</tr\b|</?table\b|\Z)"
 MARKS = {
     "br": "\n",
@@ -2005,6 +2036,7 @@ def code_text(source):
 
 def prose_text(source):
     source = re.sub(r"\s+", " ", source)
+    # <td><p>a → <td> <p_>a: a tag that mark_of does not know becomes nothing, the space stays
     source = re.sub(ROW, lambda row: re.sub(rf"(?i)<({BLOCK}|br|li)\b", r" \g<0>_", row[0]), source)
     text = html.unescape(re.sub(TAG, mark_of, source))
     text = "\n".join(" ".join(line.split()) for line in text.split("\n"))
@@ -2023,6 +2055,7 @@ def mark_of(tag):
 
 def link_text(match, url):
     """<a href="b?x=1"> <b>go</b> </a> → [go](https://example.com/b?x=1)"""
+    # <h3>A</h3><p>B → A B, but <b>A</b>B → AB
     words = re.sub(TAG, "", re.sub(rf"(?i)<({BLOCK}|br|t[dh])\b", r" \g<0>", match[2])).split()
     text = " ".join(words)
     href = href_of(match[1])
@@ -2295,7 +2328,9 @@ class MCPServer:
         self.settings = settings
         self.registry = registry
         self.tools = []  # the names of this server's tools in the registry
-        self.client = self.task = self.stderr = None
+        # `connect` makes also: ready (set when an attempt has ended), started (its time), and scope
+        # (None, then the cancel scope of the connection)
+        self.client = self.task = self.stderr = None  # client: None unless connected
         self.problem = ""
         self.retry_at = 0.0
 
