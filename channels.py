@@ -263,8 +263,11 @@ def approval_question(name, arguments, always=""):
     lines = []
     for key, mark in MARKED.items():
         if isinstance(rest.get(key), str):
+            text = rest.pop(key)
+            if key == "content":  # of a file: "a\n" is one line, not a line and an empty one
+                text = text.removesuffix("\n")
             later_mark = mark.replace("$", ">")  # as bash marks them: "$ cat <<E", "> hi", "> E"
-            lines.append(mark + rest.pop(key).replace("\n", f"\n{later_mark}"))
+            lines.append(mark + text.replace("\n", f"\n{later_mark}"))
     others = json.dumps(rest, ensure_ascii=False) if rest else ""
     question = "Run it? [y/n] (or n REASON) "
     if always:

@@ -133,7 +133,7 @@ class Tool:
 
     @property
     def body(self) -> Callable:
-        """The method that the subclass defines; the schema is made from its signature."""
+        """The method that the subclass defines, `run` or `execute`; its signature is the schema."""
         return self.run if type(self).execute is Tool.execute else self.execute
 
     @functools.cached_property
@@ -201,7 +201,7 @@ def as_schema(hint) -> dict:
         note = {"description": inner[1]} if isinstance(inner[1], str) else inner[1]
         return {**as_schema(inner[0]), **note}
     if origin is Literal:
-        return {**as_schema(Union[tuple(map(type, inner))]), "enum": list(inner)}  # noqa: UP007
+        return {**as_schema(type(inner[0])), "enum": list(inner)}
     if origin in (Union, types.UnionType):
         return union_schema([as_schema(option) for option in inner])
     if origin is list:  # some endpoints refuse an array without `items`
@@ -273,6 +273,7 @@ class ToolRegistry:
         """Return (tool or None, arguments after casting, problem or None)."""
         tool = self._tools.get(name)
         if not tool:
+            # 99 names at most, with a likeness of at least 0: that is, all tools
             near = ", ".join(difflib.get_close_matches(name[:64].lower(), self._tools, 99, 0))
             return None, {}, f"{self.missing} {name[:64]!r}.\nThe tools, closest first: {near}."
         params = cast(params or {}, {"type": "object"})  # JSON text → dict
@@ -299,7 +300,7 @@ class ToolRegistry:
             result = ToolResult(str(mistake), is_error=True, shown=shown)
         except BaseException as error:
             if isinstance(error, asyncio.CancelledError) and asyncio.current_task().cancelling():
-                raise  # the turn itself is cancelled, not a task that the tool started
+                raise  # the turn itself is cancelled, not only a task that the tool has awaited
             result = ToolResult(f"{name} failed: {type(error).__name__}: {error}", is_error=True)
             # --logs shows the traceback
             log.warning("tool %s", result.text, exc_info=log.isEnabledFor(logging.INFO))
@@ -332,7 +333,7 @@ class Turn:
     session_key: str = "cli:direct"
     restrict: bool = False  # True: the fence is on; tools may use only `workspace` and `cwd`
     readable: tuple[Path, ...] = ()  # if the fence is on, tools may also read these folders
-    secret: tuple[Path, ...] = ()  # files with API keys, which no tool may open
+    secret: tuple[Path, ...] = ()  # files and folders with API keys, which no tool may open
     max_result_chars: int = 16_000
     results: Path | None = None  # longer results are saved here; None: in a temporary folder
     undo: Path | None = None  # old versions of changed files (see `take_back`); None: as above
@@ -412,7 +413,7 @@ def read_file(
 def write_file(path: str, content: str, *, turn: Turn) -> ToolResult:
     """Write a whole file; missing folders are created. To change a part, use edit_file."""
     real = turn.path(path, write=True)
-    data = content.encode("utf-8", errors="replace")
+    data = content.encode(errors="replace")
     old = read_bytes(real) if real.exists() else b""
     lines = len(lines_of(old))
     lines_read = turn.lines_read(real, old)
@@ -464,7 +465,7 @@ def fitted(text, most, name, turn):
     """Return a text; if it is too long, its start, its end, and how to read the lines between."""
     if len(text) <= most:
         return text
-    room = (most - 400) // 2
+    room = (most - 400) // 2  # half for the start, half for the end; 400 for the line between
     head = text[:room]
     tail = text[-room:]
     first = head.count("\n") + 1
@@ -473,8 +474,8 @@ def fitted(text, most, name, turn):
     path = folder / f"{time.time_ns()}-{name}.txt"
     try:
         folder.mkdir(0o700, parents=True, exist_ok=True)
-        path.write_bytes(text.encode("utf-8", errors="replace"))
-        for old in sorted(folder.glob("*-*.txt"))[:-200]:
+        path.write_bytes(text.encode(errors="replace"))
+        for old in sorted(folder.glob("*-*.txt"))[:-200]:  # the last 200 results are kept
             old.unlink(missing_ok=True)  # another program may have deleted the file
         how = f"the text is in {path}: read_file offset={first} limit={last - first + 1}"
     except OSError as problem:
@@ -503,7 +504,15 @@ JSON_TYPES = {
     "null": types.NoneType,
 }
 # An object whose schema has one of these keywords may have keys that `properties` does not name.
-OPENING = ("additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref", "if")
+ALLOWS_OTHER_KEYS = (
+    "additionalProperties",
+    "patternProperties",
+    "allOf",
+    "anyOf",
+    "oneOf",
+    "$ref",
+    "if",
+)
 
 
 def union_schema(options):
@@ -554,9 +563,9 @@ def cast(value, schema: dict):
     elif "string" in wanted and fits(value, ["number"]):
         value = str(value)
     for option in schema.get("anyOf", ()):
-        read = cast(value, option)
-        if not validate(read, option):
-            return read
+        as_option = cast(value, option)
+        if not validate(as_option, option):
+            return as_option
     if isinstance(value, float) and value.is_integer() and "integer" in wanted:
         return int(value)
     if isinstance(value, dict):
@@ -603,6 +612,7 @@ def validate(value, schema: dict, path: str = ""):
 
 
 def wrong_size(value, schema, name):
+    """9, {"maximum": 6}, "size" → ["size must be <= 6"]; of texts and lists, the length counts"""
     if isinstance(value, str | list):
         value = len(value)
         name = f"{name}: its length"
@@ -616,7 +626,8 @@ def wrong_size(value, schema, name):
 
 
 def unexpected_keys(params, schema):
-    is_open = any(schema.get(word) not in (None, False) for word in OPENING)
+    """{"pth": "a"} → ["unexpected parameter pth (known: path, limit)"]"""
+    is_open = any(schema.get(word) not in (None, False) for word in ALLOWS_OTHER_KEYS)
     known = schema.get("properties")
     if is_open or known is None:
         return []
@@ -696,7 +707,7 @@ AGENT_FILES = (
 )
 MAX_FILE_BYTES = 50_000_000
 # O_NOFOLLOW refuses a link that was created after the check; O_NONBLOCK opens a FIFO at once
-READING = sum(getattr(os, flag, 0) for flag in ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY"))
+READ_FLAGS = sum(getattr(os, flag, 0) for flag in ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY"))
 UTF8_MARK = b"\xef\xbb\xbf"
 UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 IMAGE_STARTS = {
@@ -710,7 +721,7 @@ IMAGE_STARTS = {
 def try_to_read(path, most):
     """Returns the bytes of a regular file, and "" or the reason why it cannot be read."""
     try:
-        with open(path, "rb", opener=lambda name, _: os.open(name, READING)) as file:
+        with open(path, "rb", opener=lambda name, _: os.open(name, READ_FLAGS)) as file:
             info = os.fstat(file.fileno())
             if not stat.S_ISREG(info.st_mode):
                 return b"", "it is not a regular file but a FIFO or device"
@@ -730,7 +741,8 @@ def read_bytes(path, most=MAX_FILE_BYTES):
 
 
 def plain_text(data):
-    """b"\\xef\\xbb\\xbfone\\r\\ntwo\\r\\n" → "one\\ntwo"; a UTF-16 BOM selects UTF-16."""
+    """b"\\xef\\xbb\\xbfone\\r\\ntwo\\r\\n" → "one\\ntwo": no BOM, no \\r, and no line break at the
+    end, which would look like an empty last line. A UTF-16 BOM selects UTF-16."""
     encoding = "utf-16" if data.startswith(UTF16_MARKS) else "utf-8"
     text = data.removeprefix(UTF8_MARK).decode(encoding, errors="replace")
     return text.replace("\r\n", "\n").removesuffix("\n")
@@ -741,10 +753,12 @@ def is_binary(data):
 
 
 def is_secret(real, secrets):
-    if str(real).startswith("/proc/") and real.name in ("environ", "mem"):
-        return True  # /proc/1/environ and /proc/1/mem can contain API keys
+    """Can a file hold keys? `secrets`: files and folders that do. Links must be resolved before."""
+    if str(real).startswith("/proc/") and real.name == "environ":
+        return True  # /proc/1/environ can contain API keys
     for secret in secrets:
-        if str(real).startswith(str(secret)):  # it, a copy like config.json.bak, a file in it
+        # the file itself, a copy like config.json.bak, or a file in the folder
+        if str(real).startswith(str(secret)):
             return True
         # `samefile` also finds hard links, and CONFIG.JSON on systems that ignore case
         with contextlib.suppress(OSError):  # one of them does not exist
@@ -754,7 +768,8 @@ def is_secret(real, secrets):
 
 
 def similar_names(path):
-    """For an error: what there is instead, such as " In /home/ada: a.txt, b.txt" """
+    """For the end of an error: similar names in the folder, or else its first 20 names, such as
+    " In /home/ada: a.txt, b.txt"; "" if the path exists."""
     if path.exists():
         return ""
     folder = next(parent for parent in path.parents if parent.is_dir())
@@ -764,6 +779,7 @@ def similar_names(path):
 
 
 def lines_of(data):
+    """b"one\\ntwo\\n" → ["one", "two"], b"" → []"""
     return plain_text(data).split("\n") if data else []
 
 
@@ -777,7 +793,7 @@ def numbered_page(lines, first, most, room):
     if len(page) > room:
         page = page[:room].rpartition("\n")[0]
     last = last_whole = first + page.count("\n")
-    if not page:
+    if not page:  # `room` is too small for the first line: show its start, and count no whole line
         page = f"{numbered[0][:room]}… (line cut)"
         last_whole = first - 1
     if last < len(lines):
@@ -851,12 +867,12 @@ def rewrite(path, turn, change):
     if data.startswith(UTF16_MARKS):
         raise ToolError(f"{real} is UTF-16.\nChange it with exec (iconv), or use write_file.")
     mark = UTF8_MARK if data.startswith(UTF8_MARK) else b""
-    text = data.removeprefix(mark).decode("utf-8", errors="surrogateescape")
+    text = data.removeprefix(mark).decode(errors="surrogateescape")
     # CRLF, if all lines end with it
     line_end = "\r\n" if text.count("\r\n") == text.count("\n") > 0 else "\n"
     before = text.replace(line_end, "\n")
     after = change(before)
-    new = mark + after.replace("\n", line_end).encode("utf-8", errors="surrogateescape")
+    new = mark + after.replace("\n", line_end).encode(errors="surrogateescape")
     note = change_file(turn, real, data, new)
     shown, told = diff(before, after, path)
     return ToolResult(told + note, shown=shown + note)
@@ -871,9 +887,9 @@ def diff(before, after, name):
     lines = list(
         difflib.unified_diff(old, after.split("\n"), f"a/{name}", f"b/{name}", lineterm="", n=2)
     )
-    kinds = [line[:1] for line in lines[2:]]  # after the two lines with the name
-    text = "\n".join(lines).encode("utf-8", errors="replace").decode()  # invalid bytes become `?`
-    shown = [f"+{kinds.count('+')} −{kinds.count('-')}", *text.split("\n")[2:14]]
+    signs = [line[:1] for line in lines[2:]]  # lines[:2] name the file: "--- a/x.py", "+++ b/x.py"
+    text = "\n".join(lines).encode(errors="replace").decode()  # invalid bytes become `?`
+    shown = [f"+{signs.count('+')} −{signs.count('-')}", *text.split("\n")[2:14]]
     return "\n".join(shown).rstrip(), shorten(text, 4_000) or "(the text is the same)"
 
 
@@ -907,7 +923,6 @@ def nearest(text, old):
 
 UNDO_CHANGES = 200
 UNDO_BYTES = 50_000_000
-UNDO_FILE_BYTES = 10_000_000
 
 
 def change_file(turn, path, old, new):
@@ -917,7 +932,7 @@ def change_file(turn, path, old, new):
     if not is_new and not (path.stat().st_mode & 0o222 and os.access(path, os.W_OK)):
         raise ToolError(f"{path} is read-only.\nAsk the user whether it may be changed.")
     note = ""
-    was_known = turn.lines_read(path, old) == len(lines_of(old))
+    old_was_read = turn.lines_read(path, old) == len(lines_of(old))
     change = {
         "session": turn.session_key,
         "turn": turn.started,
@@ -928,15 +943,11 @@ def change_file(turn, path, old, new):
         "is_new": is_new,
         "written": digest(new),
     }
-    if len(old) > UNDO_FILE_BYTES:
-        note = " (too large to undo)"
-        old = b""
-        change["written"] = ""
     # sorted by time; is_secret knows the start of the name, also in a search
     kept = turn.store("undo") / f"undo-{turn.started}-{time.perf_counter_ns():020}"
     try:
         kept.parent.mkdir(0o700, parents=True, exist_ok=True)
-        kept.touch(0o600)
+        kept.touch(0o600)  # write_atomic keeps this mode
         write_atomic(kept, json.dumps(change).encode() + b"\n" + old)
         forget_old_changes(kept)
     except (OSError, ToolError) as problem:
@@ -946,7 +957,7 @@ def change_file(turn, path, old, new):
     except ToolError:
         kept.unlink(missing_ok=True)
         raise
-    if was_known:
+    if old_was_read:
         turn.note_read(path, new, 1, len(lines_of(new)))
     return note
 
@@ -956,7 +967,8 @@ def digest(data):
 
 
 def forget_old_changes(kept):
-    """Forget the changes of old turns. If the turn of `kept` alone has too many, forget `kept`."""
+    """Forget the changes of old turns. If the turn of `kept` alone has too many, forget the bytes
+    in `kept`: only its record stays, which tells `restore` that an older version is lost."""
     room = UNDO_BYTES
     turn = kept.name.rpartition("-")[0]
     newest_first = sorted(kept.parent.glob("undo-*"), reverse=True)
@@ -964,7 +976,7 @@ def forget_old_changes(kept):
         room -= entry.stat().st_size
         if number >= UNDO_CHANGES or room < 0:
             if entry.name.startswith(turn):
-                kept.unlink()
+                kept.write_bytes(kept.read_bytes().partition(b"\n")[0])
                 raise ToolError("this turn has changed too much")
             entry.unlink()
 
@@ -1003,13 +1015,20 @@ def take_back(changes):
 
 
 def restore(path, changes):
-    """Take back all changes of one file, given oldest first. Returns what was done."""
+    """Take back all changes of one file, given oldest first. Returns what was done: the file is
+    left alone if something else has changed it after one of them.
+
+    Each change has the hash of what it wrote and the bytes before it: from the last change back,
+    these bytes must be what the change before has written.
+    """
     try:
         data = read_bytes(path)
         for change in reversed(changes):
             if digest(data) != change["written"]:
                 return LEFT_ALONE
-            data = change["file"].read_bytes().partition(b"\n")[2]
+            _, line_end, data = change["file"].read_bytes().partition(b"\n")
+            if not line_end:
+                return "left alone, because its old version was not kept"
         if path.resolve() != path:  # a folder became a link
             return LEFT_ALONE
         if not changes[0]["is_new"]:
@@ -1067,15 +1086,16 @@ def change_cell(text, index, source, kind, mode):
         cells = book["cells"]
         if index >= len(cells) + (mode == "insert"):
             raise ToolError(f"There is no cell {index}: the notebook has {len(cells)}, from 0.")
-        cell = {"cell_type": "code", "metadata": {}}
+        old_cell = {"cell_type": "code", "metadata": {}}  # what an inserted cell is made from
         if book.get("nbformat_minor", 0) >= 5:
-            cell["id"] = os.urandom(4).hex()
+            old_cell["id"] = os.urandom(4).hex()
         if mode != "insert":
-            cell = cells.pop(index)
+            old_cell = cells.pop(index)
         if mode != "delete":
-            cells.insert(index, new_cell(cell, source, kind or cell["cell_type"]))
-        layout = re.match(r"\s*\{\n([ \t]*)", text)  # the file's indentation (Jupyter: one space)
-        after = json.dumps(book, ensure_ascii=False, indent=layout and layout[1])
+            cells.insert(index, new_cell(old_cell, source, kind or old_cell["cell_type"]))
+        indented = re.match(r"\s*\{\n([ \t]*)", text)  # Jupyter indents by one space, Colab by two
+        indent = indented and indented[1]
+        after = json.dumps(book, ensure_ascii=False, indent=indent)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
         raise ToolError(f"Not a notebook of nbformat 4: {problem!r}.\nUse edit_file.") from None
     return after + text[len(text.rstrip()) :]
@@ -1106,30 +1126,37 @@ SKIPPED_FOLDERS = {
 }
 
 
-def find_files(turn, path, *globs):
-    """Find regular, non-secret files that match all globs: [(name for the next call, full path),
-    …]. A file that is named itself is found whatever the globs are."""
+def find_files(turn, path, glob):
+    """Find regular, non-secret files that match a glob: [(name for the next call, full path), …].
+    A file that is named itself is found whatever the glob is."""
     root = turn.path(path)
     if root.is_file():
         return [(path, str(root))]
     if not root.is_dir():
         raise ToolError(f"There is no folder {root}.{similar_names(root)}")
-    wanted = [plain_globs(glob.replace(os.sep, "/")) for glob in globs if glob not in ("", "*")]
-    prefix = "" if path in ("", ".") else os.path.join(path, "").replace(os.sep, "/")
-    start = len(os.path.join(root, ""))
+    globs = [] if glob in ("", "*") else plain_globs(glob.replace(os.sep, "/"))
+    shown_root = "" if path in ("", ".") else os.path.join(path, "").replace(os.sep, "/")
+    # To ask is_secret about each of 20,000 files would take 0.2 s. A file can hold keys only if its
+    # path starts so, or if it has the inode number of a file with keys (a hard link, CONFIG.JSON).
+    secret_starts = ("/proc/", *map(str, turn.secret))
+    secret_inodes = {os.stat(file).st_ino for file in turn.secret if os.path.exists(file)}
     deadline = time.monotonic() + SEARCH_SECONDS
     files = []
-    for entry in walk(str(root)):
+    for name, entry in walk(str(root)):
         if time.monotonic() > deadline:
             raise ToolError(f"{root} has too many files: search in one of its folders.")
-        name = entry.path[start:].replace(os.sep, "/")  # on Windows: src\a.py → src/a.py
-        is_wanted = all(any(is_match(name, glob) for glob in choices) for choices in wanted)
-        if is_wanted and not is_secret(Path(entry.path), turn.secret):
-            files.append((prefix + name, entry.path))
+        if globs and not any(is_match(name, each) for each in globs):
+            continue
+        may_hold_keys = entry.inode() in secret_inodes or entry.path.startswith(secret_starts)
+        if may_hold_keys and is_secret(Path(entry.path), turn.secret):
+            continue
+        files.append((shown_root + name, entry.path))
     return files
 
 
-def walk(folder, ignored=None):
+def walk(folder, parents="", ignored=None):
+    """Yield each file below a folder: its name in the first folder, like src/app.py, and its
+    `os.DirEntry`. Links are not followed."""
     try:
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
     except OSError:  # skip a folder that cannot be read
@@ -1139,10 +1166,11 @@ def walk(folder, ignored=None):
     for entry in entries:
         if entry.name in SKIPPED_FOLDERS or entry.path in ignored:
             continue
+        name = parents + entry.name
         if entry.is_file(follow_symlinks=False):
-            yield entry
+            yield name, entry
         elif entry.is_dir(follow_symlinks=False):
-            yield from walk(entry.path, ignored)
+            yield from walk(entry.path, f"{name}/", ignored)
 
 
 def ignored_by_git(folder):
@@ -1167,7 +1195,6 @@ def ignored_by_git(folder):
 
 
 Limit = Annotated[int, IntegerSchema(minimum=1)]
-BEFORE_PATTERN = r"[^*?\[{]*(/|$)|"  # src/ in src/*.py, the whole of src/a.py, nothing in *.py
 
 
 def plain_globs(glob):
@@ -1225,28 +1252,13 @@ def first_lines(lines, limit):
 # grep searches in a child process, which is killed after 20 s or when the turn is cancelled.
 
 SEARCH_SECONDS = 20
-TYPES = {
-    "py": "*.py{,i}",
-    "js": "*.{,c,m}js{,x}",
-    "ts": "*.{,c,m}ts{,x}",
-    "rust": "*.rs",
-    "c": "*.[ch]",
-    "cpp": "*.{cc,cpp,cxx,h,hh,hpp}",
-    "ruby": "*.rb",
-    "yaml": "*.y{,a}ml",
-    "python": "*.py{,i}",
-    "javascript": "*.{,c,m}js{,x}",
-    "typescript": "*.{,c,m}ts{,x}",
-    **dict.fromkeys(("", "all", "any", "*"), "*"),  # small models fill in "all"
-}
 
 
 @tool(read_only=True)
 async def grep(
     pattern: str,
     path: str = ".",
-    glob: Annotated[str, "Only these names (default: all)"] = "*",
-    type: Annotated[str, "Only this file type (default: all)"] = "",
+    glob: Annotated[str, "Only these names, like *.{js,ts} (default: all)"] = "*",
     case_insensitive: bool = False,
     fixed_strings: bool = False,
     output_mode: Literal["files_with_matches", "content", "count"] = "files_with_matches",
@@ -1257,9 +1269,8 @@ async def grep(
 ):
     r"""Search lines with a Python regular expression (\s, not [[:space:]]).
     output_mode "content" returns `path:line: text`."""
-    type_glob = TYPES.get(type, f"*.{type}")  # an unlisted type like rb means *.rb
     root = turn.path(path)
-    files = await in_thread(find_files, turn, path, glob, type_glob)
+    files = await in_thread(find_files, turn, path, glob)
     source = re.escape(pattern) if fixed_strings else pattern
     if case_insensitive:
         source = f"(?i){source}"
@@ -1297,12 +1308,14 @@ async def search_part(files, request):
     )
     program = {function.__name__: function.__code__ for function in CHILD_FUNCTIONS}
     work = marshal.dumps([CHILD_VALUES, program, files, request])
-    searching = in_thread(process.communicate, work)
     try:
-        output, errors = await asyncio.wait_for(searching, SEARCH_SECONDS)
+        output, errors = await asyncio.wait_for(
+            in_thread(process.communicate, work), SEARCH_SECONDS
+        )
     except TimeoutError:
-        why = f"The search was stopped after {SEARCH_SECONDS} s: simplify the pattern."
-        raise ToolError(why) from None
+        raise ToolError(
+            f"The search was stopped after {SEARCH_SECONDS} s: simplify the pattern."
+        ) from None
     finally:  # kill the child even if the turn is cancelled, so that `communicate` returns
         process.kill()
     if not output:  # for example "re.error: missing ) at position 3"
@@ -1311,6 +1324,7 @@ async def search_part(files, request):
     return json.loads(output)
 
 
+# `request` of the functions above is a tuple of the parameters after `files`.
 def search_child(files, source, most_bytes, most, mode, context):
     """The main function of the child: print the answer as JSON (see `search_files`)."""
     # end this child even if its parent has died
@@ -1361,7 +1375,7 @@ CHILD_FUNCTIONS = (
     shown_lines,
 )
 CHILD_VALUES = {
-    "READING": READING,
+    "READ_FLAGS": READ_FLAGS,
     "UTF8_MARK": UTF8_MARK,
     "UTF16_MARKS": UTF16_MARKS,
     "SEARCH_SECONDS": SEARCH_SECONDS,
@@ -1395,7 +1409,8 @@ REMOVES = (
     r"rm (.* )?(-\w*[rR]|--r|\{\} )|(remove-item|ri|rd|rmdir|del|erase) (.* )?[-/][rRsS]"
     r"|(remove-item|ri) (-\S+ )*\Z"
 )
-# find . -name '*.pyc' -delete removes some files, find . -type f -delete removes all
+# find . -name '*.pyc' -delete removes some files, find . -type f -delete removes all. A test
+# chooses if its pattern has a letter, as -name '*.pyc', and if no ! or -not is before it.
 CHOOSES = r"(?<!! )(?<!-not )-(i?(name|path|regex) [^\s\[]*\w|empty)"
 WRITES = (
     r"(tee|mv|rm|truncate|touch|mkdir|del|erase|rd|(set|add)-content|out-file"
@@ -1423,9 +1438,12 @@ URL = r"\b(?!file:)\w{1,20}://\S*"
 HARMLESS = (
     r"/?|/dev/(null|std(in|out|err)|tty\w*|fd/\d|shm/[\w.-]+|tcp/[\w.-]+/\w+)|(/usr)?/bin/\w[^/]*"
 )
-UNKNOWN = (
-    r"[$`]|(^|[{,])~|[{,]/|[{,][*?]+[,}]|(^|[/{,])\.\.([/},]|$)"  # nobody knows what $X/../~ names
-)
+# What these words name is not known before the shell runs, or not inside the working folder:
+# $X `ls` | ~/x {~,a} | {/etc,a} | {*,a} | ../x a/.. {..,a}
+UNKNOWN = r"[$`]|(^|[{,])~|[{,]/|[{,][*?]+[,}]|(^|[/{,])\.\.([/},]|$)"
+
+# the folder before the first mark of a glob: src/ in src/*.py, all of src/a.py, nothing in *.py
+BEFORE_PATTERN = r"[^*?\[{]*(/|$)|"
 
 
 def check_command(command: str, turn: Turn, *, confined: bool = False):
@@ -1473,7 +1491,7 @@ def check_command(command: str, turn: Turn, *, confined: bool = False):
                 word = os.path.join(here or "", word)
             written.add(word)
         if "/" in names and name not in ("awk", "cut", "sed", "tr"):
-            words.append("/.")
+            words.append("/.")  # `ls /`: HARMLESS lets a lone slash pass, as in `cut -d /`
     check_paths(written, turn, writes=True)
     named = {word for words in programs for word in words}
     check_paths(named - written, turn, writes=False)
@@ -1491,14 +1509,15 @@ def check_deleted(name, here, turn):
     """Raise Refused if a recursive delete does not only name things below turn.cwd, or if these
     hold AGENT_FILES or keys. A pattern must contain a letter, or a folder must precede it."""
     folder = re.match(BEFORE_PATTERN, name)[0]
-    rest = name[len(folder) :]
+    pattern = name[len(folder) :]  # build/*.o → build/ and *.o; build → build and nothing
     real = real_path(folder, here, turn)
-    chosen = rest if real == turn.cwd.resolve() else name
-    is_named = re.search(r"\w", re.sub(r"\[[^]]*", "", chosen))
+    chosen_by = pattern if real == turn.cwd.resolve() else name
+    is_named = re.search(r"\w", re.sub(r"\[[^]]*", "", chosen_by))  # no letter is in * and [a-z]*
     records = [turn.workspace.resolve() / name for name in AGENT_FILES]
-    held = os.path.join(real or "", rest, "*")
-    is_kept = any(fnmatch.fnmatch(f"{path}/", held) for path in (*turn.secret, *records))
-    if re.search(UNKNOWN, name) or not (real and is_named) or is_kept:
+    # would the shell's pattern name one of these files, or a folder that it is in?
+    deleted = os.path.join(real or "", pattern, "*")
+    holds_kept = any(fnmatch.fnmatch(f"{path}/", deleted) for path in (*turn.secret, *records))
+    if re.search(UNKNOWN, name) or not (real and is_named) or holds_kept:
         raise Refused(
             f"rm -rf may only delete named things inside {turn.cwd}, not {name}.\n"
             "The command was not run: ask the user to run it."
@@ -1549,6 +1568,7 @@ def check_paths(words, turn, *, writes):
             path = re.sub(r"^/([A-Za-z])(?=/)", r"\1:", path)
         if writes and path.startswith("/dev/"):
             raise Refused(f"{path} is a device.")
+        # ~ is not looked up before: turn.path expands it, also ~root
         if writes or path[0] == "~" or os.path.lexists(turn.cwd / path):
             turn.path(path, write=writes)
 
@@ -1598,6 +1618,7 @@ def job_object(process):
     kernel = ctypes.WinDLL("kernel32")
     group = kernel.CreateJobObjectW(None, None)
     # JOBOBJECT_EXTENDED_LIMIT_INFORMATION, with the flag JOB_OBJECT_LIMIT_KILL_ON_JOB_CLOSE
+    # (36 numbers of 4 bytes; the fifth one is LimitFlags; 9 is the number of this kind of limits)
     limits = (ctypes.c_uint32 * 36)(0, 0, 0, 0, 0x2000)
     kernel.SetInformationJobObject(group, 9, limits, 144)
     kernel.AssignProcessToJobObject(group, process._handle)
@@ -1607,7 +1628,7 @@ def job_object(process):
 # ---- The shell: a command and all processes that it starts ----
 
 MAX_OUTPUT_CHARS = 10_000
-KEPT_BYTES = 3_000_000
+KEPT_BYTES = 3_000_000  # at most these at the start, and twice as many at the end
 SAFE_ENVIRONMENT = (  # other variables may hold API keys
     "HOME",
     "LANG",
@@ -1709,9 +1730,9 @@ class Exec(Tool):
         records = [home / name for name in ("cron", "memory", "sessions", ".nanobot")]
         for folder in records:
             folder.mkdir(0o700, exist_ok=True)  # so that no command can create this folder
-        shown = [*SYSTEM, *filter(None, self.path_append.split(os.pathsep))]
+        visible = [*SYSTEM.split(), *filter(None, self.path_append.split(os.pathsep))]
         arguments = BWRAP.split()
-        for how, paths in (("--ro-bind-try", shown), ("--bind", opened), ("--ro-bind", records)):
+        for how, paths in (("--ro-bind-try", visible), ("--bind", opened), ("--ro-bind", records)):
             for path in paths:
                 arguments += [how, str(path), str(path)]
         return [*arguments, "--share-net"] if self.network else arguments
@@ -1761,7 +1782,7 @@ class Job:
         """Kill a command that still runs. End the watchdog, if no background process is left."""
         if self.process.returncode is None:
             self.kill()
-        elif self.signal_group(0):
+        elif self.signal_group(0):  # a background process is left: this program's exit kills it
             return
         atexit.unregister(self.kill)
         if self.watchdog:
@@ -1795,7 +1816,6 @@ class Capture(threading.Thread):
         super().__init__(daemon=True)
         self.pipe = pipe
         self.data = bytearray()
-        self.gap = b""
         self.start()
 
     def run(self):
@@ -1803,14 +1823,12 @@ class Capture(threading.Thread):
             while chunk := self.pipe.read1(65_536):
                 self.data += chunk
                 if len(self.data) > 3 * KEPT_BYTES:
-                    del self.data[KEPT_BYTES : 2 * KEPT_BYTES]
-                    self.gap = b"\n[bytes are missing here]\n"
+                    self.data[KEPT_BYTES : 2 * KEPT_BYTES] = b"\n[bytes are missing here]\n"
 
     def text(self):
         """Return the start and the end of the output. Waits up to 0.5 s for the pipe to close."""
         self.join(0.5)
-        data = self.data[:KEPT_BYTES] + self.gap + self.data[KEPT_BYTES:]
-        return data.decode("utf-8", errors="replace").replace("\r\n", "\n").rstrip("\n")
+        return self.data.decode(errors="replace").replace("\r\n", "\n").rstrip("\n")
 
 
 # ---- The shell: the sandbox ----
@@ -1821,44 +1839,24 @@ BWRAP = (
     "bwrap --unshare-all --cap-drop ALL --die-with-parent --new-session --proc /proc "
     "--ro-bind /proc/sys /proc/sys --dev /dev --tmpfs /tmp"
 )
-SYSTEM = [
-    "/usr",
-    "/bin",
-    "/sbin",
-    "/lib",
-    "/lib64",
-    "/etc/alternatives",
-    "/etc/ca-certificates",
-    "/etc/debian_version",
-    "/etc/fonts",
-    "/etc/group",
-    "/etc/hosts",
-    "/etc/java-17-openjdk",
-    "/etc/java-21-openjdk",
-    "/etc/java-25-openjdk",
-    "/etc/ld.so.cache",
-    "/etc/localtime",
-    "/etc/lsb-release",
-    "/etc/mime.types",
-    "/etc/nsswitch.conf",
-    "/etc/os-release",
-    "/etc/passwd",
-    "/etc/pki/ca-trust",
-    "/etc/pki/tls/certs",
-    "/etc/protocols",
-    "/etc/resolv.conf",
-    "/etc/services",
-    "/etc/ssl/certs",
-    "/etc/ssl/openssl.cnf",
-    "/etc/timezone",
-]
+SYSTEM = """
+/usr /bin /sbin /lib /lib64 /etc/alternatives /etc/ca-certificates /etc/debian_version
+/etc/fonts /etc/group /etc/hosts /etc/java-17-openjdk /etc/java-21-openjdk /etc/java-25-openjdk
+/etc/ld.so.cache /etc/localtime /etc/lsb-release /etc/mime.types /etc/nsswitch.conf
+/etc/os-release /etc/passwd /etc/pki/ca-trust /etc/pki/tls/certs /etc/protocols
+/etc/resolv.conf /etc/services /etc/ssl/certs /etc/ssl/openssl.cnf /etc/timezone
+"""
 
 
 def sandbox_problem():
     """Test whether bwrap works on this machine; returns the problem and the fix, or ""."""
     try:
-        trial = [*BWRAP.split(), "--ro-bind", "/", "/", "true"]
-        subprocess.run(trial, check=True, capture_output=True, text=True)
+        subprocess.run(
+            [*BWRAP.split(), "--ro-bind", "/", "/", "true"],
+            check=True,
+            capture_output=True,
+            text=True,
+        )
         return ""
     except (OSError, subprocess.CalledProcessError) as problem:
         cause = getattr(problem, "stderr", "").strip() or problem
@@ -1936,23 +1934,24 @@ class Web:
     async def ask(self, url, redirects=0, **request):
         """Return http.client's response and the body. Options: `trusted`, `body`, `headers`."""
         try:
-            work = self._ask(web_url(url), redirects, **request)
-            return await asyncio.wait_for(work, self.seconds)
+            return await asyncio.wait_for(
+                self._ask(web_url(url), redirects, **request), self.seconds
+            )
         except (OSError, ValueError, HTTPException) as problem:
             why = str(problem)[:200] or f"it took longer than {self.seconds} s"
             raise ToolError(f"No answer from {url[:200]}: {why}.\nTry another source.") from None
 
     async def _ask(self, url, redirects, trusted=False, **request):
-        line = await in_thread(self._connect, url, trusted)
+        sock = await in_thread(self._connect, url, trusted)
         if url.scheme == "https":  # the TLS handshake happens on the first write
-            context = ssl.create_default_context()
-            host = url.hostname
-            line = context.wrap_socket(line, server_hostname=host, do_handshake_on_connect=False)
+            sock = ssl.create_default_context().wrap_socket(
+                sock, server_hostname=url.hostname, do_handshake_on_connect=False
+            )
         try:
-            response, body = await in_thread(self._exchange, line, url, **request)
+            response, body = await in_thread(self._exchange, sock, url, **request)
         finally:  # wake the reading thread; `SSLSocket.shutdown` also switches TLS off
             with contextlib.suppress(OSError):
-                socket.socket.shutdown(line, socket.SHUT_RDWR)
+                socket.socket.shutdown(sock, socket.SHUT_RDWR)
         location = response.getheader("Location", "").encode("latin-1").decode(errors="replace")
         if redirects and location and response.status // 100 == 3:
             url = web_url(urllib.parse.urljoin(response.url, location))
@@ -1968,8 +1967,9 @@ class Web:
                 connection.set_tunnel(url.hostname, port, self.login)
             connection.connect()
             return connection.sock
-        answers = self.resolve(url.hostname, port, type=socket.SOCK_STREAM)
-        addresses = [answer[4][:2] for answer in answers]  # ("93.184.215.14", 443)
+        addresses = [  # ("93.184.215.14", 443)
+            answer[4][:2] for answer in self.resolve(url.hostname, port, type=socket.SOCK_STREAM)
+        ]
         for host, _ in addresses:
             ip = ipaddress.ip_address(host)
             if not (trusted or is_in(ip, self.whitelist) or is_public(ip)):
@@ -1982,16 +1982,17 @@ class Web:
                 return socket.create_connection(address, timeout=15)
         raise OSError("no address accepted the connection")
 
-    def _exchange(self, line, url, body=None, headers=()):
-        about = {"Host": url.netloc, "User-Agent": "Mozilla/5.0 (compatible; nanobot)"}
+    def _exchange(self, sock, url, body=None, headers=()):
+        own_headers = {"Host": url.netloc, "User-Agent": "Mozilla/5.0 (compatible; nanobot)"}
         with contextlib.closing(HTTPConnection(url.hostname, 80)) as connection:
-            connection.sock = line  # already connected, so http.client resolves no name
+            # already connected: http.client resolves no name, and does not use the port 80
+            connection.sock = sock
             target = url._replace(scheme="", netloc="")
             if self.proxy.hostname and url.scheme == "http":
                 target = url
-                about = about | self.login
+                own_headers = own_headers | self.login
             method = "POST" if body else "GET"
-            connection.request(method, target.geturl(), body, about | dict(headers))
+            connection.request(method, target.geturl(), body, own_headers | dict(headers))
             response = connection.getresponse()
             response.url = url.geturl()
             data = response.read(MAX_WEB_BYTES)
@@ -2002,6 +2003,8 @@ class Web:
 # These patterns are fast: Python 3.11's html.parser needs over half an hour for 1 MB of `<a x='`.
 
 ATTRIBUTES = r"""([^<>"']*(?:"[^"<]*"[^<>"']*|'[^'<]*'[^<>"']*)*)>"""  # `>` in quotes is allowed
+# groups: name and attributes of a tag; [3], [4]: the same of a tag that has an odd quote or no ">";
+# then what has no name: <!doctype html>, <? >, </ >
 TAG = rf"(?i)<(/?[a-z][\w:-]*){ATTRIBUTES}|<(/?[a-z][\w:-]*)([^<>]*)>?|<[!?/][^<>]*>?"
 LINK = rf"(?is)<a\b{ATTRIBUTES}(.*?)(?:</a\b[^<>]*>?|(?=<a\b)|\Z)"
 NOT_TEXT = (
@@ -2015,6 +2018,7 @@ BLOCK = (
     r"/?(title|p|div|[uod]l|d[dt]|table|blockquote|section|article|main|header|footer|aside"
     r"|details|summary|figure|figcaption|hr|h\d)"
 )
+# a table row: in it, a paragraph or a list must not begin a new line (see `prose_text`)
 ROW = r"(?i)<tr\b.*?(?=<tr\b|</tr\b|</?table\b|\Z)"
 MARKS = {
     "br": "\n",
@@ -2051,6 +2055,7 @@ def code_text(source):
 
 def prose_text(source):
     source = re.sub(r"\s+", " ", source)
+    # <td><p>a → <td> <p_>a: a tag that mark_of does not know becomes nothing, the space stays
     source = re.sub(ROW, lambda row: re.sub(rf"(?i)<({BLOCK}|br|li)\b", r" \g<0>_", row[0]), source)
     text = html.unescape(re.sub(TAG, mark_of, source))
     text = "\n".join(" ".join(line.split()) for line in text.split("\n"))
@@ -2069,6 +2074,7 @@ def mark_of(tag):
 
 def link_text(match, url):
     """<a href="b?x=1"> <b>go</b> </a> → [go](https://example.com/b?x=1)"""
+    # <h3>A</h3><p>B → A B, but <b>A</b>B → AB
     words = re.sub(TAG, "", re.sub(rf"(?i)<({BLOCK}|br|t[dh])\b", r" \g<0>", match[2])).split()
     text = " ".join(words)
     href = href_of(match[1])
@@ -2253,12 +2259,14 @@ def search_results(page, where):
         raise ToolError("The answer is not JSON. The user may change tools.web.search.") from None
 
 
+# <a rel="nofollow" class="result__a" href="…">Title</a>
+DUCKDUCKGO_LINK = r"(?s)<a ([^<>]*\bresult__(a|snippet)\b[^<>]*)>(.{0,2000}?)</a>"
+
+
 def duckduckgo_results(page):
     """The links are redirects: //duckduckgo.com/l/?uddg=https%3A%2F%2Fa.org → https://a.org"""
     results = []
-    # <a rel="nofollow" class="result__a" href="…">Title</a>
-    pattern = r"(?s)<a ([^<>]*\bresult__(a|snippet)\b[^<>]*)>(.{0,2000}?)</a>"
-    for attributes, part, text in re.findall(pattern, page):
+    for attributes, part, text in re.findall(DUCKDUCKGO_LINK, page):
         address = href_of(attributes)
         if part == "a" and "duckduckgo.com/y.js" not in address:  # y.js links are ads
             parameters = urllib.parse.parse_qs(urllib.parse.urlsplit(address).query)
@@ -2339,9 +2347,10 @@ class MCPServer:
         self.settings = settings
         self.registry = registry
         self.tools = []  # the names of this server's tools in the registry
-        self.client = self.task = self.scope = self.stderr = None
+        # `connect` makes also: ready (set when an attempt has ended), started (its time), and scope
+        # (None, then the cancel scope of the connection)
+        self.client = self.task = self.stderr = None  # client: None unless connected
         self.problem = ""
-        self.started = 0.0
         self.retry_at = 0.0
 
     async def connect(self, patience=5.0):
@@ -2465,8 +2474,7 @@ class MCPServer:
                 name = f"mcp_{self.name}_{infix}{item['name']}"[:64]
                 name = re.sub("[^A-Za-z0-9_-]", "_", name)
                 wanted = {"*", item["name"], name} & set(self.settings.enabled_tools)
-                is_taken = self.registry.get(name)  # a.b and a/b: the first one stays
-                if is_taken or (kind == "tools" and not wanted):
+                if kind == "tools" and not wanted:
                     continue
                 if len(self.tools) == MAX_MCP_TOOLS:
                     log.warning("MCP server %s has too many tools, from %s on", self.name, name)

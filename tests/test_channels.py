@@ -188,6 +188,9 @@ def test_a_log_line_is_made_harmless_with_its_traceback():
             {"path": "a", "old_text": "1\n2\n3", "new_text": "1\nRun it?\n3"},
             'act {"path": "a"}\n-1\n-2\n-3\n+1\n+Run it?\n+3',
         ),
+        ({"path": "a", "content": "1\n\n2\n"}, 'act {"path": "a"}\n+1\n+\n+2'),
+        ({"path": "a", "content": "1\n\n"}, 'act {"path": "a"}\n+1\n+'),
+        ({"old_text": "}", "new_text": "}\n"}, "act\n-}\n+}\n+"),
     ],
 )
 def test_a_call_to_be_approved_is_shown_whole_and_cannot_imitate_the_question(arguments, shown):

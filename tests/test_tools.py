@@ -512,13 +512,13 @@ def test_a_program_that_ends_in_a_call_tells_why_and_is_started_by_the_next(shel
 
 def test_a_list_that_the_sdk_refuses_and_tools_that_are_left_out_are_told(runner, caplog):
     odd = {"name": "odd", "inputSchema": {"type": "object", "properties": {"a": [["x"]]}}}
-    many = [plain_tool(name) for name in ("a.b", "a/b", *(f"t{number}" for number in range(130)))]
+    many = [plain_tool(name) for name in ("a.b", *(f"t{number}" for number in range(130)))]
     kit = MCPKit(
         runner,
         odd=scripted({"tools/list": {"tools": [odd]}}),
         many=scripted({"tools/list": {"tools": many}}),
     )
-    assert len(kit.connect(patience=30)) == 1 + 128  # `a/b` has the name of `a.b`
+    assert len(kit.connect(patience=30)) == 1 + 128
     assert "MCP server many has too many tools, from mcp_many_t127 on" in caplog.text
     assert re.search("MCP server odd: .*Check tools.mcpServers.odd", caplog.text)
     runner.run(kit.servers.close())
@@ -600,7 +600,7 @@ USES = [
     ("list_dir", {}),
     ("glob", {"pattern": "*"}),
     ("grep", {"pattern": "text"}),
-    ("grep", {"pattern": "text|gold", "type": "txt", "output_mode": "content", "context": 9}),
+    ("grep", {"pattern": "text|gold", "glob": "*.txt", "output_mode": "content", "context": 9}),
     ("write_file", {"content": "mine"}),
     ("edit_file", {"old_text": "text", "new_text": "mine"}),
     ("notebook_edit", {"cell": 0, "source": "mine", "mode": "insert"}),
@@ -1072,9 +1072,13 @@ def test_search_never_shows_a_file_with_keys_or_what_was_put_aside(turn):
         ("glob", {"pattern": "/etc/*"}, "Name the folder in path"),
         ("glob", {"pattern": r"C:\x\*.txt"}, "Name the folder in path"),
         ("glob", {"pattern": os.path.join("src", "*.py")}, "src/app.py"),  # src\*.py on Windows
-        ("grep", {"pattern": "TODO", "type": "py", "head_limit": 2}, "main.py\nsrc/app.py\n(there"),
+        (
+            "grep",
+            {"pattern": "TODO", "glob": "*.{py,pyi}", "head_limit": 2},
+            "main.py\nsrc/app.py\n(there",
+        ),
         ("grep", {"pattern": "("}, "missing )"),
-        ("grep", {"pattern": "TODO", "type": "all", "glob": ""}, "READ.md"),  # as small models do
+        ("grep", {"pattern": "TODO", "glob": ""}, "READ.md"),  # as small models do
         ("grep", {"pattern": "e = main.p", "fixed_strings": True}, "main.py"),
     ],
 )
@@ -2401,18 +2405,20 @@ def test_a_read_only_file_is_not_changed(turn):
 
 def test_old_versions_are_bounded_and_their_loss_is_said(turn, monkeypatch):
     monkeypatch.setattr(tools, "UNDO_CHANGES", 3)
-    monkeypatch.setattr(tools, "UNDO_FILE_BYTES", 500)
+    monkeypatch.setattr(tools, "UNDO_BYTES", 5_000)
     for number in range(5):
         at = replace(turn, started=f"1{number}")
         write(at, f"f{number}", "x")
     assert [undo(turn) for _ in range(4)] == [{"f4": GONE}, {"f3": GONE}, {"f2": GONE}, {}]
     texts = [write(turn, f"g{n}", "x").text for n in range(4)]
-    assert ["too much" in text for text in texts] == [False] * 3 + [True] and len(undo(turn)) == 3
-    (turn.cwd / "big").write_text("x" * 501)
-    big = edit(turn, "big", "x" * 501, "y")
-    assert "(too large to undo)" in big.text and "(too large to undo)" in big.shown
+    assert ["too much" in text for text in texts] == [False] * 3 + [True]
+    not_kept = "left alone, because its old version was not kept"
+    assert undo(turn) == {"g0": GONE, "g1": GONE, "g2": GONE, "g3": not_kept}
+    (turn.cwd / "big").write_text("x" * 5_001)
+    big = edit(turn, "big", "x" * 5_001, "y")
+    assert "(cannot be undone: " in big.text and "(cannot be undone: " in big.shown
     edit(turn, "big", "y", "z")  # its first version is lost
-    assert undo(turn) == {"big": LEFT} and (turn.cwd / "big").read_text() == "z"
+    assert undo(turn) == {"big": not_kept} and (turn.cwd / "big").read_text() == "z"
 
 
 def test_old_versions_are_private(turn):
