@@ -18,6 +18,7 @@ Read this file last. Not covered: turns, sessions, options. The file works alone
 """
 
 import asyncio
+import codecs
 import contextlib
 import contextvars
 import functools
@@ -35,6 +36,7 @@ import signal
 import sys
 import threading
 import time
+import unicodedata
 import urllib.parse
 import zoneinfo
 from collections import defaultdict, deque
@@ -257,7 +259,7 @@ def approval_question(name, arguments, always=""):
     imitate the question; the other arguments are JSON. `always`: what this answer would allow.
 
     ("edit_file", {"path": "a.py", "old_text": "x = 1", "new_text": "x = 2"}, "edit_file")
-    → `edit_file {"path": "a.py"}`, `-x = 1`, `+x = 2`, `Run it? [y/n/always] …`
+    → `edit_file {"path": "a.py"}`, `-x = 1`, `+x = 2`, `Run it? [y/N/always] …`
     """
     rest = dict(arguments)
     lines = []
@@ -265,9 +267,9 @@ def approval_question(name, arguments, always=""):
         if isinstance(rest.get(key), str):
             lines += [mark + line for line in rest.pop(key).split("\n")]
     others = json.dumps(rest, ensure_ascii=False) if rest else ""
-    question = "Run it? [y/n] (or n REASON) "
+    question = "Run it? [y/N] (or n REASON) "
     if always:
-        question = f"Run it? [y/n/always] (n REASON; always: {always} until you quit) "
+        question = f"Run it? [y/N/always] (n REASON; always: {always} until you quit) "
     lines = [f"{name} {others}".rstrip(), *lines, question]
     return escaped(JOINERS, printable("\n".join(lines)))
 
@@ -344,16 +346,11 @@ def drop_earlier_keys():
 def read_pages(question):
     """Like `read_answer`; but if the question is longer than the terminal, nothing scrolls away."""
     *lines, prompt = question.split("\n")
-    columns = 80
-    height = 24
-    with contextlib.suppress(OSError):
-        size = os.get_terminal_size(sys.stdin.fileno())  # stdout may be a file
-        columns = size.columns or columns
-        height = size.lines or height
+    columns, height = terminal_size(sys.stdin)  # stdout may be a file
     rows = []
     for line in lines:
         rows += rows_of(line, columns)
-    room = max(height - 1 - len(rows_of(prompt, columns)), 1)
+    room = max(height - 1 - len(rows_of(prompt, columns)), 1)  # Enter at the prompt needs one row
     while len(rows) > room:
         page = rows[:room]
         rows = rows[room:]
@@ -361,12 +358,37 @@ def read_pages(question):
     return read_answer("\n".join([*rows, prompt]))
 
 
+def terminal_size(stream):
+    """(columns, rows): 80 × 24 if the stream is no terminal, or a serial line, which says 0 × 0."""
+    columns = 0
+    rows = 0
+    with contextlib.suppress(OSError):
+        columns, rows = os.get_terminal_size(stream.fileno())
+    return columns or 80, rows or 24
+
+
 def rows_of(line, columns):
-    """Break a line into pieces that fit into a row of the terminal, also if it is in Chinese, whose
-    characters are two columns wide."""
-    line = line.expandtabs()
-    width = columns if line.isascii() else max(columns // 2, 1)
-    return [line[start : start + width] for start in range(0, len(line), width)] or [""]
+    """Break a line into the rows that it takes at the terminal: ("abcde", 2) → ["ab", "cd", "e"]"""
+    rest = line.expandtabs()
+    rows = []
+    while rest:
+        rows.append(start_of(rest, columns))
+        rest = rest[len(rows[-1]) :]
+    return rows or [""]
+
+
+def start_of(text, columns):
+    """The longest start of the text that fits: ("abcde", 3) → "abc"; ("漢字", 3) → "漢" """
+    start = text[:columns]
+    while len(start) > 1 and width_of(start) > columns:
+        start = start[:-1]
+    return start
+
+
+def width_of(text):
+    """The columns that a text takes. A Chinese character or an emoji takes two."""
+    wide = [letter for letter in text if unicodedata.east_asian_width(letter) in "WF"]
+    return len(text) + len(wide)
 
 
 def type_at(prompt):
@@ -380,69 +402,154 @@ def type_at(prompt):
     return line
 
 
-def typed_lines():
-    """What was typed and ended with Enter, or "". It does not wait: during a turn, the terminal
-    itself echoes and edits a line. The system would stop a background program that reads it."""
-    data = b""
-    with contextlib.suppress(OSError, AttributeError):  # no terminal, or Windows
-        keyboard = sys.stdin.fileno()
-        while os.tcgetpgrp(keyboard) == os.getpgrp() and select.select([keyboard], [], [], 0)[0]:
-            data += os.read(keyboard, 4_096)
-    return data.decode(errors="replace").strip()
+# What the arrow keys and other special keys send: "\x1b[A"   "\x1b[1;5C"   "\x1bOP"   "\x1bb"
+SPECIAL_KEY = r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|O.|.)?"
+ERASING_KEYS = {  # key → what it erases at the end of a line
+    "\x7f": r"[^\n]\Z",  # Backspace
+    "\b": r"[^\n]\Z",  # Backspace at other terminals
+    "\x15": r"[^\n]+\Z",  # Ctrl-U: the whole line
+    "\x17": r"[^\s]+[^\S\n]*\Z",  # Ctrl-W: the last word, and the blanks after it
+}
 
 
-# ---- The waiting line at the terminal ----
+def edited(draft, keys):
+    """The draft after some keys were pressed: ("ab", "c\\x7fd") → "abd" """
+    for key in re.sub(SPECIAL_KEY, "", keys):
+        if key in ERASING_KEYS:
+            draft = re.sub(ERASING_KEYS[key], "", draft)
+        elif key == "\r":
+            draft += "\n"
+        elif key >= " " or key in "\n\t":
+            draft += key
+    return draft
 
 
-class Waiting:
-    """The line `waiting for the model … `, which is erased before CLI prints anything. The main
-    thread draws this line during a turn, except when the user has to answer a question. The line
-    does not count the seconds, because the user may be typing behind it."""
+# ---- The bottom line of the terminal ----
+
+
+class BottomLine:
+    """During a turn, the last line shows what the user types, or else what the turn waits for:
+
+    › and look at b.t
+    queued: and look at b.txt
+    waiting for the model …
+
+    It stands below the text that is printed: CLI prints everything by `print`, which erases the
+    line first. The terminal itself shows no key, because keys would appear in the middle of an
+    answer. Only the main thread begins to draw, because it knows whether a question is open."""
 
     def __init__(self, err, clock=time.monotonic):
         self.err = err
         self.clock = clock
         self.can_draw = err.isatty()
-        self.what = ""
-        self.since = 0.0
-        self.is_drawn = False
+        self.draft = ""  # what the user is typing; after the turn, it stands in the next prompt
+        self.queued: list[str] = []  # what was typed and ended with Enter
+        self.what = ""  # what the turn waits for
+        self.since = 0.0  # since when it waits
+        self.drawn = ""  # what the line shows now
+        self.unfinished = ""  # the last line of the printed text; "" if that line has ended
         self._lock = threading.RLock()  # the main thread and the loop's thread both print
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._usual = None  # the terminal's settings while no turn is running
 
     def begin(self, what):
-        """In a second, show what the turn waits for, such as `the model`."""
-        with self._lock:
-            self.erase()
-            self.what = what
+        """After a second, show what the turn waits for, such as `the model`."""
+        if not self.what:
             self.since = self.clock()
+        self.what = what
 
     def end(self):
-        self.begin("")
+        self.what = ""
+
+    def close(self):
+        """Erase the line, and let the terminal show the keys again."""
+        self.end()
+        self.erase()
+        self.unfinished = ""
+        if self._usual:
+            import termios
+
+            termios.tcsetattr(sys.stdin.fileno(), termios.TCSANOW, self._usual)
+            self._usual = None
+
+    def hear(self):
+        """Take the keys that were pressed. Enter queues the draft; pasted lines are one message."""
+        text = edited(self.draft, self._decoder.decode(self._keys()))
+        lines, _, self.draft = text.rpartition("\n")
+        if lines.strip():
+            self.queued.append(lines.strip())
+
+    def _keys(self):
+        """The bytes that the keyboard has sent. This does not wait."""
+        data = b""
+        with contextlib.suppress(ImportError, OSError, AttributeError):  # Windows, or no terminal
+            import termios
+            import tty
+
+            keyboard = sys.stdin.fileno()
+            if os.tcgetpgrp(keyboard) != os.getpgrp():
+                return data  # the system would stop a background program that reads
+            settings = termios.tcgetattr(keyboard)
+            if self.can_draw and settings[tty.LFLAG] & termios.ECHO:
+                self._usual = settings
+                tty.setcbreak(keyboard, termios.TCSANOW)  # keys come at once and are not shown
+            while select.select([keyboard], [], [], 0)[0]:
+                data += os.read(keyboard, 4_096)
+        return data
 
     def draw(self):
         with self._lock:
-            is_wanted = self.can_draw and self.what and not self.is_drawn
-            if is_wanted and self.clock() >= self.since + 1.0:
-                self.is_drawn = True
-                what = printable(" ".join(self.what.split()))[:50]
-                print(
-                    f"\r\x1b[K\x1b[2mwaiting for {what} … \x1b[0m",
-                    end="",
-                    file=self.err,
-                    flush=True,
-                )
+            columns, _ = terminal_size(self.err)
+            line = self._line(columns - 1)
+            if not self.can_draw or line == self.drawn:
+                return
+            self.erase()
+            self.drawn = line
+            if line:
+                self._write(f"{self._way_below(columns)}\r\x1b[K\x1b[2m{line}\x1b[0m")
 
-    def erase(self, up=""):
-        """`up` moves the cursor to the line, if it is not there."""
+    def _line(self, columns):
+        if self.draft:
+            draft = printable(self.draft.expandtabs(1))
+            return "› " + start_of(draft[::-1], columns - 2)[::-1]  # the end of a long draft
+        if self.queued:
+            line = f"queued: {' · '.join(self.queued)}"
+        elif self.what and self.clock() >= self.since + 1.0:
+            line = f"waiting for {self.what} …"
+        else:
+            return ""
+        return start_of(printable(" ".join(line.split())), columns)
+
+    def _way_below(self, columns):
+        """Moves the cursor from an unfinished line to the row below, and keeps the place."""
+        if not self.unfinished:
+            return ""
+        is_full = width_of(self.unfinished) % columns == 0  # the cursor is still in this row
+        wrap = " \r" if is_full else ""
+        return f"{wrap}\x1bD\x1b[A\x1b7\n"  # scroll if this is the last row; keep the place
+
+    def erase(self):
         with self._lock:
-            if self.is_drawn:
-                self.is_drawn = False
-                print(f"{up}\r\x1b[J", end="", file=self.err, flush=True)
+            if self.drawn:
+                columns, _ = terminal_size(self.err)
+                # a window that became narrower has broken the line into several rows
+                up = "\x1b[A" * ((width_of(self.drawn) - 1) // columns)
+                back = "\x1b8" if self.unfinished else ""
+                self.drawn = ""
+                self._write(f"{up}\r\x1b[J{back}")
+
+    def _write(self, codes):
+        print(codes, end="", file=self.err, flush=True)
 
     def print(self, text, file):
-        """Erase the waiting line, then print `text`."""
+        """Print text above the line."""
         with self._lock:
+            was_drawn = self.drawn
             self.erase()
             print(text, end="", file=file, flush=True)
+            self.unfinished = (self.unfinished + text).rpartition("\n")[2]
+            if was_drawn:  # not while a question is open
+                self.draw()
 
 
 # ---- The event loop on its own thread ----
@@ -463,7 +570,7 @@ class BackgroundLoop:
     def __init__(self, close=None):
         self.loop = asyncio.new_event_loop()
         self.close = close  # awaited on the loop when the `with` block ends
-        self.waiting = Waiting(io.StringIO())  # this draws nothing
+        self.bottom = BottomLine(io.StringIO())  # this draws nothing
         self._turn = self.loop.create_future()  # the current or the last turn
         self._turn.cancel()  # no turn is running
         self._questions = queue.SimpleQueue()  # (answer, question, how to read), or None at the end
@@ -473,9 +580,9 @@ class BackgroundLoop:
         self.loop.run_forever()
         self.loop.close()  # releases the loop's pipes and threads
 
-    def complete(self, work, hear=None):
+    def complete(self, work, hears=False):
         """Run `work`. On Ctrl-C, cancel `work`, wait for its end, and raise KeyboardInterrupt.
-        `hear(text)` gets what the user types meanwhile."""
+        `hears`: what the user types meanwhile is queued in `bottom`."""
         questions = queue.SimpleQueue()  # a new queue contains no old question and no old None
         self._questions = questions
 
@@ -485,33 +592,31 @@ class BackgroundLoop:
 
         try:
             self.loop.call_soon_threadsafe(start)
-            while asked := self._next(hear):
+            while asked := self._next(hears):
                 answer, question, read = asked
                 if answer.set_running_or_notify_cancel():  # false if `ask` was cancelled
-                    self.waiting.erase()
+                    self.bottom.close()
                     answer.set_result(read(question))
         except BaseException as stop:
             self.loop.call_soon_threadsafe(lambda: self._turn.cancel())
-            while self._next():
+            while self._next(hears):
                 pass  # do not answer questions: `ask` fails when the turn has ended
             if isinstance(stop, EOFError):  # Ctrl-D at a question
                 raise KeyboardInterrupt from None
             raise
         finally:
-            self.waiting.end()
+            self.bottom.close()
         return self._turn.result()
 
-    def _next(self, hear=None):
-        """Return a question, or None if the turn has ended. Without a timeout, `get` would ignore
-        Ctrl-C if the system sent the signal to another thread."""
+    def _next(self, hears):
+        """Return a question, or None if the turn has ended."""
         while True:
-            try:
-                return self._questions.get(timeout=0.2)
-            except queue.Empty:
-                self.waiting.draw()
-            finally:  # also before a question, which drops earlier key presses
-                if hear and (text := typed_lines()):
-                    hear(text)
+            if hears:
+                self.bottom.hear()
+            self.bottom.draw()
+            # without a timeout, `get` would ignore a Ctrl-C that reached another thread
+            with contextlib.suppress(queue.Empty):
+                return self._questions.get(timeout=0.05)  # a key is shown within this time
 
     async def ask(self, question, what="", **details):
         """Ask the person at the terminal for a line; without `what`, the call to be approved is
@@ -571,17 +676,14 @@ class CLI(Channel):
         self.err = err or sys.stderr
         self.kinds = kinds
         self.live = self.out.isatty()
-        self.waiting = Waiting(self.err)
+        self.bottom = BottomLine(self.err)
         self._streamed = ""  # the text of an unfinished answer so far
         self._prompt = ""  # the prompt at which the user is typing
-        self.queued: list[str] = []  # what was typed during a turn
-        self.draft = ""  # it stands in the next prompt
 
     async def send(self, message):
         match message.kind:
             case "delta" if self.live:
                 self._streamed += message.content
-                self.waiting.end()  # if it were drawn again, it would erase this text
                 self._print(message.content)
             case "final":
                 self._end_text(message.content)
@@ -593,7 +695,7 @@ class CLI(Channel):
     def _print(self, text):
         """Print `text`: unchanged to a pipe or file, with visible escape codes on a terminal."""
         shown = printable(text) if self.live else encodable(text)
-        self.waiting.print(shown, self.out)
+        self.bottom.print(shown, self.out)
 
     def _end_text(self, text):
         rest = not_yet_shown(text, self._streamed)
@@ -605,13 +707,10 @@ class CLI(Channel):
         end a streamed answer's line."""
         if self._streamed:
             self._end_text(self._streamed)
-        self._print_dim(text)
-
-    def _print_dim(self, text):
         lines = printable(text).split("\n")
         if self.err.isatty():
             lines = [f"\x1b[{COLOURS.get(line[:1], 2)}m{line}\x1b[0m" for line in lines]
-        self.waiting.print("\n".join([*lines, ""]), self.err)
+        self.bottom.print("\n".join([*lines, ""]), self.err)
 
     def report(self, text):
         """Print a job's report at once, then the prompt again with the text typed so far."""
@@ -622,22 +721,18 @@ class CLI(Channel):
 
                 prompt += printable(readline.get_line_buffer())
         report = printable(text.removesuffix("\n"))
-        self.waiting.print(f"\r\x1b[K{report}\n{prompt}", self.err)
-
-    def hear(self, text):
-        """Queue what the user types during a turn."""
-        self.queued.append(text)
-        self.waiting.erase("\x1b[A")  # Enter has moved the cursor down
-        self._print_dim(f"queued: {text}")
-        if any(len(line.encode()) >= 4_095 for line in text.split("\n")):
-            self.note("A terminal passes on 4,095 bytes of a line. Send the rest after the turn.")
+        self.bottom.print(f"\r\x1b[K{report}\n{prompt}", self.err)
 
     def take_queued(self):
-        """Take what the running turn gets from the queue; a command waits for the turn's end."""
-        lines = itertools.takewhile(lambda line: not line.startswith("/"), self.queued)
-        lines = [{"content": line} for line in lines]
-        del self.queued[: len(lines)]
-        return lines
+        """The lines that the running turn gets, as keywords for messages; a command waits for the
+        turn's end."""
+        queued = self.bottom.queued
+        taken = []
+        while queued and not queued[0].startswith("/"):
+            line = queued.pop(0)
+            self.note(f"› {line}")
+            taken.append({"content": line})
+        return taken
 
     def converse(self, ask, history):
         """Read and answer lines until the user exits. Ctrl-C stops a turn; Ctrl-D exits."""
@@ -657,8 +752,9 @@ class CLI(Channel):
             except KeyboardInterrupt:
                 stopped = "\nstopped; /continue resumes the turn" if text else ""
                 self.note(stopped)
-                self.draft = "\n".join(self.queued)
-                self.queued.clear()
+                typed = [*self.bottom.queued, self.bottom.draft]
+                self.bottom.draft = "\n".join(filter(None, typed))
+                self.bottom.queued.clear()
             except Exception as problem:  # a failed turn does not end the conversation
                 if not text:
                     raise  # `read_line` failed, for example because the terminal is closed
@@ -668,11 +764,10 @@ class CLI(Channel):
     def read_line(self, prompt, history):
         """Read a line, with line editing and history; the first one may be queued already. Raises
         EOFError on Ctrl-D."""
-        if self.queued:
-            self.note(f"{prompt}{self.queued[0]}")
-            return self.queued.pop(0)
-        if self.draft and (late := typed_lines()):  # typed after Ctrl-C, before this prompt
-            self.draft += f"\n{late}"
+        if self.bottom.queued:
+            line = self.bottom.queued.pop(0)
+            self.note(f"{prompt}{line}")
+            return line
         # there is no readline on Windows; other systems have one without some of the functions
         missing = (ImportError, OSError, AttributeError)
         with contextlib.suppress(*missing):
@@ -695,8 +790,9 @@ class CLI(Channel):
     def _insert_draft(self):
         import readline
 
-        readline.insert_text(self.draft)
-        self.draft = ""  # the next input may be the answer to a question
+        readline.insert_text(self.bottom.draft)
+        self.bottom.draft = ""
+        readline.set_startup_hook()  # the next input may be the answer to a question
 
     def ask(self, question, read=read_answer):
         """Ask the user. A report that arrives meanwhile is shown above the question."""

@@ -1321,22 +1321,31 @@ class EventHook(AgentHook):
 
 @dataclass
 class WaitingHook(AgentHook):
-    """Shows in the terminal what the turn waits for: the model or a tool."""
+    """Shows in the terminal what the turn waits for: the model or the calls that are running."""
 
-    waiting: channels.Waiting
+    bottom: channels.BottomLine
+    calls: list = field(default_factory=list)  # the calls that have not ended
     only_watches = True
 
+    def show_calls(self):
+        self.bottom.begin(", ".join(tool_hint(call) for call in self.calls))
+
     async def before_iteration(self, context):
-        self.waiting.begin("the model")
+        self.bottom.begin("the model")
 
     async def on_stream(self, delta):
-        self.waiting.end()
+        self.bottom.end()
 
     async def before_execute_tools(self, tool_calls):
-        self.waiting.begin(", ".join(tool_hint(call) for call in tool_calls))
+        self.calls = list(tool_calls)
+        self.show_calls()
+
+    async def after_tool(self, call, result, seconds):
+        self.calls = [other for other in self.calls if other is not call]
+        self.show_calls()
 
     async def after_iteration(self, context):
-        self.waiting.end()
+        self.bottom.end()
 
 
 def tool_hint(call):
@@ -2669,8 +2678,8 @@ class Talk:
         ask_user(loop, ask, arguments.approve, arguments.step and ask)
         if (arguments.approve or arguments.step) and ask is None:
             self.terminal.note(template("no_keyboard"))
-        loop.hooks.append(WaitingHook(self.terminal.waiting))
-        background.waiting = self.terminal.waiting
+        loop.hooks.append(WaitingHook(self.terminal.bottom))
+        background.bottom = self.terminal.bottom
         background.close = loop.close
 
     def open_session(self, arguments, held):
@@ -2704,7 +2713,7 @@ class Talk:
             self.terminal.note(template("no_model"))
         self.begin_day()
         status = self.converse() if self.is_conversation else self.answer_once()
-        self.terminal.waiting.begin("the memory (Ctrl-C leaves it for next time)")
+        self.terminal.bottom.begin("the memory (Ctrl-C leaves it for next time)")
         with contextlib.suppress(KeyboardInterrupt):  # a later turn does the cancelled memory work
             seconds = 5.0 if self.is_conversation else 60.0  # a single message seldom has such work
             if self.background.complete(self.loop.background.settled(seconds)):
@@ -2762,10 +2771,10 @@ class Talk:
         self.follow_project()
         loop = self.loop
         terminal = self.terminal
-        terminal.waiting.begin("the model")
-        hear = terminal.hear if self.is_conversation else None  # else the shell gets the lines
+        terminal.bottom.begin("the model")
         work = answer_with_helpers(loop, text, self.key, terminal.send, terminal.take_queued)
-        result = self.background.complete(work, hear)
+        # after a single message, the shell gets what was typed
+        result = self.background.complete(work, self.is_conversation)
         if result.requests:
             terminal.note(
                 f"{memory.counted(result.requests, 'request')} · {loop.cost.line(result.usage)} · "

@@ -27,6 +27,7 @@ import pytest
 from channels import (
     CLI,
     BackgroundLoop,
+    BottomLine,
     Channel,
     CronError,
     CronJob,
@@ -39,7 +40,6 @@ from channels import (
     Telegram,
     TelegramError,
     Terminated,
-    Waiting,
     active_tasks,
     approval_question,
     as_html,
@@ -190,9 +190,9 @@ def test_a_log_line_is_made_harmless_with_its_traceback():
     ],
 )
 def test_a_call_to_be_approved_is_shown_whole_and_cannot_imitate_the_question(arguments, shown):
-    always = "[y/n/always] (n REASON; always: git status until you quit) "
+    always = "[y/N/always] (n REASON; always: git status until you quit) "
     assert approval_question("act", arguments, "git status") == f"{shown}\nRun it? {always}"
-    only_once = f"{shown}\nRun it? [y/n] (or n REASON) "
+    only_once = f"{shown}\nRun it? [y/N] (or n REASON) "
     assert approval_question("act", arguments) == only_once
 
 
@@ -447,7 +447,7 @@ def test_a_question_from_beside_the_turn_is_answered_or_refused_and_a_given_up_o
 def test_what_is_waited_for_is_shown_after_a_second_and_is_gone_before_anything_else(terminal):
     clock = SimpleNamespace(now=100.0)
     cli = CLI(terminal.stream, terminal.stream)
-    cli.waiting = waiting = Waiting(terminal.stream, lambda: clock.now)
+    cli.bottom = waiting = BottomLine(terminal.stream, lambda: clock.now)
 
     def drawn_after(seconds: float) -> str:
         """A line that waits begins with `<`; `|` erases it."""
@@ -457,10 +457,10 @@ def test_what_is_waited_for_is_shown_after_a_second_and_is_gone_before_anything_
 
     waiting.begin("the model")
     assert drawn_after(0.9) == ""
-    assert drawn_after(1.2) == "<waiting for the model … "
+    assert drawn_after(1.2) == "<waiting for the model …"
     assert drawn_after(57) == "", "the user may be typing behind it"
     waiting.begin('read_file("a\x1b[2J.txt")\n')
-    assert drawn_after(1) == '|<waiting for read_file("a\\x1b[2J.txt") … '
+    assert drawn_after(1) == '|<waiting for read_file("a\\x1b[2J.txt") …'
     send(cli, event("final", "The answer."))
     assert drawn_after(0).startswith("|The answer.\n<waiting for read_file")
     waiting.end()
