@@ -230,13 +230,10 @@ UNSAFE = (
 JOINERS = "[\xad\u034f\u17b4\u17b5\u180b-\u180d\u200c\u200d\ufe00-\ufe0f]"
 
 
-def printable(text):
+def printable(text, unsafe=UNSAFE):
     """Show each unsafe character as text: ESC, which starts a color code, becomes `\\x1b`."""
-    return encodable(escaped(UNSAFE, text))
-
-
-def escaped(letters, text):
-    return re.sub(letters, lambda match: match[0].encode("unicode_escape").decode(), text)
+    shown = re.sub(unsafe, lambda match: match[0].encode("unicode_escape").decode(), text)
+    return encodable(shown)
 
 
 def encodable(text):
@@ -271,7 +268,7 @@ def approval_question(name, arguments, always=""):
     if always:
         question = f"Run it? [y/N/always] (n REASON; always: {always} until you quit) "
     lines = [f"{name} {others}".rstrip(), *lines, question]
-    return escaped(JOINERS, printable("\n".join(lines)))
+    return printable("\n".join(lines), f"{UNSAFE}|{JOINERS}")
 
 
 # ---- Signals and standard streams ----
@@ -314,81 +311,6 @@ def prepare_streams():
 
 
 # ---- The keyboard ----
-# A `y` that was typed before the question appeared approves nothing.
-
-
-def read_answer(question):
-    """Print a question, which may have several lines. Returns the user's answer."""
-    before, line_end, prompt = printable(question).rpartition("\n")
-    drop_earlier_keys()
-    print(before, end=line_end, file=sys.stderr, flush=True)
-    return type_at(prompt)
-
-
-def drop_earlier_keys():
-    """Drop what is typed until the keyboard has been quiet for half a second: the rest of a line
-    that the user is typing is no answer."""
-    with contextlib.suppress(ImportError):  # there is no termios on Windows
-        import termios
-        import tty
-
-        if sys.stdin.isatty():
-            keyboard = sys.stdin.fileno()
-            usual = termios.tcgetattr(keyboard)
-            try:
-                tty.setcbreak(keyboard)  # keys come at once, not at the end of the line
-                while select.select([keyboard], [], [], 0.5)[0]:
-                    os.read(keyboard, 4_096)
-            finally:
-                termios.tcsetattr(keyboard, termios.TCSAFLUSH, usual)
-
-
-def read_pages(question):
-    """Like `read_answer`; but if the question is longer than the terminal, nothing scrolls away."""
-    *lines, prompt = question.split("\n")
-    columns, height = terminal_size(sys.stdin)  # stdout may be a file
-    rows = []
-    for line in lines:
-        rows += rows_of(line, columns)
-    room = max(height - 1 - len(rows_of(prompt, columns)), 1)  # Enter at the prompt needs one row
-    while len(rows) > room:
-        page = rows[:room]
-        rows = rows[room:]
-        read_answer("\n".join([*page, f"-- Enter shows {len(rows)} more lines -- "]))
-    return read_answer("\n".join([*rows, prompt]))
-
-
-def terminal_size(stream):
-    """(columns, rows): 80 × 24 if the stream is no terminal, or a serial line, which says 0 × 0."""
-    columns = 0
-    rows = 0
-    with contextlib.suppress(OSError):
-        columns, rows = os.get_terminal_size(stream.fileno())
-    return columns or 80, rows or 24
-
-
-def rows_of(line, columns):
-    """Break a line into the rows that it takes at the terminal: ("abcde", 2) → ["ab", "cd", "e"]"""
-    rest = line.expandtabs()
-    rows = []
-    while rest:
-        rows.append(start_of(rest, columns))
-        rest = rest[len(rows[-1]) :]
-    return rows or [""]
-
-
-def start_of(text, columns):
-    """The longest start of the text that fits: ("abcde", 3) → "abc"; ("漢字", 3) → "漢" """
-    start = text[:columns]
-    while len(start) > 1 and width_of(start) > columns:
-        start = start[:-1]
-    return start
-
-
-def width_of(text):
-    """The columns that a text takes. A Chinese character or an emoji takes two."""
-    wide = [letter for letter in text if unicodedata.east_asian_width(letter) in "WF"]
-    return len(text) + len(wide)
 
 
 def type_at(prompt):
@@ -414,17 +336,36 @@ ERASING_KEYS = {  # key → what it erases at the end of a line
 
 def edited(draft, keys):
     """The draft after some keys were pressed: ("ab", "c\\x7fd") → "abd" """
-    for key in re.sub(SPECIAL_KEY, "", keys):
+    for key in re.sub(SPECIAL_KEY, "", keys.replace("\r", "\n")):
         if key in ERASING_KEYS:
             draft = re.sub(ERASING_KEYS[key], "", draft)
-        elif key == "\r":
-            draft += "\n"
         elif key >= " " or key in "\n\t":
             draft += key
     return draft
 
 
 # ---- The bottom line of the terminal ----
+
+
+def columns_of(stream):
+    """The width of a terminal; 80 if the stream is none, or a serial line, which says 0."""
+    with contextlib.suppress(OSError):
+        return os.get_terminal_size(stream.fileno()).columns or 80
+    return 80
+
+
+def start_of(text, columns):
+    """The longest start of the text that fits: ("abcde", 3) → "abc"; ("漢字", 3) → "漢" """
+    start = text[:columns]
+    while start and width_of(start) > columns:
+        start = start[:-1]
+    return start
+
+
+def width_of(text):
+    """The columns that a text takes. A Chinese character or an emoji takes two."""
+    wide = [letter for letter in text if unicodedata.east_asian_width(letter) in "WF"]
+    return len(text) + len(wide)
 
 
 class BottomLine:
@@ -450,7 +391,7 @@ class BottomLine:
         self.unfinished = ""  # the last line of the printed text; "" if that line has ended
         self._lock = threading.RLock()  # the main thread and the loop's thread both print
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._usual = None  # the terminal's settings while no turn is running
+        self._usual = None  # the terminal's settings, while it does not show the keys
 
     def begin(self, what):
         """After a second, show what the turn waits for, such as `the model`."""
@@ -472,15 +413,26 @@ class BottomLine:
             termios.tcsetattr(sys.stdin.fileno(), termios.TCSANOW, self._usual)
             self._usual = None
 
-    def hear(self):
-        """Take the keys that were pressed. Enter queues the draft; pasted lines are one message."""
-        text = edited(self.draft, self._decoder.decode(self._keys()))
-        lines, _, self.draft = text.rpartition("\n")
-        if lines.strip():
-            self.queued.append(lines.strip())
+    def ask(self, question):
+        """Print a question, which may have several lines. Returns the user's answer: what was typed
+        before, also the rest of a line that the user is typing, is none, but stays in the draft."""
+        try:
+            self.hear(0.5)
+        finally:
+            self.close()
+        before, line_end, prompt = printable(question).rpartition("\n")
+        print(before, end=line_end, file=sys.stderr, flush=True)
+        return type_at(prompt)
 
-    def _keys(self):
-        """The bytes that the keyboard has sent. This does not wait."""
+    def hear(self, quiet=0.0):
+        """Take what was typed, until the keyboard has been quiet for so many seconds. Enter queues
+        the draft; pasted lines are one message."""
+        text = edited(self.draft, self._decoder.decode(self._keys(quiet)))
+        lines, _, self.draft = text.rpartition("\n")
+        if line := lines.strip():
+            self.queued.append(line)
+
+    def _keys(self, quiet):
         data = b""
         with contextlib.suppress(ImportError, OSError, AttributeError):  # Windows, or no terminal
             import termios
@@ -490,16 +442,17 @@ class BottomLine:
             if os.tcgetpgrp(keyboard) != os.getpgrp():
                 return data  # the system would stop a background program that reads
             settings = termios.tcgetattr(keyboard)
-            if self.can_draw and settings[tty.LFLAG] & termios.ECHO:
+            is_shown = settings[tty.LFLAG] & termios.ECHO
+            if is_shown and (self.can_draw or quiet):
                 self._usual = settings
                 tty.setcbreak(keyboard, termios.TCSANOW)  # keys come at once and are not shown
-            while select.select([keyboard], [], [], 0)[0]:
+            while select.select([keyboard], [], [], quiet)[0]:
                 data += os.read(keyboard, 4_096)
         return data
 
     def draw(self):
         with self._lock:
-            columns, _ = terminal_size(self.err)
+            columns = columns_of(self.err)
             line = self._line(columns - 1)
             if not self.can_draw or line == self.drawn:
                 return
@@ -531,9 +484,8 @@ class BottomLine:
     def erase(self):
         with self._lock:
             if self.drawn:
-                columns, _ = terminal_size(self.err)
                 # a window that became narrower has broken the line into several rows
-                up = "\x1b[A" * ((width_of(self.drawn) - 1) // columns)
+                up = "\x1b[A" * ((width_of(self.drawn) - 1) // columns_of(self.err))
                 back = "\x1b8" if self.unfinished else ""
                 self.drawn = ""
                 self._write(f"{up}\r\x1b[J{back}")
@@ -573,7 +525,7 @@ class BackgroundLoop:
         self.bottom = BottomLine(io.StringIO())  # this draws nothing
         self._turn = self.loop.create_future()  # the current or the last turn
         self._turn.cancel()  # no turn is running
-        self._questions = queue.SimpleQueue()  # (answer, question, how to read), or None at the end
+        self._questions = queue.SimpleQueue()  # (answer, question), or None at the end
         on_thread(self._serve)
 
     def _serve(self):
@@ -593,10 +545,9 @@ class BackgroundLoop:
         try:
             self.loop.call_soon_threadsafe(start)
             while asked := self._next(hears):
-                answer, question, read = asked
+                answer, question = asked
                 if answer.set_running_or_notify_cancel():  # false if `ask` was cancelled
-                    self.bottom.close()
-                    answer.set_result(read(question))
+                    answer.set_result(self.bottom.ask(question))
         except BaseException as stop:
             self.loop.call_soon_threadsafe(lambda: self._turn.cancel())
             while self._next(hears):
@@ -619,11 +570,10 @@ class BackgroundLoop:
                 return self._questions.get(timeout=0.05)  # a key is shown within this time
 
     async def ask(self, question, what="", **details):
-        """Ask the person at the terminal for a line; without `what`, the call to be approved is
-        shown in pages. `details` are for the web page. Raises RuntimeError if no turn is running,
-        or if it ends before the person answers."""
+        """Ask the person at the terminal for a line. `what` and `details` are for the web page.
+        Raises RuntimeError if no turn is running, or if it ends before the person answers."""
         answer = Future()
-        self._questions.put((answer, question, read_answer if what else read_pages))
+        self._questions.put((answer, question))
         answered = asyncio.wrap_future(answer)
         try:
             await asyncio.wait([answered, self._turn], return_when="FIRST_COMPLETED")
@@ -681,16 +631,15 @@ class CLI(Channel):
         self._prompt = ""  # the prompt at which the user is typing
 
     async def send(self, message):
-        match message.kind:
-            case "delta" if self.live:
+        kind = message.kind
+        if kind == "delta":
+            if self.live:
                 self._streamed += message.content
                 self._print(message.content)
-            case "final":
-                self._end_text(message.content)
-            case "progress" if self._streamed:  # print only the part that was not streamed
-                self._end_text(message.content)
-            case kind if kind in self.kinds:
-                self.note(message.content)
+        elif kind == "final" or (kind == "progress" and self._streamed):
+            self._end_text(message.content)
+        elif kind in self.kinds:
+            self.note(message.content)
 
     def _print(self, text):
         """Print `text`: unchanged to a pipe or file, with visible escape codes on a terminal."""
@@ -753,7 +702,7 @@ class CLI(Channel):
                 stopped = "\nstopped; /continue resumes the turn" if text else ""
                 self.note(stopped)
                 typed = [*self.bottom.queued, self.bottom.draft]
-                self.bottom.draft = "\n".join(filter(None, typed))
+                self.bottom.draft = "\n".join(typed).strip()
                 self.bottom.queued.clear()
             except Exception as problem:  # a failed turn does not end the conversation
                 if not text:
@@ -794,9 +743,10 @@ class CLI(Channel):
         self.bottom.draft = ""
         readline.set_startup_hook()  # the next input may be the answer to a question
 
-    def ask(self, question, read=read_answer):
+    def ask(self, question, read=None):
         """Ask the user. A report that arrives meanwhile is shown above the question."""
         self._prompt = question
+        read = read or self.bottom.ask
         try:
             return read(question)
         finally:
@@ -1531,11 +1481,8 @@ class CronService:
         jobs = []
         for row in self.store.read():
             try:
-                values = {}
-                for each in fields(CronJob):
-                    if row.get(each.name) is not None:
-                        values[each.name] = each.type(row[each.name])
-                job = CronJob(**values)
+                given = [each for each in fields(CronJob) if row.get(each.name) is not None]
+                job = CronJob(**{each.name: each.type(row[each.name]) for each in given})
                 job.due(1e6, self.zone)  # raises an error if the schedule is invalid
                 jobs.append(job)
             except Exception as problem:
@@ -1824,9 +1771,8 @@ class WebPage(Channel):
         number = secrets.token_hex(8)
         answer = asyncio.Future()
         self.questions[number] = answer
-        details |= {"session": self.turn_of.get(), "what": what, "text": text, "id": number}
-        self._add("memory", kind="ask", **details)
-        question = self.events[-1]
+        session = self.turn_of.get()
+        self._add("memory", kind="ask", session=session, what=what, text=text, id=number, **details)
         polls = -1
         try:
             while not answer.done() and self.polls != polls:
@@ -1834,9 +1780,7 @@ class WebPage(Channel):
                 await asyncio.wait([answer], timeout=3.0)
         finally:
             self.questions.pop(number, None)
-            if question in self.events:  # later windows do not show it
-                self.events.remove(question)
-            self._add("memory", kind="asked", id=number)
+            self._add("memory", kind="asked", id=number)  # the windows remove the question
         return answer.result() if answer.done() else None
 
     async def take(self, path, body):
