@@ -18,7 +18,6 @@ Read this file last. Not covered: turns, sessions, options. The file works alone
 """
 
 import asyncio
-import codecs
 import contextlib
 import contextvars
 import functools
@@ -119,7 +118,7 @@ class MessageBus:
         waiting = self._waiting[channel, chat_id, False]
         if not waiting or not waiting[0].parts_sent:
             return False
-        waiting[0].parts_sent = sys.maxsize
+        waiting[0].parts_sent = sys.maxsize  # `Channel.send` sees no part left, and returns
         return True
 
     async def close(self, seconds: float = 5.0):
@@ -182,15 +181,16 @@ class Channel:
 
 
 async def deliver(channel, waiting, sleep):
-    """Send the messages for one chat in order, until none is waiting. Send each event once. Retry
-    each answer or file until it arrives or is refused, with pauses of 1, 2, 4, … up to 60 s."""
+    """Send the messages for one chat in order, until none is waiting. Retry each answer or file
+    until it arrives or is refused, with pauses of 1, 2, 4, … up to 60 s. Try the other kinds, such
+    as a delta, once."""
     while waiting:
         message = waiting[0]
         chat = f"{channel.name}: chat {message.chat_id}"
         try:
             await channel.send(message)
         except Refused as refusal:
-            log.error("%s refuses a message, which is dropped: %s", chat, refusal)
+            log.error("%s refuses a message, which is dropped: %s", chat, refusal)  # go on below
         except Exception as problem:
             if not message.failures:  # log the first failure only
                 log.warning("%s cannot be reached yet: %s", chat, problem)
@@ -208,36 +208,32 @@ async def deliver(channel, waiting, sleep):
 
 async def end_all(tasks, seconds=None):
     """Cancel all unfinished tasks; wait at most `seconds` until the tasks have ended."""
-    running = [task for task in tasks if not task.done()]
-    for task in running:
+    for task in tasks:
         if not task.cancelling():  # a second cancel would interrupt the task's cleanup
             task.cancel()
-    if running:
-        await asyncio.wait(running, timeout=seconds)
+    if tasks:
+        await asyncio.wait(tasks, timeout=seconds)
 
 
 # ---- Text for a terminal ----
 # Text from a web page may clear the screen ("\x1b[2J") or reverse the direction of writing.
 
 # Control characters (C0 except tab and newline, DEL, C1), bidi controls, zero-width characters,
-# tag characters, and letters that look like blanks (U+2800, U+115F). The soft hyphen and the two
+# tag characters, letters that look like blanks (U+2800, U+115F), and lone surrogates, which cannot
+# be encoded. The soft hyphen and the two
 # joiners are allowed: a Persian word or the emoji of a family may contain a joiner.
 UNSAFE = (
     "[\0-\b\v-\x1f\x7f-\x9f\u061c\u115f\u1160\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f"
-    "\u2800\u3164\ufeff\uffa0\ufff9-\ufffb\U000e0000-\U000e01ef]"
+    "\u2800\u3164\ud800-\udfff\ufeff\uffa0\ufff9-\ufffb\U000e0000-\U000e01ef]"
 )  # "\x1b[2J"
-# "می\u200cخواهم"; a joiner or a variation selector in a shell command is invisible
+# Invisible letters that are allowed in an answer, as in "می\u200cخواهم", but not in a command to be
+# approved: "r\u200dm" looks like "rm".
 JOINERS = "[\xad\u034f\u17b4\u17b5\u180b-\u180d\u200c\u200d\ufe00-\ufe0f]"
 
 
 def printable(text, unsafe=UNSAFE):
     """Show each unsafe character as text: ESC, which starts a color code, becomes `\\x1b`."""
-    shown = re.sub(unsafe, lambda match: match[0].encode("unicode_escape").decode(), text)
-    return encodable(shown)
-
-
-def encodable(text):
-    return text.encode(errors="replace").decode()  # a lone surrogate → "?"
+    return re.sub(unsafe, lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 class PrintableFormatter(logging.Formatter):
@@ -324,34 +320,28 @@ def type_at(prompt):
     return line
 
 
-# What the arrow keys and other special keys send: "\x1b[A"   "\x1b[1;5C"   "\x1bOP"   "\x1bb"
-SPECIAL_KEY = r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|O.|.)?"
+# Keys that type nothing: the arrows "\x1b[A"   "\x1b[1;5C"   F1 "\x1bOP"   Ctrl-A "\x01"
+# Alt-b "\x1bb"
+SILENT_KEY = r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|O.|.)?|[\0-\x07\x0b-\x14\x16\x18-\x1a\x1c-\x1f]"
 ERASING_KEYS = {  # key → what it erases at the end of a line
     "\x7f": r"[^\n]\Z",  # Backspace
     "\b": r"[^\n]\Z",  # Backspace at other terminals
-    "\x15": r"[^\n]+\Z",  # Ctrl-U: the whole line
-    "\x17": r"[^\s]+[^\S\n]*\Z",  # Ctrl-W: the last word, and the blanks after it
+    "\x15": r"(?<![^\n])[^\n]+\Z",  # Ctrl-U: the whole line
+    "\x17": r"(?<!\S)\S+[^\S\n]*\Z",  # Ctrl-W: the last word, and the blanks after it
 }
 
 
 def edited(draft, keys):
     """The draft after some keys were pressed: ("ab", "c\\x7fd") → "abd" """
-    for key in re.sub(SPECIAL_KEY, "", keys.replace("\r", "\n")):
+    for key in re.sub(SILENT_KEY, "", keys.replace("\r", "\n")):
         if key in ERASING_KEYS:
             draft = re.sub(ERASING_KEYS[key], "", draft)
-        elif key >= " " or key in "\n\t":
+        else:
             draft += key
     return draft
 
 
 # ---- The bottom line of the terminal ----
-
-
-def columns_of(stream):
-    """The width of a terminal; 80 if the stream is none, or a serial line, which says 0."""
-    with contextlib.suppress(OSError):
-        return os.get_terminal_size(stream.fileno()).columns or 80
-    return 80
 
 
 def start_of(text, columns):
@@ -364,8 +354,7 @@ def start_of(text, columns):
 
 def width_of(text):
     """The columns that a text takes. A Chinese character or an emoji takes two."""
-    wide = [letter for letter in text if unicodedata.east_asian_width(letter) in "WF"]
-    return len(text) + len(wide)
+    return sum(2 if unicodedata.east_asian_width(letter) in "WF" else 1 for letter in text)
 
 
 class BottomLine:
@@ -384,13 +373,12 @@ class BottomLine:
         self.clock = clock
         self.can_draw = err.isatty()
         self.draft = ""  # what the user is typing; after the turn, it stands in the next prompt
-        self.queued: list[str] = []  # what was typed and ended with Enter
+        self.queued = []  # what was typed and ended with Enter
         self.what = ""  # what the turn waits for
         self.since = 0.0  # since when it waits
         self.drawn = ""  # what the line shows now
         self.unfinished = ""  # the last line of the printed text; "" if that line has ended
         self._lock = threading.RLock()  # the main thread and the loop's thread both print
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._usual = None  # the terminal's settings, while it does not show the keys
 
     def begin(self, what):
@@ -427,7 +415,7 @@ class BottomLine:
     def hear(self, quiet=0.0):
         """Take what was typed, until the keyboard has been quiet for so many seconds. Enter queues
         the draft; pasted lines are one message."""
-        text = edited(self.draft, self._decoder.decode(self._keys(quiet)))
+        text = edited(self.draft, self._keys(quiet).decode(errors="replace"))
         lines, _, self.draft = text.rpartition("\n")
         if line := lines.strip():
             self.queued.append(line)
@@ -450,42 +438,51 @@ class BottomLine:
                 data += os.read(keyboard, 4_096)
         return data
 
+    def take_back(self):
+        """What was queued goes into the next prompt, where the user can change it."""
+        self.draft = "\n".join([*self.queued, self.draft]).strip()
+        self.queued.clear()
+
     def draw(self):
         with self._lock:
-            columns = columns_of(self.err)
-            line = self._line(columns - 1)
-            if not self.can_draw or line == self.drawn:
+            line = self._line() if self.can_draw else ""
+            if line == self.drawn:
                 return
             self.erase()
             self.drawn = line
             if line:
-                self._write(f"{self._way_below(columns)}\r\x1b[K\x1b[2m{line}\x1b[0m")
+                self._write(f"{self._way_below()}\r\x1b[K\x1b[2m{line}\x1b[0m")
 
-    def _line(self, columns):
+    @property
+    def _columns(self):
+        return os.get_terminal_size(self.err.fileno()).columns or 80  # a serial line says 0
+
+    def _line(self):
+        room = self._columns - 1  # a full row would break the line
         if self.draft:
             draft = printable(self.draft.expandtabs(1))
-            return "› " + start_of(draft[::-1], columns - 2)[::-1]  # the end of a long draft
+            return "› " + start_of(draft[::-1], room - 2)[::-1]  # the end of a long draft
         if self.queued:
-            line = f"queued: {' · '.join(self.queued)}"
+            line = f"queued: {self.queued[-1]}"
         elif self.what and self.clock() >= self.since + 1.0:
             line = f"waiting for {self.what} …"
         else:
             return ""
-        return start_of(printable(" ".join(line.split())), columns)
+        return start_of(printable(" ".join(line.split())), room)
 
-    def _way_below(self, columns):
-        """Moves the cursor from an unfinished line to the row below, and keeps the place."""
+    def _way_below(self):
+        """Codes that keep the place in an unfinished line, and move to the row below."""
         if not self.unfinished:
             return ""
-        is_full = width_of(self.unfinished) % columns == 0  # the cursor is still in this row
-        wrap = " \r" if is_full else ""
-        return f"{wrap}\x1bD\x1b[A\x1b7\n"  # scroll if this is the last row; keep the place
+        # after the last column of a row, the cursor is still in that row: a blank moves it on
+        wrap = "" if width_of(self.unfinished) % self._columns else " \r"
+        return f"{wrap}\x1bD\x1b[A\x1b7\n"  # in the last row of the window, \x1bD scrolls
 
     def erase(self):
         with self._lock:
             if self.drawn:
                 # a window that became narrower has broken the line into several rows
-                up = "\x1b[A" * ((width_of(self.drawn) - 1) // columns_of(self.err))
+                up = "\x1b[A" * ((width_of(self.drawn) - 1) // self._columns)
                 back = "\x1b8" if self.unfinished else ""
                 self.drawn = ""
                 self._write(f"{up}\r\x1b[J{back}")
@@ -643,8 +640,9 @@ class CLI(Channel):
 
     def _print(self, text):
         """Print `text`: unchanged to a pipe or file, with visible escape codes on a terminal."""
-        shown = printable(text) if self.live else encodable(text)
-        self.bottom.print(shown, self.out)
+        if self.live:
+            text = printable(text)
+        self.bottom.print(text, self.out)
 
     def _end_text(self, text):
         rest = not_yet_shown(text, self._streamed)
@@ -671,6 +669,7 @@ class CLI(Channel):
                 prompt += printable(readline.get_line_buffer())
         report = printable(text.removesuffix("\n"))
         self.bottom.print(f"\r\x1b[K{report}\n{prompt}", self.err)
+        self.bottom.unfinished = ""  # Enter will end the line of the prompt
 
     def take_queued(self):
         """The lines that the running turn gets, as keywords for messages; a command waits for the
@@ -701,14 +700,12 @@ class CLI(Channel):
             except KeyboardInterrupt:
                 stopped = "\nstopped; /continue resumes the turn" if text else ""
                 self.note(stopped)
-                typed = [*self.bottom.queued, self.bottom.draft]
-                self.bottom.draft = "\n".join(typed).strip()
-                self.bottom.queued.clear()
+                self.bottom.take_back()
             except Exception as problem:  # a failed turn does not end the conversation
                 if not text:
                     raise  # `read_line` failed, for example because the terminal is closed
                 log.info("the turn failed", exc_info=True)
-                self.note(f"Sorry, that failed: {str(problem).rstrip('.')}.")
+                self.note(f"Sorry, that failed: {problem}")
 
     def read_line(self, prompt, history):
         """Read a line, with line editing and history; the first one may be queued already. Raises
@@ -728,7 +725,11 @@ class CLI(Channel):
                 history.parent.mkdir(parents=True, exist_ok=True)
                 history.touch(0o600)  # `append_history_file` needs the file to exist
                 readline.read_history_file(history)
-        line = self.ask(prompt, type_at)
+        self._prompt = prompt
+        try:
+            line = type_at(prompt)
+        finally:
+            self._prompt = ""
         if line and self.live:
             with contextlib.suppress(*missing):
                 import readline
@@ -743,28 +744,19 @@ class CLI(Channel):
         self.bottom.draft = ""
         readline.set_startup_hook()  # the next input may be the answer to a question
 
-    def ask(self, question, read=None):
-        """Ask the user. A report that arrives meanwhile is shown above the question."""
-        self._prompt = question
-        read = read or self.bottom.ask
-        try:
-            return read(question)
-        finally:
-            self._prompt = ""
-
     def read_piped(self, beside_message, folder):
         """Read standard input. With -m, wait at most 3 s, because a pipe may never send a byte, and
         leave a file alone that another program is reading."""
-        if beside_message and is_partly_read(sys.stdin):
-            return ""
         begun = b""
         if beside_message:
+            if stdin_is_partly_read():
+                return ""
             try:  # Windows cannot `select` a pipe
                 begun = on_thread(os.read, sys.stdin.fileno(), 65_536).result(3.0)
             except TimeoutError:
                 self.note("nanobot: standard input is open but silent, going on without it")
                 return ""
-        text = text_of_pipe(begun, sys.stdin.buffer, folder)
+        text = text_of_pipe(begun, folder)
         if text and beside_message:
             self.note(f"attached: {len(text):,} characters from standard input")
         return text
@@ -781,24 +773,24 @@ def not_yet_shown(text, streamed):
 # `nanobot -m "what went wrong?" < server.log` must not put 50 MB into the journal.
 
 
-def is_partly_read(stream):
+def stdin_is_partly_read():
     """True for the list of `while read name; do nanobot -m "…"; done < list`: a file from which
     another program reads line by line."""
     try:
-        return os.lseek(stream.fileno(), 0, os.SEEK_CUR) > 0
+        return os.lseek(sys.stdin.fileno(), 0, os.SEEK_CUR) > 0
     except OSError:  # a pipe, or a window of an IDE
         return False
 
 
-def text_of_pipe(begun, stream, folder):
-    """Return the text, or save a long text in a file and return the start and the path. `begun`:
-    the bytes that were read already."""
-    data = begun + stream.read()
+def text_of_pipe(begun, folder):
+    """Read the rest of standard input; `begun` are the bytes that were read already. Return the
+    text, or save a long text in a file and return the start and the path."""
+    data = begun + sys.stdin.buffer.read()
     text = data.decode("utf-8-sig", errors="replace")  # PowerShell sends a BOM
     if len(text) <= 100_000:
         return text.strip()
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    path = folder / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.txt"
+    path = folder / f"{secrets.token_hex(8)}.txt"
     path.write_bytes(data)
     return (
         f"{text[:10_000]}\n[standard input is longer: all {len(data):,} bytes are "
@@ -808,9 +800,6 @@ def text_of_pipe(begun, stream, folder):
 
 # ---- The Bot API of Telegram ----
 # Every URL contains the token, so the code removes the token from each error text.
-
-MOST_UPLOADED = 50_000_000  # bytes of a file that Telegram accepts from a bot
-
 
 # tools.py has `in_thread`, too, and memory.py `warn_once`: these files do not import each other.
 
@@ -858,8 +847,8 @@ class BotAPI:
         """Send a file as a "photo" or a "document". Raises the errors of `call`, also Refused if
         the file is too large, and OSError if it cannot be read."""
         size = path.stat().st_size
-        if size > MOST_UPLOADED:
-            raise Refused(f"it has {size:,} bytes, and Telegram accepts at most {MOST_UPLOADED:,}")
+        if size > 50_000_000:  # Telegram would refuse it after the upload
+            raise Refused(f"it has {size:,} bytes, and Telegram accepts at most 50,000,000")
         boundary = secrets.token_hex(16)
         file_name = re.sub(r"[^\w.-]", "_", path.name)  # a"b.txt, for example
         head = (
@@ -876,14 +865,13 @@ class BotAPI:
 
     async def _ask(self, method, body, form, seconds):
         status, data = await self._exchange(f"bot{self.token}/{method}", seconds, body, form)
-        answer = {"description": "not the Bot API"}  # if a proxy answers
-        with contextlib.suppress(ValueError, TypeError):
-            answer |= json.loads(data)
+        try:
+            answer = json.loads(data)
+        except ValueError:  # the page of a proxy
+            raise TelegramError(f"{method}: {status} not the Bot API") from None
         if answer.get("ok"):
             return answer["result"]
-        problem = self._scrub(f"{method}: {status} {answer['description']}")
-        if "ok" not in answer:
-            raise TelegramError(problem)
+        problem = self._scrub(f"{method}: {status} {answer.get('description')}")
         if status in (401, 404):
             raise TelegramError(
                 "Telegram does not know this bot token. Copy it again from @BotFather into "
@@ -974,13 +962,7 @@ class Telegram(Channel):
                 pause = max(10, getattr(failure, "retry_after", 0))
                 if str(failure) != told:  # log each new problem once
                     told = str(failure)
-                    hint = f"Retried every {pause} s."
-                    if "terminated by" in told:  # 409 "Conflict: terminated by other getUpdates …"
-                        hint = (
-                            "Another program also reads this bot's messages. Stop that program, or "
-                            "give it another bot."
-                        )
-                    log.warning("Telegram: %s. %s", told, hint)
+                    log.warning("Telegram: %s. Retried every %s s.", told, pause)
                 self.bot = {}  # `_poll` deletes a webhook again
                 await self.sleep(pause)
 
@@ -1023,7 +1005,9 @@ class Telegram(Channel):
         )
 
     def _is_new(self, update):
-        """Strangers do not even get a refusal, because a refusal shows that the bot runs."""
+        """True if the update is a message from an allowed person, and is not being stored already.
+        Strangers do not even get a refusal, because a refusal shows that the bot runs; the owner
+        finds their ids in the log and in `nanobot status`."""
         sender = update.get("message", {}).get("from", {})
         if update["update_id"] in self._storing or sender.get("is_bot", True):
             return False
@@ -1122,8 +1106,7 @@ class Telegram(Channel):
                 "message_id": int(own[1]),
                 "allow_sending_without_reply": True,
             }
-        texts = split_html(as_html(message.content))
-        parts = [*texts, *map(Path, message.media)]
+        parts = [*split_html(as_html(message.content)), *map(Path, message.media)]
         # `MessageBus.stop_sending` ends this loop: it makes `parts_sent` huge
         while message.parts_sent < len(parts):
             part = parts[message.parts_sent]
@@ -1142,9 +1125,8 @@ class Telegram(Channel):
 
     async def _send_file(self, path, message, target):
         """If a file cannot be sent, send the reason, so that nobody waits for the file."""
-        # The chat shows "sending a file". In an outage this request fails, not an upload: the error
-        # leaves this method, and `deliver` tries again until Telegram can be reached. An upload is
-        # tried five times: `failures` is 0 at the first attempt.
+        # The chat shows "sending a file". During an outage this small request fails first, which
+        # costs no upload, and `deliver` tries again until Telegram can be reached.
         await self.api.call("sendChatAction", action="upload_document", **target)
         try:
             if path.suffix.lower() in (".jpg", ".jpeg", ".png", ".webp"):
@@ -1153,7 +1135,7 @@ class Telegram(Channel):
             return await self.api.upload("document", message.chat_id, path)
         except (TelegramError, Refused, OSError) as failure:
             if isinstance(failure, TelegramError) and message.failures < 4:
-                raise
+                raise  # `deliver` tries again: five uploads, as `failures` is 0 at the first one
             await self._send_text(as_html(f"[{path.name} cannot be sent: {failure}]"), target)
 
 
@@ -1250,7 +1232,8 @@ def as_html(markdown):
             aside.append(f"<pre><code{language}>{match['block']}</code></pre>")
         return f"\ue000{len(aside) - 1}\ue001"
 
-    text = html.escape(re.sub("[\0\ue000\ue001]", "", encodable(markdown)))
+    text = re.sub("[\0\ud800-\udfff\ue000\ue001]", "", markdown)  # \ud800 cannot be encoded
+    text = html.escape(text)
     text = re.sub(f"{FENCE}|{CODE}|{LINK}", put_aside, text)
     text = re.sub(HEADING, lambda line: f"**{line[1].strip().replace('**', '')}**", text)
     for expression, tag in ((BOLD, "b"), (ITALIC, "i"), (UNDERLINED, "i")):
@@ -1319,7 +1302,9 @@ def cron_numbers(field, text):
     numbers = set()
     for part in text.split(","):
         match = re.fullmatch(PART, part)
-        if match:
+        if (
+            match
+        ):  # "8-18/2" → 8, 18, 2, None; "5" → None, None, None, 5; "*/15" → None, None, 15, None
             first, last, step, single = match.groups()
             low = int(first or single or lowest)
             high = int(last or single or highest)
@@ -1352,7 +1337,8 @@ def next_run(expr: str, after: float, zone: tzinfo):
     weekdays = {number % 7 for number in weekdays}  # Sunday is 0 or 7
     folds = [0, 1] if len(hours) == 24 else [0]  # 1: the second 02:30 of a day; 24: hour `*`
     times = list(itertools.product(hours, minutes, folds))
-    # 0 9 13 * fri: each 13th, and each Friday. With a "*", both must match, and "*" always does
+    # "0 9 13 * fri" runs on each 13th and on each Friday: any of the two suffices. "0 9 13 * *"
+    # runs on each 13th only: all must match, and "*" always does
     suffices = all if "*" in parts[2] + parts[4] else any
     # From yesterday on, because clocks that go back at 0:01 repeat its last hour. Nine years have a
     # leap day, for "0 0 29 2 *": 2096, 2104; not 2100
@@ -1603,7 +1589,6 @@ class CronService:
             if job.at:  # stored with its offset, because other programs may have other zones
                 at = datetime.fromtimestamp(due).astimezone(self.zone)
                 job.at = at.isoformat(timespec="seconds")
-                job.tz = ""
             added = f"Added job {self._line(job)}"
         except (ValueError, OverflowError, OSError) as problem:  # OSError: the year 30000, Windows
             raise CronError(f"No job was added for {job.schedule()!r}: {problem}.") from None
@@ -1638,7 +1623,8 @@ def machine_zone():
 # The model is asked only if HEARTBEAT.md has an open task.
 
 COMMENT = r"(?s)<!--.*?(-->|\Z)"  # <!-- write tasks here -->
-# - [x] call Ann ↵   her number is 555
+# - [x] call Ann ↵   her number is 555; a line belongs to it if it is indented deeper (\1 is the
+# task's own indent) and is no task itself
 DONE = r"(?m)^([ \t]*)[-*+] \[[xX]\].*(\n\1[ \t]+(?![-*+] \[ )\S.*)*"
 NO_TASK = r"\s*(#+(\s.*)?|[-*+]\s*(\[ ?\]\s*)?|[-*_]{3,}\s*)?"  # ## Tasks   - [ ]   ---
 
@@ -1657,6 +1643,7 @@ def active_tasks(text):
 # Without the token and the checks of Host and Origin, any web page that the user opens could send
 # messages to the agent and read its answers.
 
+# {0}: a random text, which the page's own scripts have, too; {1}: what else this page may or must
 PAGE_POLICY = (
     "default-src 'none'; script-src 'nonce-{0}'; style-src 'nonce-{0}'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; {1}"
@@ -1691,15 +1678,17 @@ class WebPage(Channel):
         as_json,
         port=0,
     ):
-        # recorded runs, which may be a stranger's, have no cookie and reach no server
+        # two pages: (HTML, what PAGE_POLICY adds for it); recorded runs, which may be a stranger's,
+        # have no cookie and reach no server
         self.runs = runs, "sandbox allow-scripts"
         self.html = html, "connect-src 'self'"
         self.journal_of = journal_of
         self.tell = tell
         self.as_json = as_json
         self.turn_of = contextvars.ContextVar("turn_of", default="")  # the current turn's chat
-        self.chats = {}  # chat id → does it pause before each request and call?
-        self.events = deque(maxlen=1_000)  # (number, chat id, JSON)
+        self.chats = {}  # chat id → is "Step by step" ticked: a pause before requests and calls?
+        # (number, chat id, JSON); all windows show the events of the chat id "memory"
+        self.events = deque(maxlen=1_000)
         self.count = itertools.count(1)  # numbers of the events
         self.drafts = defaultdict(str)  # chat id → the part of an answer that was streamed so far
         self.questions = {}  # id → future with the answer
@@ -1811,7 +1800,7 @@ class WebPage(Channel):
                 text = data.decode("utf-8", errors="replace")
                 yield self._json(kind="lines", lines=text.split("\n")[-most:])
             for number, owner, event in list(self.events):
-                if number > seen and owner in ("memory", chat_id):  # all windows show "memory"
+                if number > seen and owner in ("memory", chat_id):
                     seen = number
                     yield event
             if self.drafts[chat_id] != draft:
@@ -1904,7 +1893,7 @@ class PageRequest:
                 self.page.take(self.path, json.loads(self.rfile.read(size))), self.page.loop
             ).result(5)
             self._reply(204, "")
-        except OSError:  # also TimeoutError; the page tries again
+        except OSError:  # also TimeoutError; after a 202 the page tries again, and says why
             self._reply(202, "waiting: the disk is full, or the file cannot be written")
         except Exception as problem:  # for example, invalid JSON
             self._reply(400, f"not accepted: {problem}")

@@ -2794,7 +2794,7 @@ class Talk:
         project = Project(self.loop, self.key)
         if project.is_unknown and self.is_conversation:
             try:
-                answer = self.terminal.ask(
+                answer = self.terminal.bottom.ask(
                     f"The project has instructions: {project}. Follow them? [y/N] "
                 )
                 project.keep(answer.strip().lower() in ("y", "yes"))

@@ -730,7 +730,11 @@ async def test_what_is_no_text_becomes_a_line_and_a_reply_comes_with_what_it_quo
 async def test_a_rival_a_webhook_and_an_outage_are_told_once_and_waited_for(server, desk, caplog):
     """A flood wait is kept to the second, and a 404 of a moment does not end the bot."""
     for refusal, naps, hint in (
-        (Refusal(409, CONFLICT), [10] * 3, "Another program also reads this bot's messages"),
+        (
+            Refusal(409, CONFLICT),
+            [10] * 3,
+            "make sure that only one bot instance is running. Retried every 10 s",
+        ),
         (Refusal(404, "Not Found"), [60] * 3, "Retried every 60 s"),
         (Refusal(429, "Too Many", {"retry_after": 77}), [77] * 3, "Retried every "),
     ):

@@ -597,7 +597,7 @@ def test_what_is_typed_during_a_turn_reaches_it_and_is_never_lost():
         """Type during the request of this number, then let the model answer."""
         server.asked(number)
         for text in texts:
-            terminal.say(text, "queued: ", text)
+            terminal.say(text, f"queued: {text}")
         is_typed.set()
 
     with LLM(script) as server:
