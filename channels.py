@@ -309,23 +309,11 @@ def prepare_streams():
 # ---- The keyboard ----
 
 
-def type_at(prompt):
-    """Read a line from the keyboard. If stdout is not a terminal, print the prompt to stderr."""
-    if not sys.stdout.isatty():
-        print(prompt, end="", file=sys.stderr, flush=True)
-        prompt = ""
-    line = input(prompt)
-    if line == "\x04":  # Ctrl-D and Enter on Windows, where the end is Ctrl-Z
-        raise EOFError
-    return line
-
-
 # Keys that type nothing: the arrows "\x1b[A"   "\x1b[1;5C"   F1 "\x1bOP"   Ctrl-A "\x01"
 # Alt-b "\x1bb"
 SILENT_KEY = r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|O.|.)?|[\0-\x07\x0b-\x14\x16\x18-\x1a\x1c-\x1f]"
 ERASING_KEYS = {  # key → what it erases at the end of a line
     "\x7f": r"[^\n]\Z",  # Backspace
-    "\b": r"[^\n]\Z",  # Backspace at other terminals
     "\x15": r"(?<![^\n])[^\n]+\Z",  # Ctrl-U: the whole line
     "\x17": r"(?<!\S)\S+[^\S\n]*\Z",  # Ctrl-W: the last word, and the blanks after it
 }
@@ -372,6 +360,7 @@ class BottomLine:
         self.err = err
         self.clock = clock
         self.can_draw = err.isatty()
+        self.prompt = ""  # the prompt or question at which the user is typing now
         self.draft = ""  # what the user is typing; after the turn, it stands in the next prompt
         self.queued = []  # what was typed and ended with Enter
         self.what = ""  # what the turn waits for
@@ -382,17 +371,14 @@ class BottomLine:
         self._usual = None  # the terminal's settings, while it does not show the keys
 
     def begin(self, what):
-        """After a second, show what the turn waits for, such as `the model`."""
+        """After a second, show what the turn waits for, such as `the model`; "": for nothing."""
         if not self.what:
             self.since = self.clock()
         self.what = what
 
-    def end(self):
-        self.what = ""
-
     def close(self):
         """Erase the line, and let the terminal show the keys again."""
-        self.end()
+        self.what = ""
         self.erase()
         self.unfinished = ""
         if self._usual:
@@ -410,7 +396,21 @@ class BottomLine:
             self.close()
         before, line_end, prompt = printable(question).rpartition("\n")
         print(before, end=line_end, file=sys.stderr, flush=True)
-        return type_at(prompt)
+        return self.read(prompt)
+
+    def read(self, prompt):
+        """Read a line from the keyboard. If stdout is no terminal, print the prompt to stderr."""
+        self.prompt = prompt
+        if not sys.stdout.isatty():
+            print(prompt, end="", file=sys.stderr, flush=True)
+            prompt = ""
+        try:
+            line = input(prompt)
+        finally:
+            self.prompt = ""
+        if line == "\x04":  # Ctrl-D and Enter on Windows, where the end is Ctrl-Z
+            raise EOFError
+        return line
 
     def hear(self, quiet=0.0):
         """Take what was typed, until the keyboard has been quiet for so many seconds. Enter queues
@@ -430,8 +430,7 @@ class BottomLine:
             if os.tcgetpgrp(keyboard) != os.getpgrp():
                 return data  # the system would stop a background program that reads
             settings = termios.tcgetattr(keyboard)
-            is_shown = settings[tty.LFLAG] & termios.ECHO
-            if is_shown and (self.can_draw or quiet):
+            if settings[tty.LFLAG] & termios.ECHO and (self.can_draw or quiet):
                 self._usual = settings
                 tty.setcbreak(keyboard, termios.TCSANOW)  # keys come at once and are not shown
             while select.select([keyboard], [], [], quiet)[0]:
@@ -625,7 +624,6 @@ class CLI(Channel):
         self.live = self.out.isatty()
         self.bottom = BottomLine(self.err)
         self._streamed = ""  # the text of an unfinished answer so far
-        self._prompt = ""  # the prompt at which the user is typing
 
     async def send(self, message):
         kind = message.kind
@@ -661,7 +659,7 @@ class CLI(Channel):
 
     def report(self, text):
         """Print a job's report at once, then the prompt again with the text typed so far."""
-        prompt = self._prompt
+        prompt = self.bottom.prompt
         if prompt:
             with contextlib.suppress(ImportError):
                 import readline
@@ -725,11 +723,7 @@ class CLI(Channel):
                 history.parent.mkdir(parents=True, exist_ok=True)
                 history.touch(0o600)  # `append_history_file` needs the file to exist
                 readline.read_history_file(history)
-        self._prompt = prompt
-        try:
-            line = type_at(prompt)
-        finally:
-            self._prompt = ""
+        line = self.bottom.read(prompt)
         if line and self.live:
             with contextlib.suppress(*missing):
                 import readline
@@ -1196,7 +1190,7 @@ def is_call(message, bot):
 
 # ```py ↵ a = 1 ↵ ```   not ```npm install```; an unclosed block extends to the end of the text
 FENCE = (
-    r"(?m)^[ \t]*```(?=[^`\n]*\n)(?:(?P<language>[\w+-]{0,40})[ \t]*\n)?"
+    r"(?m)^[ \t]*```(?=[^`\n]*\n)(?:[\w+-]{0,40}[ \t]*\n)?"
     r"(?P<block>(?:.*\n)*?.*?)(?:^[ \t]*```[ \t]*$|\Z)"
 )
 CODE = r"(?<!`)(?P<ticks>`{1,3})(?!`)(?P<code>.{1,2000}?)(?<!`)(?P=ticks)(?!`)"  # `a`   ``a ` b``
@@ -1228,8 +1222,7 @@ def as_html(markdown):
         elif match["code"]:
             aside.append(f"<code>{match['code']}</code>")
         else:
-            language = f' class="language-{match["language"]}"' if match["language"] else ""
-            aside.append(f"<pre><code{language}>{match['block']}</code></pre>")
+            aside.append(f"<pre>{match['block']}</pre>")
         return f"\ue000{len(aside) - 1}\ue001"
 
     text = re.sub("[\0\ud800-\udfff\ue000\ue001]", "", markdown)  # \ud800 cannot be encoded
@@ -1760,8 +1753,9 @@ class WebPage(Channel):
         number = secrets.token_hex(8)
         answer = asyncio.Future()
         self.questions[number] = answer
-        session = self.turn_of.get()
-        self._add("memory", kind="ask", session=session, what=what, text=text, id=number, **details)
+        details |= {"session": self.turn_of.get(), "id": number}
+        self._add("memory", kind="ask", what=what, text=text, **details)
+        question = self.events[-1]
         polls = -1
         try:
             while not answer.done() and self.polls != polls:
@@ -1769,7 +1763,9 @@ class WebPage(Channel):
                 await asyncio.wait([answer], timeout=3.0)
         finally:
             self.questions.pop(number, None)
-            self._add("memory", kind="asked", id=number)  # the windows remove the question
+            if question in self.events:  # later windows do not show it
+                self.events.remove(question)
+            self._add("memory", kind="asked", id=number)
         return answer.result() if answer.done() else None
 
     async def take(self, path, body):

@@ -1324,28 +1324,23 @@ class WaitingHook(AgentHook):
     """Shows in the terminal what the turn waits for: the model or the calls that are running."""
 
     bottom: channels.BottomLine
-    calls: list = field(default_factory=list)  # the calls that have not ended
     only_watches = True
-
-    def show_calls(self):
-        self.bottom.begin(", ".join(tool_hint(call) for call in self.calls))
 
     async def before_iteration(self, context):
         self.bottom.begin("the model")
 
     async def on_stream(self, delta):
-        self.bottom.end()
+        self.bottom.begin("")
 
     async def before_execute_tools(self, tool_calls):
-        self.calls = list(tool_calls)
-        self.show_calls()
+        self.hints = {
+            call.id: tool_hint(call) for call in tool_calls
+        }  # of calls that have not ended
+        self.bottom.begin(", ".join(self.hints.values()))
 
     async def after_tool(self, call, result, seconds):
-        self.calls = [other for other in self.calls if other is not call]
-        self.show_calls()
-
-    async def after_iteration(self, context):
-        self.bottom.end()
+        self.hints.pop(call.id, None)
+        self.bottom.begin(", ".join(self.hints.values()))
 
 
 def tool_hint(call):

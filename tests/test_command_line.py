@@ -790,12 +790,15 @@ def test_approval_shows_the_escaped_command_and_obeys_what_is_typed_after_the_qu
         terminal.type("make it\n")
         server.asked()
         terminal.say("yes", "queued: yes")  # before the question: no answer to it
+        terminal.type("y")
+        terminal.expect("› y")
         is_typed.set()
         terminal.expect("\\x1b[2J", "[y/N]")
         refusal = "The user did not approve this call: It is used Elsewhere"
-        terminal.answered("n It is used Elsewhere", f"· refused: {refusal}", "I may not.")
+        terminal.say("n It is used Elsewhere", f"· refused: {refusal}", "> y")
         refused, typed = server.bodies[1]["messages"][-2:]
         assert refused["content"] == refusal and typed["content"].endswith("\n\nyes")
+        terminal.type("\x15")  # it is the draft of the next message
         terminal.say("again", "[y/N]")
         assert not target.exists()
         terminal.answered("y", "It is done.")
