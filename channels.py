@@ -630,6 +630,7 @@ class CLI(Channel):
         if kind == "delta":
             if self.live:
                 self._streamed += message.content
+                self.bottom.begin("")
                 self._print(message.content)
         elif kind == "final" or (kind == "progress" and self._streamed):
             self._end_text(message.content)

@@ -1329,13 +1329,9 @@ class WaitingHook(AgentHook):
     async def before_iteration(self, context):
         self.bottom.begin("the model")
 
-    async def on_stream(self, delta):
-        self.bottom.begin("")
-
     async def before_execute_tools(self, tool_calls):
-        self.hints = {
-            call.id: tool_hint(call) for call in tool_calls
-        }  # of calls that have not ended
+        # the calls that have not ended
+        self.hints = {call.id: tool_hint(call) for call in tool_calls}
         self.bottom.begin(", ".join(self.hints.values()))
 
     async def after_tool(self, call, result, seconds):
