@@ -35,6 +35,7 @@ import signal
 import sys
 import threading
 import time
+import unicodedata
 import urllib.parse
 import zoneinfo
 from collections import defaultdict, deque
@@ -117,7 +118,7 @@ class MessageBus:
         waiting = self._waiting[channel, chat_id, False]
         if not waiting or not waiting[0].parts_sent:
             return False
-        waiting[0].parts_sent = sys.maxsize
+        waiting[0].parts_sent = sys.maxsize  # `Channel.send` sees no part left, and returns
         return True
 
     async def close(self, seconds: float = 5.0):
@@ -180,15 +181,16 @@ class Channel:
 
 
 async def deliver(channel, waiting, sleep):
-    """Send the messages for one chat in order, until none is waiting. Send each event once. Retry
-    each answer or file until it arrives or is refused, with pauses of 1, 2, 4, … up to 60 s."""
+    """Send the messages for one chat in order, until none is waiting. Retry each answer or file
+    until it arrives or is refused, with pauses of 1, 2, 4, … up to 60 s. Try the other kinds, such
+    as a delta, once."""
     while waiting:
         message = waiting[0]
         chat = f"{channel.name}: chat {message.chat_id}"
         try:
             await channel.send(message)
         except Refused as refusal:
-            log.error("%s refuses a message, which is dropped: %s", chat, refusal)
+            log.error("%s refuses a message, which is dropped: %s", chat, refusal)  # go on below
         except Exception as problem:
             if not message.failures:  # log the first failure only
                 log.warning("%s cannot be reached yet: %s", chat, problem)
@@ -206,39 +208,32 @@ async def deliver(channel, waiting, sleep):
 
 async def end_all(tasks, seconds=None):
     """Cancel all unfinished tasks; wait at most `seconds` until the tasks have ended."""
-    running = [task for task in tasks if not task.done()]
-    for task in running:
+    for task in tasks:
         if not task.cancelling():  # a second cancel would interrupt the task's cleanup
             task.cancel()
-    if running:
-        await asyncio.wait(running, timeout=seconds)
+    if tasks:
+        await asyncio.wait(tasks, timeout=seconds)
 
 
 # ---- Text for a terminal ----
 # Text from a web page may clear the screen ("\x1b[2J") or reverse the direction of writing.
 
 # Control characters (C0 except tab and newline, DEL, C1), bidi controls, zero-width characters,
-# tag characters, and letters that look like blanks (U+2800, U+115F). The soft hyphen and the two
+# tag characters, letters that look like blanks (U+2800, U+115F), and lone surrogates, which cannot
+# be encoded. The soft hyphen and the two
 # joiners are allowed: a Persian word or the emoji of a family may contain a joiner.
 UNSAFE = (
     "[\0-\b\v-\x1f\x7f-\x9f\u061c\u115f\u1160\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f"
-    "\u2800\u3164\ufeff\uffa0\ufff9-\ufffb\U000e0000-\U000e01ef]"
+    "\u2800\u3164\ud800-\udfff\ufeff\uffa0\ufff9-\ufffb\U000e0000-\U000e01ef]"
 )  # "\x1b[2J"
-# "می\u200cخواهم"; a joiner or a variation selector in a shell command is invisible
+# Invisible letters that are allowed in an answer, as in "می\u200cخواهم", but not in a command to be
+# approved: "r\u200dm" looks like "rm".
 JOINERS = "[\xad\u034f\u17b4\u17b5\u180b-\u180d\u200c\u200d\ufe00-\ufe0f]"
 
 
-def printable(text):
+def printable(text, unsafe=UNSAFE):
     """Show each unsafe character as text: ESC, which starts a color code, becomes `\\x1b`."""
-    return encodable(escaped(UNSAFE, text))
-
-
-def escaped(letters, text):
-    return re.sub(letters, lambda match: match[0].encode("unicode_escape").decode(), text)
-
-
-def encodable(text):
-    return text.encode(errors="replace").decode()  # a lone surrogate → "?"
+    return re.sub(unsafe, lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 class PrintableFormatter(logging.Formatter):
@@ -257,7 +252,7 @@ def approval_question(name, arguments, always=""):
     imitate the question; the other arguments are JSON. `always`: what this answer would allow.
 
     ("edit_file", {"path": "a.py", "old_text": "x = 1", "new_text": "x = 2"}, "edit_file")
-    → `edit_file {"path": "a.py"}`, `-x = 1`, `+x = 2`, `Run it? [y/n/always] …`
+    → `edit_file {"path": "a.py"}`, `-x = 1`, `+x = 2`, `Run it? [y/N/always] …`
     """
     rest = dict(arguments)
     lines = []
@@ -269,11 +264,11 @@ def approval_question(name, arguments, always=""):
             later_mark = mark.replace("$", ">")  # as bash marks them: "$ cat <<E", "> hi", "> E"
             lines.append(mark + text.replace("\n", f"\n{later_mark}"))
     others = json.dumps(rest, ensure_ascii=False) if rest else ""
-    question = "Run it? [y/n] (or n REASON) "
+    question = "Run it? [y/N] (or n REASON) "
     if always:
-        question = f"Run it? [y/n/always] (n REASON; always: {always} until you quit) "
+        question = f"Run it? [y/N/always] (n REASON; always: {always} until you quit) "
     lines = [f"{name} {others}".rstrip(), *lines, question]
-    return escaped(JOINERS, printable("\n".join(lines)))
+    return printable("\n".join(lines), f"{UNSAFE}|{JOINERS}")
 
 
 # ---- Signals and standard streams ----
@@ -316,137 +311,197 @@ def prepare_streams():
 
 
 # ---- The keyboard ----
-# A `y` that was typed before the question appeared approves nothing.
 
 
-def read_answer(question):
-    """Print a question, which may have several lines. Returns the user's answer."""
-    before, line_end, prompt = printable(question).rpartition("\n")
-    drop_earlier_keys()
-    print(before, end=line_end, file=sys.stderr, flush=True)
-    return type_at(prompt)
+# Keys that type nothing: the arrows "\x1b[A"   "\x1b[1;5C"   F1 "\x1bOP"   Ctrl-A "\x01"
+# Alt-b "\x1bb"
+SILENT_KEY = r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|O.|.)?|[\0-\x07\x0b-\x14\x16\x18-\x1a\x1c-\x1f]"
+ERASING_KEYS = {  # key → what it erases at the end of a line
+    "\x7f": r"[^\n]\Z",  # Backspace
+    "\x15": r"(?<![^\n])[^\n]+\Z",  # Ctrl-U: the whole line
+    "\x17": r"(?<!\S)\S+[^\S\n]*\Z",  # Ctrl-W: the last word, and the blanks after it
+}
 
 
-def drop_earlier_keys():
-    """Drop what is typed until the keyboard has been quiet for half a second: the rest of a line
-    that the user is typing is no answer."""
-    with contextlib.suppress(ImportError):  # there is no termios on Windows
-        import termios
-        import tty
-
-        if sys.stdin.isatty():
-            keyboard = sys.stdin.fileno()
-            usual = termios.tcgetattr(keyboard)
-            try:
-                tty.setcbreak(keyboard)  # keys come at once, not at the end of the line
-                while select.select([keyboard], [], [], 0.5)[0]:
-                    os.read(keyboard, 4_096)
-            finally:
-                termios.tcsetattr(keyboard, termios.TCSAFLUSH, usual)
+def edited(draft, keys):
+    """The draft after some keys were pressed: ("ab", "c\\x7fd") → "abd" """
+    for key in re.sub(SILENT_KEY, "", keys.replace("\r", "\n")):
+        if key in ERASING_KEYS:
+            draft = re.sub(ERASING_KEYS[key], "", draft)
+        else:
+            draft += key
+    return draft
 
 
-def read_pages(question):
-    """Like `read_answer`; but if the question is longer than the terminal, nothing scrolls away."""
-    *lines, prompt = question.split("\n")
-    columns = 80
-    height = 24
-    with contextlib.suppress(OSError):
-        size = os.get_terminal_size(sys.stdin.fileno())  # stdout may be a file
-        columns = size.columns or columns
-        height = size.lines or height
-    rows = []
-    for line in lines:
-        rows += rows_of(line, columns)
-    room = max(height - 1 - len(rows_of(prompt, columns)), 1)
-    while len(rows) > room:
-        page = rows[:room]
-        rows = rows[room:]
-        read_answer("\n".join([*page, f"-- Enter shows {len(rows)} more lines -- "]))
-    return read_answer("\n".join([*rows, prompt]))
+# ---- The bottom line of the terminal ----
 
 
-def rows_of(line, columns):
-    """Break a line into pieces that fit into a row of the terminal, also if it is in Chinese, whose
-    characters are two columns wide."""
-    line = line.expandtabs()
-    width = columns if line.isascii() else max(columns // 2, 1)
-    return [line[start : start + width] for start in range(0, len(line), width)] or [""]
+def start_of(text, columns):
+    """The longest start of the text that fits: ("abcde", 3) → "abc"; ("漢字", 3) → "漢" """
+    start = text[:columns]
+    while start and width_of(start) > columns:
+        start = start[:-1]
+    return start
 
 
-def type_at(prompt):
-    """Read a line from the keyboard. If stdout is not a terminal, print the prompt to stderr."""
-    if not sys.stdout.isatty():
-        print(prompt, end="", file=sys.stderr, flush=True)
-        prompt = ""
-    line = input(prompt)
-    if line == "\x04":  # Ctrl-D and Enter on Windows, where the end is Ctrl-Z
-        raise EOFError
-    return line
+def width_of(text):
+    """The columns that a text takes. A Chinese character or an emoji takes two."""
+    return sum(2 if unicodedata.east_asian_width(letter) in "WF" else 1 for letter in text)
 
 
-def typed_lines():
-    """What was typed and ended with Enter, or "". It does not wait: during a turn, the terminal
-    itself echoes and edits a line. The system would stop a background program that reads it."""
-    data = b""
-    with contextlib.suppress(OSError, AttributeError):  # no terminal, or Windows
-        keyboard = sys.stdin.fileno()
-        while os.tcgetpgrp(keyboard) == os.getpgrp() and select.select([keyboard], [], [], 0)[0]:
-            data += os.read(keyboard, 4_096)
-    return data.decode(errors="replace").strip()
+class BottomLine:
+    """During a turn, the last line shows what the user types, or else what the turn waits for:
 
+    › and look at b.t
+    queued: and look at b.txt
+    waiting for the model …
 
-# ---- The waiting line at the terminal ----
-
-
-class Waiting:
-    """The line `waiting for the model … `, which is erased before CLI prints anything. The main
-    thread draws this line during a turn, except when the user has to answer a question. The line
-    does not count the seconds, because the user may be typing behind it."""
+    It stands below the text that is printed: CLI prints everything by `print`, which erases the
+    line first. The terminal itself shows no key, because keys would appear in the middle of an
+    answer. Only the main thread begins to draw, because it knows whether a question is open."""
 
     def __init__(self, err, clock=time.monotonic):
         self.err = err
         self.clock = clock
         self.can_draw = err.isatty()
-        self.what = ""
-        self.since = 0.0
-        self.is_drawn = False
+        self.prompt = ""  # the prompt or question at which the user is typing now
+        self.draft = ""  # what the user is typing; after the turn, it stands in the next prompt
+        self.queued = []  # what was typed and ended with Enter
+        self.what = ""  # what the turn waits for
+        self.since = 0.0  # since when it waits
+        self.drawn = ""  # what the line shows now
+        self.unfinished = ""  # the last line of the printed text; "" if that line has ended
         self._lock = threading.RLock()  # the main thread and the loop's thread both print
+        self._usual = None  # the terminal's settings, while it does not show the keys
 
     def begin(self, what):
-        """In a second, show what the turn waits for, such as `the model`."""
-        with self._lock:
-            self.erase()
-            self.what = what
+        """After a second, show what the turn waits for, such as `the model`; "": for nothing."""
+        if not self.what:
             self.since = self.clock()
+        self.what = what
 
-    def end(self):
-        self.begin("")
+    def close(self):
+        """Erase the line, and let the terminal show the keys again."""
+        self.what = ""
+        self.erase()
+        self.unfinished = ""
+        if self._usual:
+            import termios
+
+            termios.tcsetattr(sys.stdin.fileno(), termios.TCSANOW, self._usual)
+            self._usual = None
+
+    def ask(self, question):
+        """Print a question, which may have several lines. Returns the user's answer: what was typed
+        before, also the rest of a line that the user is typing, is none, but stays in the draft."""
+        try:
+            self.hear(0.5)
+        finally:
+            self.close()
+        before, line_end, prompt = printable(question).rpartition("\n")
+        print(before, end=line_end, file=sys.stderr, flush=True)
+        return self.read(prompt)
+
+    def read(self, prompt):
+        """Read a line from the keyboard. If stdout is no terminal, print the prompt to stderr."""
+        self.prompt = prompt
+        if not sys.stdout.isatty():
+            print(prompt, end="", file=sys.stderr, flush=True)
+            prompt = ""
+        try:
+            line = input(prompt)
+        finally:
+            self.prompt = ""
+        if line == "\x04":  # Ctrl-D and Enter on Windows, where the end is Ctrl-Z
+            raise EOFError
+        return line
+
+    def hear(self, quiet=0.0):
+        """Take what was typed, until the keyboard has been quiet for so many seconds. Enter queues
+        the draft; pasted lines are one message."""
+        text = edited(self.draft, self._keys(quiet).decode(errors="replace"))
+        lines, _, self.draft = text.rpartition("\n")
+        if line := lines.strip():
+            self.queued.append(line)
+
+    def _keys(self, quiet):
+        data = b""
+        with contextlib.suppress(ImportError, OSError, AttributeError):  # Windows, or no terminal
+            import termios
+            import tty
+
+            keyboard = sys.stdin.fileno()
+            if os.tcgetpgrp(keyboard) != os.getpgrp():
+                return data  # the system would stop a background program that reads
+            settings = termios.tcgetattr(keyboard)
+            if settings[tty.LFLAG] & termios.ECHO and (self.can_draw or quiet):
+                self._usual = settings
+                tty.setcbreak(keyboard, termios.TCSANOW)  # keys come at once and are not shown
+            while select.select([keyboard], [], [], quiet)[0]:
+                data += os.read(keyboard, 4_096)
+        return data
+
+    def take_back(self):
+        """What was queued goes into the next prompt, where the user can change it."""
+        self.draft = "\n".join([*self.queued, self.draft]).strip()
+        self.queued.clear()
 
     def draw(self):
         with self._lock:
-            is_wanted = self.can_draw and self.what and not self.is_drawn
-            if is_wanted and self.clock() >= self.since + 1.0:
-                self.is_drawn = True
-                what = printable(" ".join(self.what.split()))[:50]
-                print(
-                    f"\r\x1b[K\x1b[2mwaiting for {what} … \x1b[0m",
-                    end="",
-                    file=self.err,
-                    flush=True,
-                )
+            line = self._line() if self.can_draw else ""
+            if line == self.drawn:
+                return
+            self.erase()
+            self.drawn = line
+            if line:
+                self._write(f"{self._way_below()}\r\x1b[K\x1b[2m{line}\x1b[0m")
 
-    def erase(self, up=""):
-        """`up` moves the cursor to the line, if it is not there."""
+    @property
+    def _columns(self):
+        return os.get_terminal_size(self.err.fileno()).columns or 80  # a serial line says 0
+
+    def _line(self):
+        room = self._columns - 1  # a full row would break the line
+        if self.draft:
+            draft = printable(self.draft.expandtabs(1))
+            return "› " + start_of(draft[::-1], room - 2)[::-1]  # the end of a long draft
+        if self.queued:
+            line = f"queued: {self.queued[-1]}"
+        elif self.what and self.clock() >= self.since + 1.0:
+            line = f"waiting for {self.what} …"
+        else:
+            return ""
+        return start_of(printable(" ".join(line.split())), room)
+
+    def _way_below(self):
+        """Codes that keep the place in an unfinished line, and move to the row below."""
+        if not self.unfinished:
+            return ""
+        # after the last column of a row, the cursor is still in that row: a blank moves it on
+        wrap = "" if width_of(self.unfinished) % self._columns else " \r"
+        return f"{wrap}\x1bD\x1b[A\x1b7\n"  # in the last row of the window, \x1bD scrolls
+
+    def erase(self):
         with self._lock:
-            if self.is_drawn:
-                self.is_drawn = False
-                print(f"{up}\r\x1b[J", end="", file=self.err, flush=True)
+            if self.drawn:
+                # a window that became narrower has broken the line into several rows
+                up = "\x1b[A" * ((width_of(self.drawn) - 1) // self._columns)
+                back = "\x1b8" if self.unfinished else ""
+                self.drawn = ""
+                self._write(f"{up}\r\x1b[J{back}")
+
+    def _write(self, codes):
+        print(codes, end="", file=self.err, flush=True)
 
     def print(self, text, file):
-        """Erase the waiting line, then print `text`."""
+        """Print text above the line."""
         with self._lock:
+            was_drawn = self.drawn
             self.erase()
             print(text, end="", file=file, flush=True)
+            self.unfinished = (self.unfinished + text).rpartition("\n")[2]
+            if was_drawn:  # not while a question is open
+                self.draw()
 
 
 # ---- The event loop on its own thread ----
@@ -467,19 +522,19 @@ class BackgroundLoop:
     def __init__(self, close=None):
         self.loop = asyncio.new_event_loop()
         self.close = close  # awaited on the loop when the `with` block ends
-        self.waiting = Waiting(io.StringIO())  # this draws nothing
+        self.bottom = BottomLine(io.StringIO())  # this draws nothing
         self._turn = self.loop.create_future()  # the current or the last turn
         self._turn.cancel()  # no turn is running
-        self._questions = queue.SimpleQueue()  # (answer, question, how to read), or None at the end
+        self._questions = queue.SimpleQueue()  # (answer, question), or None at the end
         on_thread(self._serve)
 
     def _serve(self):
         self.loop.run_forever()
         self.loop.close()  # releases the loop's pipes and threads
 
-    def complete(self, work, hear=None):
+    def complete(self, work, hears=False):
         """Run `work`. On Ctrl-C, cancel `work`, wait for its end, and raise KeyboardInterrupt.
-        `hear(text)` gets what the user types meanwhile."""
+        `hears`: what the user types meanwhile is queued in `bottom`."""
         questions = queue.SimpleQueue()  # a new queue contains no old question and no old None
         self._questions = questions
 
@@ -489,40 +544,36 @@ class BackgroundLoop:
 
         try:
             self.loop.call_soon_threadsafe(start)
-            while asked := self._next(hear):
-                answer, question, read = asked
+            while asked := self._next(hears):
+                answer, question = asked
                 if answer.set_running_or_notify_cancel():  # false if `ask` was cancelled
-                    self.waiting.erase()
-                    answer.set_result(read(question))
+                    answer.set_result(self.bottom.ask(question))
         except BaseException as stop:
             self.loop.call_soon_threadsafe(lambda: self._turn.cancel())
-            while self._next():
+            while self._next(hears):
                 pass  # do not answer questions: `ask` fails when the turn has ended
             if isinstance(stop, EOFError):  # Ctrl-D at a question
                 raise KeyboardInterrupt from None
             raise
         finally:
-            self.waiting.end()
+            self.bottom.close()
         return self._turn.result()
 
-    def _next(self, hear=None):
-        """Return a question, or None if the turn has ended. Without a timeout, `get` would ignore
-        Ctrl-C if the system sent the signal to another thread."""
+    def _next(self, hears):
+        """Return a question, or None if the turn has ended."""
         while True:
-            try:
-                return self._questions.get(timeout=0.2)
-            except queue.Empty:
-                self.waiting.draw()
-            finally:  # also before a question, which drops earlier key presses
-                if hear and (text := typed_lines()):
-                    hear(text)
+            if hears:
+                self.bottom.hear()
+            self.bottom.draw()
+            # without a timeout, `get` would ignore a Ctrl-C that reached another thread
+            with contextlib.suppress(queue.Empty):
+                return self._questions.get(timeout=0.05)  # a key is shown within this time
 
     async def ask(self, question, what="", **details):
-        """Ask the person at the terminal for a line; without `what`, the call to be approved is
-        shown in pages. `details` are for the web page. Raises RuntimeError if no turn is running,
-        or if it ends before the person answers."""
+        """Ask the person at the terminal for a line. `what` and `details` are for the web page.
+        Raises RuntimeError if no turn is running, or if it ends before the person answers."""
         answer = Future()
-        self._questions.put((answer, question, read_answer if what else read_pages))
+        self._questions.put((answer, question))
         answered = asyncio.wrap_future(answer)
         try:
             await asyncio.wait([answered, self._turn], return_when="FIRST_COMPLETED")
@@ -575,29 +626,26 @@ class CLI(Channel):
         self.err = err or sys.stderr
         self.kinds = kinds
         self.live = self.out.isatty()
-        self.waiting = Waiting(self.err)
+        self.bottom = BottomLine(self.err)
         self._streamed = ""  # the text of an unfinished answer so far
-        self._prompt = ""  # the prompt at which the user is typing
-        self.queued: list[str] = []  # what was typed during a turn
-        self.draft = ""  # it stands in the next prompt
 
     async def send(self, message):
-        match message.kind:
-            case "delta" if self.live:
+        kind = message.kind
+        if kind == "delta":
+            if self.live:
                 self._streamed += message.content
-                self.waiting.end()  # if it were drawn again, it would erase this text
+                self.bottom.begin("")
                 self._print(message.content)
-            case "final":
-                self._end_text(message.content)
-            case "progress" if self._streamed:  # print only the part that was not streamed
-                self._end_text(message.content)
-            case kind if kind in self.kinds:
-                self.note(message.content)
+        elif kind == "final" or (kind == "progress" and self._streamed):
+            self._end_text(message.content)
+        elif kind in self.kinds:
+            self.note(message.content)
 
     def _print(self, text):
         """Print `text`: unchanged to a pipe or file, with visible escape codes on a terminal."""
-        shown = printable(text) if self.live else encodable(text)
-        self.waiting.print(shown, self.out)
+        if self.live:
+            text = printable(text)
+        self.bottom.print(text, self.out)
 
     def _end_text(self, text):
         rest = not_yet_shown(text, self._streamed)
@@ -609,39 +657,33 @@ class CLI(Channel):
         end a streamed answer's line."""
         if self._streamed:
             self._end_text(self._streamed)
-        self._print_dim(text)
-
-    def _print_dim(self, text):
         lines = printable(text).split("\n")
         if self.err.isatty():
             lines = [f"\x1b[{COLOURS.get(line[:1], 2)}m{line}\x1b[0m" for line in lines]
-        self.waiting.print("\n".join([*lines, ""]), self.err)
+        self.bottom.print("\n".join([*lines, ""]), self.err)
 
     def report(self, text):
         """Print a job's report at once, then the prompt again with the text typed so far."""
-        prompt = self._prompt
+        prompt = self.bottom.prompt
         if prompt:
             with contextlib.suppress(ImportError):
                 import readline
 
                 prompt += printable(readline.get_line_buffer())
         report = printable(text.removesuffix("\n"))
-        self.waiting.print(f"\r\x1b[K{report}\n{prompt}", self.err)
-
-    def hear(self, text):
-        """Queue what the user types during a turn."""
-        self.queued.append(text)
-        self.waiting.erase("\x1b[A")  # Enter has moved the cursor down
-        self._print_dim(f"queued: {text}")
-        if any(len(line.encode()) >= 4_095 for line in text.split("\n")):
-            self.note("A terminal passes on 4,095 bytes of a line. Send the rest after the turn.")
+        self.bottom.print(f"\r\x1b[K{report}\n{prompt}", self.err)
+        self.bottom.unfinished = ""  # Enter will end the line of the prompt
 
     def take_queued(self):
-        """Take what the running turn gets from the queue; a command waits for the turn's end."""
-        lines = itertools.takewhile(lambda line: not line.startswith("/"), self.queued)
-        lines = [{"content": line} for line in lines]
-        del self.queued[: len(lines)]
-        return lines
+        """The lines that the running turn gets, as keywords for messages; a command waits for the
+        turn's end."""
+        queued = self.bottom.queued
+        taken = []
+        while queued and not queued[0].startswith("/"):
+            line = queued.pop(0)
+            self.note(f"› {line}")
+            taken.append({"content": line})
+        return taken
 
     def converse(self, ask, history):
         """Read and answer lines until the user exits. Ctrl-C stops a turn; Ctrl-D exits."""
@@ -661,22 +703,20 @@ class CLI(Channel):
             except KeyboardInterrupt:
                 stopped = "\nstopped; /continue resumes the turn" if text else ""
                 self.note(stopped)
-                self.draft = "\n".join(self.queued)
-                self.queued.clear()
+                self.bottom.take_back()
             except Exception as problem:  # a failed turn does not end the conversation
                 if not text:
                     raise  # `read_line` failed, for example because the terminal is closed
                 log.info("the turn failed", exc_info=True)
-                self.note(f"Sorry, that failed: {str(problem).rstrip('.')}.")
+                self.note(f"Sorry, that failed: {problem}")
 
     def read_line(self, prompt, history):
         """Read a line, with line editing and history; the first one may be queued already. Raises
         EOFError on Ctrl-D."""
-        if self.queued:
-            self.note(f"{prompt}{self.queued[0]}")
-            return self.queued.pop(0)
-        if self.draft and (late := typed_lines()):  # typed after Ctrl-C, before this prompt
-            self.draft += f"\n{late}"
+        if self.bottom.queued:
+            line = self.bottom.queued.pop(0)
+            self.note(f"{prompt}{line}")
+            return line
         # there is no readline on Windows; other systems have one without some of the functions
         missing = (ImportError, OSError, AttributeError)
         with contextlib.suppress(*missing):
@@ -688,7 +728,7 @@ class CLI(Channel):
                 history.parent.mkdir(parents=True, exist_ok=True)
                 history.touch(0o600)  # `append_history_file` needs the file to exist
                 readline.read_history_file(history)
-        line = self.ask(prompt, type_at)
+        line = self.bottom.read(prompt)
         if line and self.live:
             with contextlib.suppress(*missing):
                 import readline
@@ -699,30 +739,23 @@ class CLI(Channel):
     def _insert_draft(self):
         import readline
 
-        readline.insert_text(self.draft)
-        self.draft = ""  # the next input may be the answer to a question
-
-    def ask(self, question, read=read_answer):
-        """Ask the user. A report that arrives meanwhile is shown above the question."""
-        self._prompt = question
-        try:
-            return read(question)
-        finally:
-            self._prompt = ""
+        readline.insert_text(self.bottom.draft)
+        self.bottom.draft = ""
+        readline.set_startup_hook()  # the next input may be the answer to a question
 
     def read_piped(self, beside_message, folder):
         """Read standard input. With -m, wait at most 3 s, because a pipe may never send a byte, and
         leave a file alone that another program is reading."""
-        if beside_message and is_partly_read(sys.stdin):
-            return ""
         begun = b""
         if beside_message:
+            if stdin_is_partly_read():
+                return ""
             try:  # Windows cannot `select` a pipe
                 begun = on_thread(os.read, sys.stdin.fileno(), 65_536).result(3.0)
             except TimeoutError:
                 self.note("nanobot: standard input is open but silent, going on without it")
                 return ""
-        text = text_of_pipe(begun, sys.stdin.buffer, folder)
+        text = text_of_pipe(begun, folder)
         if text and beside_message:
             self.note(f"attached: {len(text):,} characters from standard input")
         return text
@@ -739,24 +772,24 @@ def not_yet_shown(text, streamed):
 # `nanobot -m "what went wrong?" < server.log` must not put 50 MB into the journal.
 
 
-def is_partly_read(stream):
+def stdin_is_partly_read():
     """True for the list of `while read name; do nanobot -m "…"; done < list`: a file from which
     another program reads line by line."""
     try:
-        return os.lseek(stream.fileno(), 0, os.SEEK_CUR) > 0
+        return os.lseek(sys.stdin.fileno(), 0, os.SEEK_CUR) > 0
     except OSError:  # a pipe, or a window of an IDE
         return False
 
 
-def text_of_pipe(begun, stream, folder):
-    """Return the text, or save a long text in a file and return the start and the path. `begun`:
-    the bytes that were read already."""
-    data = begun + stream.read()
+def text_of_pipe(begun, folder):
+    """Read the rest of standard input; `begun` are the bytes that were read already. Return the
+    text, or save a long text in a file and return the start and the path."""
+    data = begun + sys.stdin.buffer.read()
     text = data.decode("utf-8-sig", errors="replace")  # PowerShell sends a BOM
     if len(text) <= 100_000:
         return text.strip()
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    path = folder / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.txt"
+    path = folder / f"{secrets.token_hex(8)}.txt"
     path.write_bytes(data)
     return (
         f"{text[:10_000]}\n[standard input is longer: all {len(data):,} bytes are "
@@ -766,9 +799,6 @@ def text_of_pipe(begun, stream, folder):
 
 # ---- The Bot API of Telegram ----
 # Every URL contains the token, so the code removes the token from each error text.
-
-MOST_UPLOADED = 50_000_000  # bytes of a file that Telegram accepts from a bot
-
 
 # tools.py has `in_thread`, too, and memory.py `warn_once`: these files do not import each other.
 
@@ -816,8 +846,8 @@ class BotAPI:
         """Send a file as a "photo" or a "document". Raises the errors of `call`, also Refused if
         the file is too large, and OSError if it cannot be read."""
         size = path.stat().st_size
-        if size > MOST_UPLOADED:
-            raise Refused(f"it has {size:,} bytes, and Telegram accepts at most {MOST_UPLOADED:,}")
+        if size > 50_000_000:  # Telegram would refuse it after the upload
+            raise Refused(f"it has {size:,} bytes, and Telegram accepts at most 50,000,000")
         boundary = secrets.token_hex(16)
         file_name = re.sub(r"[^\w.-]", "_", path.name)  # a"b.txt, for example
         head = (
@@ -834,14 +864,13 @@ class BotAPI:
 
     async def _ask(self, method, body, form, seconds):
         status, data = await self._exchange(f"bot{self.token}/{method}", seconds, body, form)
-        answer = {"description": "not the Bot API"}  # if a proxy answers
-        with contextlib.suppress(ValueError, TypeError):
-            answer |= json.loads(data)
+        try:
+            answer = json.loads(data)
+        except ValueError:  # the page of a proxy
+            raise TelegramError(f"{method}: {status} not the Bot API") from None
         if answer.get("ok"):
             return answer["result"]
-        problem = self._scrub(f"{method}: {status} {answer['description']}")
-        if "ok" not in answer:
-            raise TelegramError(problem)
+        problem = self._scrub(f"{method}: {status} {answer.get('description')}")
         if status in (401, 404):
             raise TelegramError(
                 "Telegram does not know this bot token. Copy it again from @BotFather into "
@@ -932,13 +961,7 @@ class Telegram(Channel):
                 pause = max(10, getattr(failure, "retry_after", 0))
                 if str(failure) != told:  # log each new problem once
                     told = str(failure)
-                    hint = f"Retried every {pause} s."
-                    if "terminated by" in told:  # 409 "Conflict: terminated by other getUpdates …"
-                        hint = (
-                            "Another program also reads this bot's messages. Stop that program, or "
-                            "give it another bot."
-                        )
-                    log.warning("Telegram: %s. %s", told, hint)
+                    log.warning("Telegram: %s. Retried every %s s.", told, pause)
                 self.bot = {}  # `_poll` deletes a webhook again
                 await self.sleep(pause)
 
@@ -981,7 +1004,9 @@ class Telegram(Channel):
         )
 
     def _is_new(self, update):
-        """Strangers do not even get a refusal, because a refusal shows that the bot runs."""
+        """True if the update is a message from an allowed person, and is not being stored already.
+        Strangers do not even get a refusal, because a refusal shows that the bot runs; the owner
+        finds their ids in the log and in `nanobot status`."""
         sender = update.get("message", {}).get("from", {})
         if update["update_id"] in self._storing or sender.get("is_bot", True):
             return False
@@ -1080,8 +1105,7 @@ class Telegram(Channel):
                 "message_id": int(own[1]),
                 "allow_sending_without_reply": True,
             }
-        texts = split_html(as_html(message.content))
-        parts = [*texts, *map(Path, message.media)]
+        parts = [*split_html(as_html(message.content)), *map(Path, message.media)]
         # `MessageBus.stop_sending` ends this loop: it makes `parts_sent` huge
         while message.parts_sent < len(parts):
             part = parts[message.parts_sent]
@@ -1100,9 +1124,8 @@ class Telegram(Channel):
 
     async def _send_file(self, path, message, target):
         """If a file cannot be sent, send the reason, so that nobody waits for the file."""
-        # The chat shows "sending a file". In an outage this request fails, not an upload: the error
-        # leaves this method, and `deliver` tries again until Telegram can be reached. An upload is
-        # tried five times: `failures` is 0 at the first attempt.
+        # The chat shows "sending a file". During an outage this small request fails first, which
+        # costs no upload, and `deliver` tries again until Telegram can be reached.
         await self.api.call("sendChatAction", action="upload_document", **target)
         try:
             if path.suffix.lower() in (".jpg", ".jpeg", ".png", ".webp"):
@@ -1111,7 +1134,7 @@ class Telegram(Channel):
             return await self.api.upload("document", message.chat_id, path)
         except (TelegramError, Refused, OSError) as failure:
             if isinstance(failure, TelegramError) and message.failures < 4:
-                raise
+                raise  # `deliver` tries again: five uploads, as `failures` is 0 at the first one
             await self._send_text(as_html(f"[{path.name} cannot be sent: {failure}]"), target)
 
 
@@ -1172,7 +1195,7 @@ def is_call(message, bot):
 
 # ```py ↵ a = 1 ↵ ```   not ```npm install```; an unclosed block extends to the end of the text
 FENCE = (
-    r"(?m)^[ \t]*```(?=[^`\n]*\n)(?:(?P<language>[\w+-]{0,40})[ \t]*\n)?"
+    r"(?m)^[ \t]*```(?=[^`\n]*\n)(?:[\w+-]{0,40}[ \t]*\n)?"
     r"(?P<block>(?:.*\n)*?.*?)(?:^[ \t]*```[ \t]*$|\Z)"
 )
 CODE = r"(?<!`)(?P<ticks>`{1,3})(?!`)(?P<code>.{1,2000}?)(?<!`)(?P=ticks)(?!`)"  # `a`   ``a ` b``
@@ -1204,11 +1227,11 @@ def as_html(markdown):
         elif match["code"]:
             aside.append(f"<code>{match['code']}</code>")
         else:
-            language = f' class="language-{match["language"]}"' if match["language"] else ""
-            aside.append(f"<pre><code{language}>{match['block']}</code></pre>")
+            aside.append(f"<pre>{match['block']}</pre>")
         return f"\ue000{len(aside) - 1}\ue001"
 
-    text = html.escape(re.sub("[\0\ue000\ue001]", "", encodable(markdown)))
+    text = re.sub("[\0\ud800-\udfff\ue000\ue001]", "", markdown)  # \ud800 cannot be encoded
+    text = html.escape(text)
     text = re.sub(f"{FENCE}|{CODE}|{LINK}", put_aside, text)
     text = re.sub(HEADING, lambda line: f"**{line[1].strip().replace('**', '')}**", text)
     for expression, tag in ((BOLD, "b"), (ITALIC, "i"), (UNDERLINED, "i")):
@@ -1277,7 +1300,9 @@ def cron_numbers(field, text):
     numbers = set()
     for part in text.split(","):
         match = re.fullmatch(PART, part)
-        if match:
+        if (
+            match
+        ):  # "8-18/2" → 8, 18, 2, None; "5" → None, None, None, 5; "*/15" → None, None, 15, None
             first, last, step, single = match.groups()
             low = int(first or single or lowest)
             high = int(last or single or highest)
@@ -1310,7 +1335,8 @@ def next_run(expr: str, after: float, zone: tzinfo):
     weekdays = {number % 7 for number in weekdays}  # Sunday is 0 or 7
     folds = [0, 1] if len(hours) == 24 else [0]  # 1: the second 02:30 of a day; 24: hour `*`
     times = list(itertools.product(hours, minutes, folds))
-    # 0 9 13 * fri: each 13th, and each Friday. With a "*", both must match, and "*" always does
+    # "0 9 13 * fri" runs on each 13th and on each Friday: any of the two suffices. "0 9 13 * *"
+    # runs on each 13th only: all must match, and "*" always does
     suffices = all if "*" in parts[2] + parts[4] else any
     # From yesterday on, because clocks that go back at 0:01 repeat its last hour. Nine years have a
     # leap day, for "0 0 29 2 *": 2096, 2104; not 2100
@@ -1439,11 +1465,8 @@ class CronService:
         jobs = []
         for row in self.store.read():
             try:
-                values = {}
-                for each in fields(CronJob):
-                    if row.get(each.name) is not None:
-                        values[each.name] = each.type(row[each.name])
-                job = CronJob(**values)
+                given = [each for each in fields(CronJob) if row.get(each.name) is not None]
+                job = CronJob(**{each.name: each.type(row[each.name]) for each in given})
                 job.due(1e6, self.zone)  # raises an error if the schedule is invalid
                 jobs.append(job)
             except Exception as problem:
@@ -1564,7 +1587,6 @@ class CronService:
             if job.at:  # stored with its offset, because other programs may have other zones
                 at = datetime.fromtimestamp(due).astimezone(self.zone)
                 job.at = at.isoformat(timespec="seconds")
-                job.tz = ""
             added = f"Added job {self._line(job)}"
         except (ValueError, OverflowError, OSError) as problem:  # OSError: the year 30000, Windows
             raise CronError(f"No job was added for {job.schedule()!r}: {problem}.") from None
@@ -1601,7 +1623,8 @@ def machine_zone():
 # The model is asked only if HEARTBEAT.md has an open task.
 
 COMMENT = r"(?s)<!--.*?(-->|\Z)"  # <!-- write tasks here -->
-# - [x] call Ann ↵   her number is 555
+# - [x] call Ann ↵   her number is 555; a line belongs to it if it is indented deeper (\1 is the
+# task's own indent) and is no task itself
 DONE = r"(?m)^([ \t]*)[-*+] \[[xX]\].*(\n\1[ \t]+(?![-*+] \[ )\S.*)*"
 NO_TASK = r"\s*(#+(\s.*)?|[-*+]\s*(\[ ?\]\s*)?|[-*_]{3,}\s*)?"  # ## Tasks   - [ ]   ---
 
@@ -1620,6 +1643,7 @@ def active_tasks(text):
 # Without the token and the checks of Host and Origin, any web page that the user opens could send
 # messages to the agent and read its answers.
 
+# {0}: a random text, which the page's own scripts have, too; {1}: what else this page may or must
 PAGE_POLICY = (
     "default-src 'none'; script-src 'nonce-{0}'; style-src 'nonce-{0}'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; {1}"
@@ -1654,15 +1678,17 @@ class WebPage(Channel):
         as_json,
         port=0,
     ):
-        # recorded runs, which may be a stranger's, have no cookie and reach no server
+        # two pages: (HTML, what PAGE_POLICY adds for it); recorded runs, which may be a stranger's,
+        # have no cookie and reach no server
         self.runs = runs, "sandbox allow-scripts"
         self.html = html, "connect-src 'self'"
         self.journal_of = journal_of
         self.tell = tell
         self.as_json = as_json
         self.turn_of = contextvars.ContextVar("turn_of", default="")  # the current turn's chat
-        self.chats = {}  # chat id → does it pause before each request and call?
-        self.events = deque(maxlen=1_000)  # (number, chat id, JSON)
+        self.chats = {}  # chat id → is "Step by step" ticked: a pause before requests and calls?
+        # (number, chat id, JSON); all windows show the events of the chat id "memory"
+        self.events = deque(maxlen=1_000)
         self.count = itertools.count(1)  # numbers of the events
         self.drafts = defaultdict(str)  # chat id → the part of an answer that was streamed so far
         self.questions = {}  # id → future with the answer
@@ -1734,8 +1760,8 @@ class WebPage(Channel):
         number = secrets.token_hex(8)
         answer = asyncio.Future()
         self.questions[number] = answer
-        details |= {"session": self.turn_of.get(), "what": what, "text": text, "id": number}
-        self._add("memory", kind="ask", **details)
+        details |= {"session": self.turn_of.get(), "id": number}
+        self._add("memory", kind="ask", what=what, text=text, **details)
         question = self.events[-1]
         polls = -1
         try:
@@ -1777,7 +1803,7 @@ class WebPage(Channel):
                 text = data.decode("utf-8", errors="replace")
                 yield self._json(kind="lines", lines=text.split("\n")[-most:])
             for number, owner, event in list(self.events):
-                if number > seen and owner in ("memory", chat_id):  # all windows show "memory"
+                if number > seen and owner in ("memory", chat_id):
                     seen = number
                     yield event
             if self.drafts[chat_id] != draft:
@@ -1870,7 +1896,7 @@ class PageRequest:
                 self.page.take(self.path, json.loads(self.rfile.read(size))), self.page.loop
             ).result(5)
             self._reply(204, "")
-        except OSError:  # also TimeoutError; the page tries again
+        except OSError:  # also TimeoutError; after a 202 the page tries again, and says why
             self._reply(202, "waiting: the disk is full, or the file cannot be written")
         except Exception as problem:  # for example, invalid JSON
             self._reply(400, f"not accepted: {problem}")

@@ -1340,22 +1340,22 @@ class EventHook(AgentHook):
 
 @dataclass
 class WaitingHook(AgentHook):
-    """Shows in the terminal what the turn waits for: the model or a tool."""
+    """Shows in the terminal what the turn waits for: the model or the calls that are running."""
 
-    waiting: channels.Waiting
+    bottom: channels.BottomLine
     only_watches = True
 
     async def before_iteration(self, context):
-        self.waiting.begin("the model")
-
-    async def on_stream(self, delta):
-        self.waiting.end()
+        self.bottom.begin("the model")
 
     async def before_execute_tools(self, tool_calls):
-        self.waiting.begin(", ".join(tool_hint(call) for call in tool_calls))
+        # the calls that have not ended
+        self.hints = {call.id: tool_hint(call) for call in tool_calls}
+        self.bottom.begin(", ".join(self.hints.values()))
 
-    async def after_iteration(self, context):
-        self.waiting.end()
+    async def after_tool(self, call, result, seconds):
+        self.hints.pop(call.id, None)
+        self.bottom.begin(", ".join(self.hints.values()))
 
 
 def tool_hint(call):
@@ -2738,8 +2738,8 @@ class Talk:
         let_agent_ask(loop, ask, arguments.approve, arguments.step and ask)
         if (arguments.approve or arguments.step) and ask is None:
             self.terminal.note(template("no_keyboard"))
-        loop.hooks.append(WaitingHook(self.terminal.waiting))
-        background.waiting = self.terminal.waiting
+        loop.hooks.append(WaitingHook(self.terminal.bottom))
+        background.bottom = self.terminal.bottom
         background.close = loop.close
 
     def open_session(self, arguments, held):
@@ -2773,7 +2773,7 @@ class Talk:
             self.terminal.note(template("no_model"))
         self.begin_day()
         status = self.converse() if self.is_conversation else self.answer_once()
-        self.terminal.waiting.begin("the memory (Ctrl-C leaves it for next time)")
+        self.terminal.bottom.begin("the memory (Ctrl-C leaves it for next time)")
         with contextlib.suppress(KeyboardInterrupt):  # a later turn does the cancelled memory work
             seconds = 5.0 if self.is_conversation else 60.0  # a single message seldom has such work
             if self.background.complete(self.loop.background.settled(seconds)):
@@ -2834,10 +2834,10 @@ class Talk:
         self.follow_project()
         loop = self.loop
         terminal = self.terminal
-        terminal.waiting.begin("the model")
-        hear = terminal.hear if self.is_conversation else None  # else the shell gets the lines
+        terminal.bottom.begin("the model")
         work = answer_with_helpers(loop, text, self.key, terminal.send, terminal.take_queued)
-        result = self.background.complete(work, hear)
+        # after a single message, the shell gets what was typed
+        result = self.background.complete(work, self.is_conversation)
         if result.requests:
             terminal.note(
                 f"{memory.counted(result.requests, 'request')} · {loop.cost.line(result.usage)} · "
@@ -2857,7 +2857,7 @@ class Talk:
         project = Project(self.loop, self.key)
         if project.is_unknown and self.is_conversation:
             try:
-                answer = self.terminal.ask(
+                answer = self.terminal.bottom.ask(
                     f"The project has instructions: {project}. Follow them? [y/N] "
                 )
                 project.keep(answer.strip().lower() in ("y", "yes"))

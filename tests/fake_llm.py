@@ -34,6 +34,7 @@ class Reply:
         default_factory=dict
     )  # further keys of the message, such as reasoning_content
     delay: float = 0.0
+    pause: float = 0.0  # seconds between two pieces of a stream
 
 
 @dataclass
@@ -121,7 +122,8 @@ def as_raw(reply: Reply, request: Recorded, numbers: Iterator[int]) -> Raw:
     if usage and (asked.get("stream_options") or {}).get("include_usage"):
         chunks.append({"choices": [], "usage": usage})
     events = [json.dumps({**head, "object": "chat.completion.chunk", **chunk}) for chunk in chunks]
-    return Raw(chunks=[f"data: {event}\n\n".encode() for event in (*events, "[DONE]")])
+    lines = [f"data: {event}\n\n".encode() for event in (*events, "[DONE]")]
+    return Raw(chunks=lines, pause=reply.pause)
 
 
 def deltas(reply: Reply, tool_calls: list[Json]) -> Iterator[Json]:

@@ -27,6 +27,7 @@ import pytest
 from channels import (
     CLI,
     BackgroundLoop,
+    BottomLine,
     Channel,
     CronError,
     CronJob,
@@ -39,7 +40,6 @@ from channels import (
     Telegram,
     TelegramError,
     Terminated,
-    Waiting,
     active_tasks,
     approval_question,
     as_html,
@@ -194,9 +194,9 @@ def test_a_log_line_is_made_harmless_with_its_traceback():
     ],
 )
 def test_a_call_to_be_approved_is_shown_whole_and_cannot_imitate_the_question(arguments, shown):
-    always = "[y/n/always] (n REASON; always: git status until you quit) "
+    always = "[y/N/always] (n REASON; always: git status until you quit) "
     assert approval_question("act", arguments, "git status") == f"{shown}\nRun it? {always}"
-    only_once = f"{shown}\nRun it? [y/n] (or n REASON) "
+    only_once = f"{shown}\nRun it? [y/N] (or n REASON) "
     assert approval_question("act", arguments) == only_once
 
 
@@ -451,7 +451,7 @@ def test_a_question_from_beside_the_turn_is_answered_or_refused_and_a_given_up_o
 def test_what_is_waited_for_is_shown_after_a_second_and_is_gone_before_anything_else(terminal):
     clock = SimpleNamespace(now=100.0)
     cli = CLI(terminal.stream, terminal.stream)
-    cli.waiting = waiting = Waiting(terminal.stream, lambda: clock.now)
+    cli.bottom = waiting = BottomLine(terminal.stream, lambda: clock.now)
 
     def drawn_after(seconds: float) -> str:
         """A line that waits begins with `<`; `|` erases it."""
@@ -461,13 +461,13 @@ def test_what_is_waited_for_is_shown_after_a_second_and_is_gone_before_anything_
 
     waiting.begin("the model")
     assert drawn_after(0.9) == ""
-    assert drawn_after(1.2) == "<waiting for the model … "
+    assert drawn_after(1.2) == "<waiting for the model …"
     assert drawn_after(57) == "", "the user may be typing behind it"
     waiting.begin('read_file("a\x1b[2J.txt")\n')
-    assert drawn_after(1) == '|<waiting for read_file("a\\x1b[2J.txt") … '
+    assert drawn_after(1) == '|<waiting for read_file("a\\x1b[2J.txt") …'
     send(cli, event("final", "The answer."))
     assert drawn_after(0).startswith("|The answer.\n<waiting for read_file")
-    waiting.end()
+    waiting.begin("")
     assert drawn_after(10) == "|"
 
 
@@ -734,7 +734,11 @@ async def test_what_is_no_text_becomes_a_line_and_a_reply_comes_with_what_it_quo
 async def test_a_rival_a_webhook_and_an_outage_are_told_once_and_waited_for(server, desk, caplog):
     """A flood wait is kept to the second, and a 404 of a moment does not end the bot."""
     for refusal, naps, hint in (
-        (Refusal(409, CONFLICT), [10] * 3, "Another program also reads this bot's messages"),
+        (
+            Refusal(409, CONFLICT),
+            [10] * 3,
+            "make sure that only one bot instance is running. Retried every 10 s",
+        ),
         (Refusal(404, "Not Found"), [60] * 3, "Retried every 60 s"),
         (Refusal(429, "Too Many", {"retry_after": 77}), [77] * 3, "Retried every "),
     ):
@@ -956,7 +960,7 @@ def test_the_token_is_in_no_log_and_no_error(tmp_path, caplog, base):
         ('[a](https://a.b/c_d_(e)?x="2")', '<a href="https://a.b/c_d_(e)?x=&quot;2&quot;">a</a>'),
         (
             "```py\na < b\n*x*\n```\nend",
-            '<pre><code class="language-py">a &lt; b\n*x*\n</code></pre>\nend',
+            "<pre>a &lt; b\n*x*\n</pre>\nend",
         ),
         (
             "[`run.py`](https://x.y) is `it`",

@@ -31,6 +31,7 @@ from test_providers import check_grammar
 ROOT = Path(__file__).parent.parent
 PROGRAM = [sys.executable, str(ROOT / "nanobot.py")]
 LONG = 60  # seconds that nothing takes, also on a machine with much else to do
+termios = pytest.importorskip("termios") if os.name == "posix" else None
 needs_proc = pytest.mark.skipif(not Path("/proc").exists(), reason="looks at processes in /proc")
 
 
@@ -629,13 +630,91 @@ def test_what_is_typed_during_a_turn_reaches_it_and_is_never_lost():
     assert said_by("user") == sent
 
 
-IN_THE_BACKGROUND = """
+def rows_on_screen(codes: str, columns: int) -> list[str]:
+    """What a person sees, on a screen that is so high that nothing scrolls away."""
+    rows: dict[tuple[int, int], str] = {}
+    row = column = 0
+    kept = (0, 0)
+    for code in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b.|.", codes, re.DOTALL):
+        if code in ("\r", "\n"):
+            row, column = (row, 0) if code == "\r" else (row + 1, column)
+        elif code in ("\x1bD", "\x1b[A"):
+            row, column = row + (1 if code == "\x1bD" else -1), min(column, columns - 1)
+        elif code in ("\x1b7", "\x1b8"):
+            kept = (row, column) if code == "\x1b7" else kept
+            row, column = kept
+        elif code in ("\x1b[J", "\x1b[K"):
+            for place in [each for each in rows if each >= (row, column)]:
+                del rows[place]
+        elif not code.startswith("\x1b"):
+            if column == columns:  # only the next letter wraps
+                row, column = row + 1, 0
+            rows[row, column] = code
+            column += 1
+    height = 1 + max(row for row, _ in rows)
+    return ["".join(rows.get((n, m), " ") for m in range(columns)).rstrip() for n in range(height)]
+
+
+@needs_terminal
+def test_what_is_typed_while_an_answer_streams_has_a_line_of_its_own_and_tears_nothing():
+    words = "and so the story went on and on, as I told you before; "
+    story = f"Once upon a time, {words * 2}\n\nAnd at last {words}it was over."
+    with LLM([Reply(story, pause=0.06), "Two.", "Three."]):
+        terminal = prompt(*DIRECT)
+        termios.tcsetwinsize(terminal.screen, (24, 40))
+        terminal.say("begin", "Once upon")
+        for keys in (*"what elses", "\x1b[A", "\x7f", ", grüße"):
+            terminal.type(keys)
+            time.sleep(0.05)
+        terminal.expect("› what else, grüße")
+        terminal.type("\n")
+        terminal.expect("queued: what else, grüße")
+        terminal.type("nonsense\x15dr\x17draft")
+        terminal.expect("› draft", "> what else, grüße", "Two.", "> draft")
+        terminal.answered(" is kept", "Three.")
+        rows = rows_on_screen(terminal.everything, 40)
+        terminal.close()
+    first = rows.index("> begin") + 1
+    told = [
+        part[n : n + 40].rstrip() for part in story.split("\n") for n in range(0, len(part), 40)
+    ]
+    assert [row for row in rows[first : first + len(told) + 1] if row] == told
+    assert said_by("user") == ["begin", "what else, grüße", "draft is kept"]
+    assert [row[:6] for row in rows if "› " in row or "queued" in row] == []
+    assert sum("what else" in row for row in rows) == 1
+
+
+@needs_terminal
+def test_the_bottom_line_names_what_still_runs_and_fits_into_the_window(tmp_path):
+    calls = [
+        call("exec", command="echo one"),
+        call("exec", command=f"until test -f go; do {': ' * 40}sleep 0.1; done"),
+    ]
+    with LLM([Reply(tool_calls=calls), "Done."]):
+        terminal = prompt()
+        termios.tcsetwinsize(terminal.screen, (24, 40))
+        terminal.say("begin", "$ echo one", "waiting for $ until test -f go; do : : ")
+        termios.tcsetwinsize(terminal.screen, (24, 20))
+        Path("go").touch()
+        terminal.expect("\x1b[A\r\x1b[J")  # the window has broken the line into two rows
+        terminal.answered("", "Done.")
+        assert max(map(len, re.findall("(waiting for .*?)\x1b", terminal.everything))) == 39
+        terminal.close()
+
+
+IN_THE_BACKGROUND = '''
 import subprocess, sys
-child = "from channels import typed_lines; print('child:', [typed_lines()])"
+child = """
+import sys
+from channels import BottomLine
+line = BottomLine(sys.stderr)
+line.hear()
+print("child:", line.queued, [line.draft])
+"""
 print(sys.stdin.readline())
 subprocess.run([sys.executable, "-c", child], process_group=0, timeout=30)
 print("parent:", [sys.stdin.readline()])
-"""
+'''
 
 
 @needs_terminal
@@ -643,7 +722,7 @@ def test_a_program_in_the_background_does_not_read_the_keyboard():
     """The system would stop it with SIGTTIN; the shell, which is in front, gets the line."""
     terminal = Terminal(program=[sys.executable, "-c", IN_THE_BACKGROUND], cwd=ROOT)
     terminal.type("first\nsecond\n")
-    terminal.expect("child: ['']", "parent: ['second\\n']")
+    terminal.expect("child: [] ['']", "parent: ['second\\n']")
     terminal.close("")
 
 
@@ -724,14 +803,17 @@ def test_approval_shows_the_escaped_command_and_obeys_what_is_typed_after_the_qu
         terminal.type("make it\n")
         server.asked()
         terminal.say("yes", "queued: yes")  # before the question: no answer to it
+        terminal.type("y")
+        terminal.expect("› y")
         is_typed.set()
-        terminal.expect("\\x1b[2J", "[y/n]")
-        terminal.answered("n It is used Elsewhere", "· refused: not approved\x1b", "I may not.")
+        terminal.expect("\\x1b[2J", "[y/N]")
+        terminal.say("n It is used Elsewhere", "· refused: not approved\x1b", "> y")
         refused, typed = server.bodies[1]["messages"][-2:]
         refusal = "The user did not approve this call: It is used Elsewhere"
         assert refused["content"] == f"not approved\n{refusal}"
         assert typed["content"].endswith("\n\nyes")
-        terminal.say("again", "[y/n]")
+        terminal.type("\x15")  # it is the draft of the next message
+        terminal.say("again", "[y/N]")
         assert not target.exists()
         terminal.wait_for_keyboard()
         terminal.type("\x03")
@@ -740,10 +822,8 @@ def test_approval_shows_the_escaped_command_and_obeys_what_is_typed_after_the_qu
         assert server.last() == "[not run: the turn was stopped before this call began]"
         terminal.answered("y", "It is done.")
         assert target.exists()
-        terminal.say("write", "+20\r\n", "-- Enter shows 39 more lines -- ")
-        terminal.say("y", "+21\r\n", "+42\r\n", "-- Enter shows 17 more lines -- ")
-        assert not (tmp_path / "long.txt").exists(), "only the question can be answered with yes"
-        terminal.say("", "+59\r\n", "Run it? ")
+        terminal.say("write", "+0\r\n", "+59\r\n", "Run it? ")
+        assert not (tmp_path / "long.txt").exists()
         terminal.answered("y", "Written.")
         assert (tmp_path / "long.txt").exists()
         terminal.close()
