@@ -866,9 +866,10 @@ class BotAPI:
         status, data = await self._exchange(f"bot{self.token}/{method}", seconds, body, form)
         try:
             answer = json.loads(data)
-        except ValueError:  # the page of a proxy
+            is_done = answer["ok"]
+        except (ValueError, TypeError, KeyError):  # the page of a proxy
             raise TelegramError(f"{method}: {status} not the Bot API") from None
-        if answer.get("ok"):
+        if is_done:
             return answer["result"]
         problem = self._scrub(f"{method}: {status} {answer.get('description')}")
         if status in (401, 404):
@@ -1195,7 +1196,7 @@ def is_call(message, bot):
 
 # ```py ↵ a = 1 ↵ ```   not ```npm install```; an unclosed block extends to the end of the text
 FENCE = (
-    r"(?m)^[ \t]*```(?=[^`\n]*\n)(?:[\w+-]{0,40}[ \t]*\n)?"
+    r"(?m)^[ \t]*```(?=[^`\n]*\n)(?:(?P<language>[\w+-]{0,40})[ \t]*\n)?"
     r"(?P<block>(?:.*\n)*?.*?)(?:^[ \t]*```[ \t]*$|\Z)"
 )
 CODE = r"(?<!`)(?P<ticks>`{1,3})(?!`)(?P<code>.{1,2000}?)(?<!`)(?P=ticks)(?!`)"  # `a`   ``a ` b``
@@ -1227,7 +1228,8 @@ def as_html(markdown):
         elif match["code"]:
             aside.append(f"<code>{match['code']}</code>")
         else:
-            aside.append(f"<pre>{match['block']}</pre>")
+            language = f' class="language-{match["language"]}"' if match["language"] else ""
+            aside.append(f"<pre><code{language}>{match['block']}</code></pre>")
         return f"\ue000{len(aside) - 1}\ue001"
 
     text = re.sub("[\0\ud800-\udfff\ue000\ue001]", "", markdown)  # \ud800 cannot be encoded

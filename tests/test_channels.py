@@ -820,7 +820,7 @@ async def test_chats_that_block_flood_or_fail_delay_no_other_and_nothing_comes_t
     long = "\n".join(letter * 4_000 for letter in "abc")
     server.chats["8"] = Refusal(403, "Forbidden: bot was blocked by the user")
     server.chats["9"] = Refusal(429, "Too Many Requests", {"retry_after": 3_600})
-    server.chats["10"] = Refusal(502, body=b"<html>bad gateway</html>")
+    server.chats["10"] = Refusal(403, body=b'{"error": "blocked by a proxy"}')
     for chat in ("9", "10"):
         for text in (long, "the end"):
             desk.bus.send(OutboundMessage("telegram", chat, text))
@@ -834,7 +834,7 @@ async def test_chats_that_block_flood_or_fail_delay_no_other_and_nothing_comes_t
     for chat in ("9", "10"):
         await desk.until(lambda chat=chat: "the end" in server.texts(chat))
         assert [*dict.fromkeys(text[0] for text in server.texts(chat))] == [*"abct"]
-    assert caplog.text.count("502 not the Bot API") == 1
+    assert caplog.text.count("403 not the Bot API") == 1
 
 
 @telegram()
@@ -960,7 +960,7 @@ def test_the_token_is_in_no_log_and_no_error(tmp_path, caplog, base):
         ('[a](https://a.b/c_d_(e)?x="2")', '<a href="https://a.b/c_d_(e)?x=&quot;2&quot;">a</a>'),
         (
             "```py\na < b\n*x*\n```\nend",
-            "<pre>a &lt; b\n*x*\n</pre>\nend",
+            '<pre><code class="language-py">a &lt; b\n*x*\n</code></pre>\nend',
         ),
         (
             "[`run.py`](https://x.y) is `it`",
