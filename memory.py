@@ -1074,7 +1074,7 @@ def message_tokens(message):
         elif block.get("text"):
             tokens += cached_estimate(block["text"])
     for call in message.get("tool_calls") or []:
-        tokens += cached_estimate(to_json(call))
+        tokens += cached_estimate(str(call))
     return tokens
 
 

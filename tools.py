@@ -354,11 +354,12 @@ class Turn:
             raise ToolError(f"{text!r} is not a usable path: {problem}") from None
         if is_secret(real, self.secret):
             raise Refused(f"{real} holds keys: the agent may not open it.\nAsk the user to look.")
-        home = self.workspace.resolve()
-        if write and any(real.is_relative_to(home / name) for name in AGENT_FILES):
-            raise Refused(f"{real} is the agent's own record: tools may not write to it.")
+        if write:
+            home = self.workspace.resolve()
+            if any(real.is_relative_to(home / name) for name in AGENT_FILES):
+                raise Refused(f"{real} is the agent's own record: tools may not write to it.")
         if self.restrict:
-            roots = [home, self.cwd]
+            roots = [self.workspace, self.cwd]
             if not write:
                 roots += [*self.readable, self.store("results")]
             if not any(real.is_relative_to(root.resolve()) for root in roots):
@@ -756,13 +757,14 @@ def is_secret(real, secrets):
     """Can a file hold keys? `secrets`: files and folders that do. Links must be resolved before."""
     if str(real).startswith("/proc/") and real.name == "environ":
         return True  # /proc/1/environ can contain API keys
-    for secret in secrets:
-        # the file itself, a copy like config.json.bak, or a file in the folder
-        if str(real).startswith(str(secret)):
-            return True
-        # `samefile` also finds hard links, and CONFIG.JSON on systems that ignore case
-        with contextlib.suppress(OSError):  # one of them does not exist
-            if real.samefile(secret):
+    # each secret itself, a copy like config.json.bak, or a file in the folder
+    if str(real).startswith(tuple(map(str, secrets))):
+        return True
+    with contextlib.suppress(OSError):  # the file does not exist
+        file = real.stat()
+        for secret in filter(os.path.exists, secrets):
+            # also hard links, and CONFIG.JSON on systems that ignore case
+            if os.path.samestat(file, os.stat(secret)):
                 return True
     return False
 
