@@ -113,10 +113,11 @@ class MessageBus:
             self._deliveries[key] = asyncio.create_task(deliver(channel, waiting, self._sleep))
 
     def stop_sending(self, channel: str, chat_id: str) -> bool:
-        """Send no more parts of the answer that is being sent. Returns False if there is none: an
-        answer that waits for the end of an outage is not dropped."""
+        """Send no more parts of a long answer of which the chat has some parts already. Returns
+        False if there is none. An answer of which nothing has arrived is kept: it may wait for the
+        end of an outage."""
         waiting = self._waiting[channel, chat_id, False]
-        if not waiting or not waiting[0].parts_sent:
+        if not waiting or waiting[0].parts_sent == 0:
             return False
         waiting[0].parts_sent = sys.maxsize  # `Channel.send` sees no part left, and returns
         return True
@@ -220,8 +221,8 @@ async def end_all(tasks, seconds=None):
 
 # Control characters (C0 except tab and newline, DEL, C1), bidi controls, zero-width characters,
 # tag characters, letters that look like blanks (U+2800, U+115F), and lone surrogates, which cannot
-# be encoded. The soft hyphen and the two
-# joiners are allowed: a Persian word or the emoji of a family may contain a joiner.
+# be encoded. The soft hyphen and the two joiners are allowed: a Persian word or the emoji of a
+# family may contain a joiner.
 UNSAFE = (
     "[\0-\b\v-\x1f\x7f-\x9f\u061c\u115f\u1160\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f"
     "\u2800\u3164\ud800-\udfff\ufeff\uffa0\ufff9-\ufffb\U000e0000-\U000e01ef]"
@@ -1260,7 +1261,9 @@ def split_html(text, limit=4_096):
                 opened.pop()
             else:
                 opened.append(tag)
-        text = "".join(opened) + text[len(part) :]  # the next part opens these tags again
+        # The next part opens these tags again. A part is longer than that, so the loop ends: no tag
+        # has more than 1,100 characters, and three at most are open.
+        text = "".join(opened) + text[len(part) :]
         for tag in reversed(opened):  # <code class="language-py"> is closed by </code>
             part += f"</{tag.strip('<>').split()[0]}>"
         if plain_text(part).strip():  # "400 message text is empty"
@@ -1269,8 +1272,8 @@ def split_html(text, limit=4_096):
 
 
 def beginning(text, limit):
-    """At most `limit` UTF-16 units from the start of `text`: more than the tags that open there,
-    because no tag has more than 1,100 characters."""
+    """The start of a text, at most `limit` UTF-16 units. It ends after a newline or a space if
+    there is one, and never inside a tag or inside `&lt;`."""
     head = text.encode("utf-16-le")[: 2 * limit].decode("utf-16-le", "ignore")
     if head == text:
         return text

@@ -1038,7 +1038,7 @@ def fitted(text, most):
     cut = text
     while (tokens := estimate(cut)) > most and size > 50:  # do not cut very short texts
         size = min(size * most // tokens, size * 9 // 10)
-        cut = f"{text[: size * 2 // 3]} […] {text[-(size // 3) :]}"
+        cut = f"{text[: size * 2 // 3]} […] {text[len(text) - size // 3 :]}"
     return cut
 
 
@@ -1261,6 +1261,13 @@ class MemoryRepository:
         except OSError as problem:
             return f"There is no log: {problem}"
 
+    def applies(self, patch):
+        try:
+            self.git("apply", "--check", patch)
+        except OSError:
+            return False
+        return True
+
     def restore(self, sha=""):
         """Undo one commit (default: the last dream) with a new commit. Returns a message."""
         why = "the commit is undone already, or its lines have changed since then."
@@ -1280,13 +1287,10 @@ class MemoryRepository:
                 )
                 files = [self.workspace / name for name in self.git("ls-files", "-z").split("\0")]
                 modes = {path: path.stat().st_mode for path in files if path.is_file()}
-                try:
-                    self.git("apply", "--check", patch)
-                except OSError:  # the commit cannot be made again: it is not undone yet
-                    # -C0: the lines around a change may have changed since
-                    self.git("apply", "-R", "-C0", "--whitespace=nowarn", patch, why=why)
-                else:
+                if self.applies(patch):  # it could be made once more, so it is undone already
                     raise OSError(why)
+                # -C0: the lines around a change may have changed since
+                self.git("apply", "-R", "-C0", "--whitespace=nowarn", patch, why=why)
                 for path, mode in modes.items():  # git has given new files the usual mode
                     if path.exists():
                         path.chmod(mode)

@@ -1531,22 +1531,23 @@ class Conversation:
 
     async def go_on_after_restart(self):
         """Resume a recent open turn, but at most twice, because the turn may crash the gateway. If
-        it is not resumed, a report says so, at each start with the same id, so it is shown once."""
+        it is not resumed, a report tells the chat so."""
         session = self.loop.sessions.get(self.key)
         for line in self.outbox.read():
             self._send_said(line)
         self._send_answers(session.undelivered, session)
         if session.is_open:
-            id_ = f"open@{session.last}"
+            report_id = f"open@{session.last}"  # the same at each start, so the chat is told once
+            was_told = report_id in session.known_ids
             age = time.time() - session.path.stat().st_mtime
-            # 86,400 seconds: one day. Its id is known if the chat was told by an earlier start
-            self.is_due = session.resumed < 2 and age < 86_400 and id_ not in session.known_ids
+            one_day = 86_400  # seconds
+            self.is_due = session.resumed < 2 and age < one_day and not was_told
             if not self.is_due:
                 text = (
                     "Your last message was not answered: nanobot was interrupted. "
                     "/continue resumes the turn."
                 )
-                report = channels.InboundMessage("system", "", self.key, text, message_id=id_)
+                report = channels.InboundMessage("system", "", self.key, text, message_id=report_id)
                 await self.take_in(report, "report")
         await self._answer_what_waits()
 
@@ -1569,8 +1570,9 @@ class Conversation:
                 if self.is_due or lines:
                     await self._answer(session, lines)
             except asyncio.CancelledError:
-                complete = [each for each in session.undelivered if each["n"] > before]
-                self._send_answers(complete, session)
+                # the turn had journalled its answer when it was cancelled; older ones were sent
+                finished = [each for each in session.undelivered if each["n"] > before]
+                self._send_answers(finished, session)
                 if not self.loop.is_ending:  # after /stop, start a task for the waiting messages
                     self.service.background.start(self._answer_what_waits())
                 raise

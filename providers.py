@@ -742,7 +742,9 @@ def choose_endpoint(
             known[row.name].api_key = general_key
             known["openai"].api_key = ""
     host = row_of_address(base_url)  # "custom" if there is no base URL
-    if host.env_key:  # a maker's own address
+    is_makers = bool(host.env_key)  # the address of a provider that has keys
+    is_own_server = bool(base_url) and not is_makers
+    if is_makers:
         spec = host
     elif provider:
         spec = ROWS[provider]
@@ -757,11 +759,11 @@ def choose_endpoint(
     if not re.match("https?://.", address):
         problem = f"needs an address with http:// or https://, not {address!r}"
         raise ValueError(f"Provider {spec.name} {problem}. Set its apiBase, or --base-url.")
-    if spec.env_key and not chosen.api_key and not base_url:
+    if spec.env_key and not chosen.api_key and not base_url:  # else the endpoint itself refuses
         raise ValueError(f"Provider {spec.name} has no key: set {spec.env_key}.")
-    if base_url and not host.env_key:  # the user's own server
-        if spec.env_key:
-            chosen = Endpoint(spec)  # without the key and the headers for the maker's host
+    if is_own_server:
+        if spec.env_key:  # `--provider openai`: openai's key and headers are for openai's host
+            chosen = Endpoint(spec)
         chosen.api_key = chosen.api_key or general_key
     if spec.is_local and not urlsplit(address).path.strip("/"):
         address = address.rstrip("/") + "/v1"  # http://localhost:9000 → http://localhost:9000/v1
@@ -1644,8 +1646,9 @@ def read_calls(text, tools):
 def text_call(found, tools):
     """{"name": "ls", "arguments": {"path": "."}} → ls({"path": "."})
 
-    Raises an exception for an unknown tool, and for JSON that is no call, but a log entry or the
-    description of a tool. Wrong arguments are told to the model when the call runs."""
+    Raises an exception for JSON that is no call: an unknown tool, arguments that are no object, a
+    log entry, or the description of a tool. Whether the arguments fit the tool is checked later,
+    when the call runs."""
     is_wrapped = found.keys() <= {"type", "id", "function"}  # {"type": "function", "function": {…}}
     call = found["function"] if is_wrapped else found
     is_log_entry = found.get("type", "function") != "function" or call.keys() - CALL_KEYS

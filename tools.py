@@ -1058,8 +1058,9 @@ def notebook_text(text):
         for number, cell in enumerate(json.loads(text)["cells"]):
             shown += [f"[cell {number}, {cell['cell_type']}]", "".join(cell["source"])]
             for output in cell.get("outputs", []):
-                data = output.get("data", {})  # {"text/plain": "2"}, or an image
-                said = output.get("text") or output.get("evalue") or data.get("text/plain", data)
+                data = output.get("data", {})  # {"text/plain": "2"} or {"image/png": "iVBOR…"}
+                said = output.get("text") or output.get("evalue") or data.get("text/plain")
+                said = said or ", ".join(data)  # "image/png"
                 shown += ["[output]", shorten("".join(said), 1_000)]
     except Exception:
         return ""

@@ -30,6 +30,7 @@ from memory import (
     SessionManager,
     SkillsLoader,
     estimate,
+    fitted,
     remember_terminals,
     total_tokens,
     readable,
@@ -956,6 +957,12 @@ SAMPLES = json.loads((DATA / "token_counts.json").read_text(encoding="utf-8"))
 @pytest.mark.parametrize("name", SAMPLES)
 def test_the_estimate_is_within_0_6_and_2_4_of_the_true_count(name):
     assert 0.6 <= estimate(SAMPLES[name]["text"]) / SAMPLES[name]["tokens"] <= 2.4
+
+
+@pytest.mark.parametrize(("text", "most"), [("word " * 1_000, 100), ("🙂" * 1_000, 10)])
+def test_a_text_that_is_too_long_is_cut_in_the_middle(text, most):
+    cut = fitted(text, most)
+    assert estimate(cut) <= most and " […]" in cut and cut[0] == text[0]
 
 
 def test_a_turn_that_is_longer_than_the_window_keeps_what_it_did(tmp_path):
