@@ -1741,6 +1741,7 @@ def test_a_folder_below_the_working_folder_may_be_deleted(turn, command):
         "rm -rf {build,*}",
         "rm -rf " + "[" * 5_000,
         'echo "$(rm -rf ~)"',
+        'rm -rf ~ "$(date)"',
         "eval 'cd ..'; rm -rf other",
         "grep '<<EOF' x\nrm -rf ~",
     ],
