@@ -278,8 +278,9 @@ class AgentRunner:
         )
 
     def prepare(self, state: RunState):
-        """Choose the tools of the next request: none if the model must answer in words. Tools of
-        MCP servers that have connected meanwhile are new. Tell the model if few steps are left."""
+        """Choose the tools of the next request: none if the model must answer in words. They are
+        listed anew at each step, because an MCP server may have connected meanwhile. Tell the model
+        if few steps are left."""
         limit = state.spec.max_iterations
         if state.is_over_limit:
             state.may_call_tools = False
@@ -495,7 +496,8 @@ class AgentRunner:
         await state.spec.hook.on_stream_end(not result.stop_reason)
 
     async def _finish(self, state, reason, text, is_cut=False):
-        """End the run with `text`."""
+        """End the run with `text`. Of a cut answer, the journal has the text with a field `cut`; the
+        user sees the text with a note."""
         response = state.response
         answer = await state.spec.hook.finalize_content(state.draft.joined(text))
         message = {"role": "assistant", "content": answer}

@@ -1695,8 +1695,8 @@ def keyless_json(named):
     """Returns a function that writes an event as JSON, with `[key]` instead of each key: what has
     the form of a key, and each value in `named` whose name says key, token, secret or password."""
     secrets = re.findall(NAMED_SECRET, json.dumps(named, ensure_ascii=False))
-    secrets.sort(key=len, reverse=True)
-    keys = re.compile("|".join([KEYS, *map(re.escape, secrets)]))  # the longest first
+    secrets.sort(key=len, reverse=True)  # the longest first: one may be the start of another
+    keys = re.compile("|".join([KEYS, *map(re.escape, secrets)]))
     write = json.JSONEncoder(ensure_ascii=False, default=vars).encode  # vars: of an LLMResponse
     # the groups of KEYS are what stays, like `password=`
     return lambda event: keys.sub(r"\1\2\3[key]", write(event))

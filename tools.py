@@ -1322,7 +1322,7 @@ async def search_part(files, request):
     finally:  # kill the child even if the turn is cancelled, so that `communicate` returns
         process.kill()
     if not output:  # for example "re.error: missing ) at position 3"
-        why = errors.decode(errors="replace").splitlines()[-1]
+        why = f"exit {process.returncode}\n{errors.decode(errors='replace')}".splitlines()[-1]
         raise ToolError(f"The search failed: {why}.\nCorrect the pattern, or set fixed_strings.")
     return json.loads(output)
 
@@ -1467,7 +1467,7 @@ def check_command(command: str, turn: Turn, *, confined: bool = False):
         if re.match(FATAL, line):
             raise Refused(f"{name} is too dangerous here.\nAsk the user to run it.")
         inner = names if name in SHELLS else []
-        if " " in program:
+        if " " in program:  # eval 'rm -rf b': the prefix `eval` is left out, so this is the program
             inner = [program]
         for script in inner:
             programs[number:number] = programs_of(script)  # these programs run next
@@ -1480,9 +1480,10 @@ def check_command(command: str, turn: Turn, *, confined: bool = False):
                 found = [f"{start}/found*" for start in found]
             targets = found if "-delete" in arguments else []
         else:
-            targets = names or ["."] if re.match(REMOVES, line) else []  # as in `xargs rm -r`
-        if "{}" in targets:
-            targets += found
+            removes = re.match(REMOVES, line)
+            if removes and "{}" in names:  # find a -exec rm -r {} +
+                names += found
+            targets = (names or ["."]) if removes else []  # no name: xargs rm -r
         for target in targets:
             if not confined and target not in ("{}", "+", ";"):
                 check_deleted(target, here, turn)
@@ -1496,6 +1497,7 @@ def check_command(command: str, turn: Turn, *, confined: bool = False):
         if "/" in names and name not in ("awk", "cut", "sed", "tr"):
             words.append("/.")  # `ls /`: HARMLESS lets a lone slash pass, as in `cut -d /`
     check_paths(written, turn, writes=True)
+    # a word that begins with / is in both sets; the others are checked for both
     named = {word for words in programs for word in words}
     check_paths(named - written, turn, writes=False)
 
