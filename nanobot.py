@@ -496,8 +496,8 @@ class AgentRunner:
         await state.spec.hook.on_stream_end(not result.stop_reason)
 
     async def _finish(self, state, reason, text, is_cut=False):
-        """End the run with `text`. Of a cut answer, the journal has the text with a field `cut`; the
-        user sees the text with a note."""
+        """End the run with `text`. Of a cut answer, the journal has the text and a field `cut`; the
+        user sees the text and a note."""
         response = state.response
         answer = await state.spec.hook.finalize_content(state.draft.joined(text))
         message = {"role": "assistant", "content": answer}
