@@ -419,11 +419,13 @@ class BottomLine:
 
     def hear(self, quiet=0.0):
         """Take what was typed, until the keyboard has been quiet for so many seconds. Enter queues
-        the draft; pasted lines are one message."""
-        text = edited(self.draft, self._keys(quiet).decode(errors="replace"))
-        lines, _, self.draft = text.rpartition("\n")
-        if line := lines.strip():
-            self.queued.append(line)
+        the draft. Pasted lines are one message; if the last of them has no end, it waits for
+        Enter."""
+        self.draft = edited(self.draft, self._keys(quiet).decode(errors="replace"))
+        if self.draft.endswith("\n"):
+            if line := self.draft.strip():
+                self.queued.append(line)
+            self.draft = ""
 
     def _keys(self, quiet):
         data = b""
@@ -464,7 +466,7 @@ class BottomLine:
     def _line(self):
         room = self._columns - 1  # a full row would break the line
         if self.draft:
-            draft = printable(self.draft.expandtabs(1))
+            draft = printable(self.draft.expandtabs(1).replace("\n", "⏎"))
             return "› " + start_of(draft[::-1], room - 2)[::-1]  # the end of a long draft
         if self.queued:
             line = f"queued: {self.queued[-1]}"

@@ -2826,6 +2826,8 @@ class Talk:
                 f"continuing: {memory.counted(count, 'message')}, "
                 f"last {ago(session.path.stat().st_mtime)} · /new starts afresh"
             )
+        if session.unfinished:
+            state += " · the last turn is unfinished: /continue resumes it"
         if self.loop.config.read_only:
             state = f"read-only · {state}"
         # a turn's working folder, because with a fence, nanobot does not work in HOME
@@ -2960,8 +2962,11 @@ def undo_command(arguments):
     ]
     if not keys:
         raise ConfigError(NOTHING_TO_UNDO)
-    # the last one has the newest change
-    show(asyncio.run(loop.process_direct("/undo", keys[-1])).final_content)
+    try:
+        # the last one has the newest change
+        show(asyncio.run(loop.process_direct("/undo", keys[-1])).final_content)
+    except memory.SessionBusy:
+        raise ConfigError("A prompt has this conversation open: type /undo there.") from None
 
 
 def onboard_command(arguments):

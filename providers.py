@@ -1502,7 +1502,7 @@ class AnswerReader:
             call.arguments, call.error = parse_arguments(parts.written, repair=is_finished)
             answer.tool_calls.append(call)
         if reason == "error" or not (reason or self.has_ended):
-            raise Failure("the answer broke off", "closed")
+            raise Failure("the answer broke off: the connection was closed", "closed")
         text = self.text
         if reason != "length":  # the model continues a cut answer, also after a line break
             text = text.rstrip("\n")

@@ -771,13 +771,13 @@ def is_secret(real, secrets):
 
 def similar_names(path):
     """For the end of an error: similar names in the folder, or else its first 20 names, such as
-    " In /home/ada: a.txt, b.txt"; "" if the path exists."""
+    "\\nIn /home/ada: a.txt, b.txt"; "" if the path exists."""
     if path.exists():
         return ""
     folder = next(parent for parent in path.parents if parent.is_dir())
     names = sorted(os.listdir(folder))
     near = difflib.get_close_matches(path.name, names) or names[:20]
-    return f" In {folder}: {', '.join(near)}"
+    return f"\nIn {folder}: {', '.join(near)}"
 
 
 def lines_of(data):
