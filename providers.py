@@ -1792,8 +1792,9 @@ def typed(line, tools):
 # sentence of a rule becomes a regular expression. Mistakes are reported with their line numbers.
 
 OFFLINE_RULES = "templates/offline/rules.md"  # nanobot_data/templates/… after pip install
-# the fields of a rule (the first six can have many lines); others are arguments of its tool
-FIELDS = "answer offer calculate means line without tool reads title words start".split()  # noqa: SIM905
+# the fields of a rule; others are arguments of its tool
+LONG_FIELDS = ["answer", "offer", "calculate", "means", "without"]  # they can have many lines
+FIELDS = [*LONG_FIELDS, "line", "tool", "reads", "title", "words", "start"]
 IMPLIED = {  # a rule with this field needs no `tool:`; the first such field counts
     "command": "exec",
     "line": "edit_file",
@@ -1804,7 +1805,7 @@ IMPLIED = {  # a rule with this field needs no `tool:`; the first such field cou
 }
 BUILT_IN = (  # filled in here
     "<result> <Time> <memory> <file> <count> <calls> <last> <head> <rows>"
-    " <retyped> <row> <py> <csv> <log> <txt> <md> <alike> <again> <text> <noun> <amount>"
+    " <retyped> <row> <py> <csv> <log> <txt> <md> <again> <text> <noun> <amount>"
 )
 WORD = r"<(\w+)>"
 TYPED_WORD = r"(?<![\w./'’-])[a-z]{3,20}(?![\w/'’-]|\.\w)"  # not the `txt` of a.txt
@@ -1854,7 +1855,7 @@ class Rules:
         elif key and self.last:
             self._check_field(key[1], key[2])
             self.last[key[1]] = key[2]
-        elif latest in FIELDS[:6]:
+        elif latest in LONG_FIELDS:
             self.last[latest] += f"\n{line}"
         elif line and self.last:
             raise ValueError("this is neither a sentence (- read <file>) nor a field (answer: Hi)")
@@ -1919,7 +1920,7 @@ class Rules:
 
     def stems(self, text):
         """`the grades of b.csv` → {"grad", "csv", "b.csv"}: what is meant, without endings"""
-        text = text.lower()
+        text = text.lower().replace("to do", "todo")
         return {
             re.sub(rf"(?<=\w\w\w){ENDING}$", "", word)
             for word in re.findall(r"[^\W_]+", text) + re.findall(r"[\w-]+\.\w+", text)
@@ -1944,6 +1945,8 @@ def rules_beside_this_file():
 
 
 RUNTIME_END = "[/Runtime Context]"
+# of a question: what is my average grade in math? → what is my average grade in
+LAST_WORD = r"(?i)^(?:the|in|on|for|of|at|with|what|how) \S+$|\s*\S+$"
 QUOTED = "(?s)^[\"'`“‘](.+)[\"'`”’]$"
 MEMORY_PATH = r"[:`] ?((?:/|~|\w:\\)[^\n:`]*MEMORY\.md)"  # - Facts: /home/a b/memory/MEMORY.md
 # tool → pattern for a successful result; any other result is an error
@@ -1954,6 +1957,7 @@ NOISE = (  # not shown to the user
     r"(?m)^\S*MEMORY\.md:\d+: (?:- )?|^Exit code: 0\Z|\nExit code: \d+\Z| Tell the user\.|"
     r"(?<=') in [\d,]+ files of .*\Z"  # No match for 'x' in 3 files of /home/a.
 )
+BULLET = r"[ *-]{0,9}(?:\[.?\] )?"  # of a line: - [x] milk
 MISSING = "No such file|There is no folder"  # in the error text of a tool
 
 
@@ -2000,31 +2004,30 @@ class Plan:
         """Plan one turn. Returns an answer for each step and file."""
         self.matches = {}
         self.next_call = None
-        self.question = re.sub(KEYS, "", question)[
-            :1_000
-        ]  # without API keys: its words are looked for
+        # without API keys, because its words are looked for
+        self.question = re.sub(KEYS, "", question)[:1_000]
         self.paths = None  # the files here, once they are needed
-        reports = self._run(self.question)
+        reports = self._run(self.question, 2)
         self.results.clear()
         return reports
 
-    def _run(self, question):
-        """Apply the rules of a question, or of the sentence that it means."""
+    def _run(self, question, levels):
+        """Apply the rules of a question, or of the sentence that it means.
+
+        `levels` is how often a sentence may mean another one.
+        """
         reports = []
         for rule, said in self.rules.find(question, self.request.read_only):
             self.matches[rule.get("title")] = said
-            means = fill(rule.get("means", ""), self.known | self.said | said)
-            if means:
-                reports += self._run(means.partition("\n")[0])
-                continue
-            reports += [self._follow(rule, said, file) for file in self._files(said)]
+            means = fill(rule.get("means", ""), self.known | self.said | said).partition("\n")[0]
+            if means and levels:
+                reports += self._run(means, levels - 1)
+            elif means:
+                reports.append(f"The rule `{rule['title']}` means itself: {means}")
+            else:
+                reports += [self._follow(rule, said, file) for file in self._files(said)]
             if "reads" in rule or rule.get("tool") in self.request.read_only:
-                # what is my average grade in math? → what is my average grade in
-                self.said = said | {
-                    "again": re.sub(
-                        r"(?i)^(?:the|in|on|for|of|at|with|what|how) \S+$|\s*\S+$", "", question
-                    )
-                }
+                self.said = said | {"again": re.sub(LAST_WORD, "", question)}
         return reports
 
     def _files(self, said):
@@ -2061,8 +2064,6 @@ class Plan:
             return self._advise("Which file do you mean?", {})
         self.known["file"] = file
         known = self.known | {name: re.sub(QUOTED, r"\1", text) for name, text in said.items()}
-        # "sisters birthday" finds: the user's sister's birthday
-        known["alike"] = re.sub(r"['’]?s?\W+", ".*", known.get("text", ""))
         if (
             rule.get("command", "<command>") != "<command>"  # a rule's own command is for bash
             and "Windows PowerShell" in str(self.request.tools)
@@ -2101,20 +2102,23 @@ class Plan:
         if file not in self.paths:
             file = ""  # it is gone
         words = self.rules.stems(self.question) - self.rules.stems(named)
-        pattern = rf"(?i)\b(?:{'|'.join(sorted(words))}){ENDING}?\b"
-        search = {"pattern": pattern, "path": named, "output_mode": "content"}
-        result = self._result("grep", search) if words and self.paths else ""
-        # without the head of a table
-        rows = re.findall(r"(?m)^(?!.+\.csv:1: )(.+?):\d+: (.{1,200})", result)
-        near, line = max(
-            rows,
-            key=lambda row: (len(re.findall(pattern, row[1])), row[0] == file),
-            default=(file, ""),
-        )
+        least = 2 if len(words) > 2 else 1  # a line with one of many words says little
+        words |= {nearest(word, self.rules.vocabulary) for word in words}  # erors: errors
+        common = rf"\b(?:{'|'.join(sorted(words))}){ENDING}?\b"
+        search = {"pattern": "(?i)" + ".*".join([common] * least), "output_mode": "content"}
+        rows = []
+        for path in (named, self.known["memory"]) if words and self.paths else ():
+            result = self._result("grep", search | {"path": path})
+            # without the head of a table
+            rows += re.findall(r"(?m)^(?!.+\.csv:1: )(.+?):\d+: (.{1,200})", result)
+        rows.sort(key=lambda row: (-len(re.findall(f"(?i){common}", row[1])), row[0] != file))
+        near, line = [*rows, (file, "")][0]
+        if near.endswith("MEMORY.md"):
+            return line.removeprefix("- ")
         here = {
             "file": file and shlex.quote(file),  # it can have spaces
             "near": near and shlex.quote(near),
-            "found": re.search(f"{pattern}|$", line)[0],
+            "found": re.search(f"(?i){common}|$", line)[0],
             "row": line,
             "rows": "\n".join(map(": ".join, rows[:5])),
         }
@@ -2133,27 +2137,23 @@ class Plan:
         return ""
 
     def _change_lines(self, rule, known):
-        """Append `line` to a file; if `without` is set, take that out of all lines."""
+        """Append `line` to a file; if `without` is set, remove the lines that are nothing else."""
         path, line = fill(rule.get("path", ""), known), fill(rule["line"], known)
         text = self._result("read_file", {"path": path})
-        page = re.findall(r"(?m)^\d+\| (.*)$", text)
         if re.search(rule.get("start", r"^[^|]* is empty\)$"), text):
             return self._result("write_file", {"path": path, "content": line})
-        if "go on with offset=" in text:
-            return "That file is too long for me: I can only read one page."
+        page = "\n".join(re.findall(r"(?m)^\d+\| (.*)$", text))
         gone = fill(rule.get("without", "(?!)"), known, re.escape)
-        kept = [
-            re.sub(gone, "", each)
-            for each in page
-            if not re.fullmatch(rf"[ *-]*{gone}[ *-]*", each)  # - milk
-        ]
-        if kept == page and not line:
+        kept = re.sub(rf"(?m)^{BULLET}(?:{gone})[ *-]{{0,9}}(?:\n|\Z)", "", page)
+        edit = {"path": path, "old_text": page, "new_text": f"{kept}\n{line}".strip("\n")}
+        is_cut = "go on with offset=" in text
+        if "old" in known and (is_cut or kept == page):  # it is only a part of a line
+            edit |= {"old_text": known["old"], "new_text": ""}
+        elif is_cut:
+            return "That file is too long for me: I can only read one page."
+        elif kept == page and not line:
             return "I know nothing of that: no line has it. Ask: what do you know about me?"
-        if not page:
-            return text
-        new = "\n".join([*kept, line]).rstrip("\n")
-        edit = {"path": path, "old_text": "\n".join(page), "new_text": new}
-        return self._result("edit_file", edit)
+        return self._result("edit_file", edit) if page else text
 
 
 def fill(template, known, change=str):
@@ -2179,38 +2179,35 @@ def arguments_of(rule, known):
     return arguments
 
 
-# what is said → what it means to Python, like 1,000 → 1000; 14:30 → (14+30/60); and for the time of
-# a reminder <Time>, 2026-11-23 14:30 (Monday), UTC → 14:30 hours
-SIGNS = r"""
-\d+-\d+-\d+ (\d+:\d+).* → \1 hours
-(\d+):(\d+) → (\1+\2/60)
-,(?=\d{3}) →
-, → .
-\b(?:an?|one|every(?= [a-z]))(?= ) → 1
-=|every|\bsec(?:ond)?s?\b →
-\bmin(?:ute)?s?\b → *60
-\b(?:hour|hr)s?\b → *3600
-\bdays?\b → *86400
-\bweeks?\b → *604800
-(?:(?:square )?root(?: of)?|sqrt(?: of)?) ?(\([^()]*\)|[\d.]+) → \1**0.5
-(?<=[\d)]) ?\( → *(
- squared → **2
-\^|to the power of → **
-plus|add → +
-minus|subtract → -
-times|multiplied by|multiply|x → *
-divided? by|divide|over → /
-(?:%|percent) of → /100*
-%|percent → /100
- of  → *
-\b(?<![\d.])(\d+)(?![\d.]) → \1.
-"""
+SIGNS = {  # what is said → what it means to Python
+    r"\d+-\d+-\d+ (\d+:\d+).*": r"\1 hours",  # <Time>: 2026-11-23 14:30 (Monday), UTC
+    r"(\d+):(\d+)": r"(\1+\2/60)",  # 14:30
+    r",(?=\d{3})": "",  # 1,000
+    ",": ".",
+    r"\b(?:an?|one|every(?= [a-z])) ": "1 ",
+    r"=|every|\bsec(?:ond)?s?\b": "",
+    r"\bmin(?:ute)?s?\b": "*60",
+    r"\b(?:hour|hr)s?\b": "*3600",
+    r"\bdays?\b": "*86400",
+    r"\bweeks?\b": "*604800",
+    r"(?:(?:square )?root(?: of)?|sqrt(?: of)?) ?(\([^()]*\)|[\d.]+)": r"\1**0.5",
+    r"(?<=[\d)]) ?\(": "*(",
+    " squared": "**2",
+    r"\^|to the power of": "**",
+    "plus|add": "+",
+    "minus|subtract": "-",
+    "times|multiplied by|multiply|x": "*",
+    "divided? by|divide|over": "/",
+    "%|percent": "/100",
+    " of ": "*",
+    r"\b(?<![\d.])(\d+)(?![\d.])": r"\1.",  # with fractions, 9**9**9 fails at once
+}
 NO_NUMBER = "(no number: I know sums like 28 * 4.50, sqrt(81), (3 + 4) / 2)"
 
 
 def calculate(text):
     """`15% of 240` → `36`; a text that is no sum, or has no result → NO_NUMBER"""
-    for said, sign in re.findall("(.*) →(?: (.*))?", SIGNS):
+    for said, sign in SIGNS.items():
         text = re.sub(said, sign, text.lower())
     try:
         text = re.fullmatch(r"[\d\s.+*/()-]+", text)[0]
