@@ -418,7 +418,7 @@ class OfflineProvider(LLMProvider):
     model = "offline"
 
     def __init__(self, rules: str = ""):
-        self.rules = Rules(rules or rules_beside_this_file())
+        self.rules = Rules(rules or beside_this_file())
 
     async def answer(self, request: LLMRequest) -> LLMResponse:
         plan = Plan(request, self.rules)
@@ -1792,9 +1792,10 @@ def typed(line, tools):
 # sentence of a rule becomes a regular expression. Mistakes are reported with their line numbers.
 
 OFFLINE_RULES = "templates/offline/rules.md"  # nanobot_data/templates/… after pip install
-# the fields of a rule; others are arguments of its tool
-LONG_FIELDS = ["answer", "offer", "calculate", "means", "without"]  # they can have many lines
-FIELDS = [*LONG_FIELDS, "line", "tool", "reads", "title", "words", "start"]
+# the fields of a rule (the first five can have many lines); others are arguments of its tool
+FIELDS = re.findall(
+    r"\w+", "answer offer calculate means without line tool reads title words start"
+)
 IMPLIED = {  # a rule with this field needs no `tool:`; the first such field counts
     "command": "exec",
     "line": "edit_file",
@@ -1855,7 +1856,7 @@ class Rules:
         elif key and self.last:
             self._check_field(key[1], key[2])
             self.last[key[1]] = key[2]
-        elif latest in LONG_FIELDS:
+        elif latest in FIELDS[:5]:
             self.last[latest] += f"\n{line}"
         elif line and self.last:
             raise ValueError("this is neither a sentence (- read <file>) nor a field (answer: Hi)")
@@ -1935,18 +1936,16 @@ def nearest(word, known):
     return [*swapped, *difflib.get_close_matches(word, alike, 1, 0.82), word][0]
 
 
-def rules_beside_this_file():
+def beside_this_file(name=OFFLINE_RULES):
     here = Path(__file__).resolve().parent
-    for path in (here / OFFLINE_RULES, here / "nanobot_data" / OFFLINE_RULES):
+    for path in (here / name, here / "nanobot_data" / name):
         if path.is_file():
             # table.awk is beside the rules
             return path.read_text("utf-8-sig", "replace").replace("HERE/", f"{path.parent}/")
-    return f"## anything else\noffer: {OFFLINE_RULES} is missing."
+    return f"## anything else\noffer: {name} is missing."
 
 
 RUNTIME_END = "[/Runtime Context]"
-# of a question: what is my average grade in math? → what is my average grade in
-LAST_WORD = r"(?i)^(?:the|in|on|for|of|at|with|what|how) \S+$|\s*\S+$"
 QUOTED = "(?s)^[\"'`“‘](.+)[\"'`”’]$"
 MEMORY_PATH = r"[:`] ?((?:/|~|\w:\\)[^\n:`]*MEMORY\.md)"  # - Facts: /home/a b/memory/MEMORY.md
 # tool → pattern for a successful result; any other result is an error
@@ -1954,10 +1953,9 @@ SUCCESS = {"read_file": r"\d+\| ", "edit_file": "--- |Wrote ", "exec": r"(?s).*E
 NOTHING = "No match for |No file below |There is no folder"
 OTHER_SUCCESS = rf"(?!{NOTHING}|Cannot |Error\b|\w+ failed: )"  # also of a project's own tools
 NOISE = (  # not shown to the user
-    r"(?m)^\S*MEMORY\.md:\d+: (?:- )?|^Exit code: 0\Z|\nExit code: \d+\Z| Tell the user\.|"
+    r"(?m)^\S*MEMORY\.md:\d+: (?:- |# .*\n?)?|^Exit code: 0\Z|\nExit code: \d+\Z| Tell the user\.|"
     r"(?<=') in [\d,]+ files of .*\Z"  # No match for 'x' in 3 files of /home/a.
 )
-BULLET = r"[ *-]{0,9}(?:\[.?\] )?"  # of a line: - [x] milk
 MISSING = "No such file|There is no folder"  # in the error text of a tool
 
 
@@ -2007,27 +2005,26 @@ class Plan:
         # without API keys, because its words are looked for
         self.question = re.sub(KEYS, "", question)[:1_000]
         self.paths = None  # the files here, once they are needed
-        reports = self._run(self.question, 2)
+        reports = self._run(question, True)
         self.results.clear()
         return reports
 
-    def _run(self, question, levels):
-        """Apply the rules of a question, or of the sentence that it means.
-
-        `levels` is how often a sentence may mean another one.
-        """
+    def _run(self, question, typed=False):
+        """Apply the rules of a question. Only what was typed can mean another sentence."""
         reports = []
         for rule, said in self.rules.find(question, self.request.read_only):
             self.matches[rule.get("title")] = said
-            means = fill(rule.get("means", ""), self.known | self.said | said).partition("\n")[0]
-            if means and levels:
-                reports += self._run(means, levels - 1)
-            elif means:
-                reports.append(f"The rule `{rule['title']}` means itself: {means}")
-            else:
-                reports += [self._follow(rule, said, file) for file in self._files(said)]
+            means = fill(rule.get("means", ""), self.known | self.said | said)
+            if means and typed:
+                reports += self._run(means.partition("\n")[0])
+                continue
+            reports += [self._follow(rule, said, file) for file in self._files(said)]
             if "reads" in rule or rule.get("tool") in self.request.read_only:
-                self.said = said | {"again": re.sub(LAST_WORD, "", question)}
+                # what is my average grade in math? → what is my average grade in
+                last_word = r"(?i)^(?:the|in|on|for|of|at|with|what|how) \S+$|\s*\S+$"
+                self.said = said | {"again": re.sub(last_word, "", question)}
+            elif "tool" in rule:
+                self.known["calls"] += f"\n- {question}"
         return reports
 
     def _files(self, said):
@@ -2041,18 +2038,14 @@ class Plan:
     def _look_up(self, text):
         """`my essay` → `My Essay.md`, if only one name has most words of the text; or "" """
         if self.paths is None:
-            found = (
-                self._result("glob", {"pattern": "*"}) if "glob" in self.request.read_only else ""
-            )
+            can_look = "glob" in self.request.read_only
+            found = self._result("glob", {"pattern": "*"}) if can_look else ""
             self.paths = re.findall(r"(?m)^(?!No file|\(there).+", found)
         stems = self.rules.stems
         names = stems(" ".join(self.paths))
         said = {nearest(word, names) for word in stems(text)}
-        ranks = {
-            path: (len(said & stems(path)), -len(stems(path)))
-            for path in self.paths
-            if said & stems(Path(path).name)
-        }
+        named = [path for path in self.paths if said & stems(Path(path).name)]
+        ranks = {path: (len(said & stems(path)), -len(stems(path))) for path in named}
         best = [path for path in ranks if ranks[path] == max(ranks.values())]
         return best[0] if len(best) == 1 else ""
 
@@ -2064,10 +2057,8 @@ class Plan:
             return self._advise("Which file do you mean?", {})
         self.known["file"] = file
         known = self.known | {name: re.sub(QUOTED, r"\1", text) for name, text in said.items()}
-        if (
-            rule.get("command", "<command>") != "<command>"  # a rule's own command is for bash
-            and "Windows PowerShell" in str(self.request.tools)
-        ):
+        has_no_bash = "Windows PowerShell" in str(self.request.tools)
+        if has_no_bash and rule.get("command", "<command>") != "<command>":  # a rule's own
             return "That needs bash, which is part of Git for Windows: install Git (git-scm.com)."
         result = ""
         if "calculate" in rule:
@@ -2079,18 +2070,21 @@ class Plan:
             result = self._result(rule["tool"], arguments_of(rule, known))
         shown = re.sub(NOISE, "", result).strip()
         if re.match(SUCCESS.get(rule.get("tool"), OTHER_SUCCESS), result):
-            self.known["file"] = known.get("target", file)
+            self.known["file"] = known.get("target") or known.get("settings") or file
             known |= {"result": shown or "Done.", "count": str(shown.count("\n") + 1)}
-            return fill(rule.get("answer", "<result>").strip(), known)
+            return fill(rule.get("answer", rule.get("means", "<result>")).strip(), known)
         other = self._look_up(file) if file and re.search(MISSING, result) else file
         if other != file:
             if other and rule.get("tool") in self.request.read_only:
                 return self._follow(rule, said, other)
             again = other and self.question.replace(file, shlex.quote(other))
-            return self._advise(
-                f"There is no {file} here.", said | {"name": file, "retyped": again, "py": ""}
-            )
-        return self._advise(shown, {}) if re.match(NOTHING, result) else shown
+            said = said | {"name": file, "retyped": again, "py": ""}
+            return self._advise(f"There is no {file} here.", said)
+        if not re.match(NOTHING, result):
+            return shown
+        if rule.get("path") == "<memory>" and said:
+            shown += "\n" + self._run("what do you know about me")[0]
+        return self._advise(shown, {})
 
     def _advise(self, text, said):
         """Return `text`, the lines of files that are nearest to what was asked, and three offers.
@@ -2102,23 +2096,21 @@ class Plan:
         if file not in self.paths:
             file = ""  # it is gone
         words = self.rules.stems(self.question) - self.rules.stems(named)
-        least = 2 if len(words) > 2 else 1  # a line with one of many words says little
+        is_clear = len(words) < 3 or "retyped" in said
         words |= {nearest(word, self.rules.vocabulary) for word in words}  # erors: errors
-        common = rf"\b(?:{'|'.join(sorted(words))}){ENDING}?\b"
-        search = {"pattern": "(?i)" + ".*".join([common] * least), "output_mode": "content"}
-        rows = []
-        for path in (named, self.known["memory"]) if words and self.paths else ():
-            result = self._result("grep", search | {"path": path})
-            # without the head of a table
-            rows += re.findall(r"(?m)^(?!.+\.csv:1: )(.+?):\d+: (.{1,200})", result)
-        rows.sort(key=lambda row: (-len(re.findall(f"(?i){common}", row[1])), row[0] != file))
+        common = rf"(?i:\b(?:{'|'.join(sorted(words))}){ENDING}?\b)"
+        # a line with one of many words says little
+        pattern = common if is_clear else f"{common}.*{common}"
+        search = {"pattern": pattern, "output_mode": "content"}
+        result = self._result("grep", search) if words and self.paths else ""
+        # without the head of a table
+        rows = re.findall(r"(?m)^(?!.+\.csv:1: )(.+?):\d+: (.{1,200})", result)
+        rows.sort(key=lambda row: (-len(re.findall(common, row[1])), row[0] != file))
         near, line = [*rows, (file, "")][0]
-        if near.endswith("MEMORY.md"):
-            return line.removeprefix("- ")
         here = {
             "file": file and shlex.quote(file),  # it can have spaces
             "near": near and shlex.quote(near),
-            "found": re.search(f"(?i){common}|$", line)[0],
+            "found": re.search(f"{common}|$", line)[0],
             "row": line,
             "rows": "\n".join(map(": ".join, rows[:5])),
         }
@@ -2130,8 +2122,6 @@ class Plan:
     def _result(self, tool, arguments):
         """Return a call's result. If the call has no result yet, set `next_call` and return ""."""
         if self.results:
-            if tool not in self.request.read_only:
-                self.known["calls"] += f"\n- {tool} {arguments}"
             return self.results.pop(0)
         self.next_call = self.next_call or (tool, arguments)
         return ""
@@ -2144,15 +2134,18 @@ class Plan:
             return self._result("write_file", {"path": path, "content": line})
         page = "\n".join(re.findall(r"(?m)^\d+\| (.*)$", text))
         gone = fill(rule.get("without", "(?!)"), known, re.escape)
-        kept = re.sub(rf"(?m)^{BULLET}(?:{gone})[ *-]{{0,9}}(?:\n|\Z)", "", page)
-        edit = {"path": path, "old_text": page, "new_text": f"{kept}\n{line}".strip("\n")}
+        # a line like: - [x] milk
+        whole_line = rf"(?m)^[ *-]{{0,9}}(?:\[.?\] )?(?:{gone})[ *-]{{0,9}}(?:\n|\Z)"
+        kept = re.sub(whole_line, "", page)
+        old, new = page, f"{kept}\n{line}".strip("\n")
         is_cut = "go on with offset=" in text
         if "old" in known and (is_cut or kept == page):  # it is only a part of a line
-            edit |= {"old_text": known["old"], "new_text": ""}
+            old, new = known["old"], ""
         elif is_cut:
             return "That file is too long for me: I can only read one page."
         elif kept == page and not line:
             return "I know nothing of that: no line has it. Ask: what do you know about me?"
+        edit = {"path": path, "old_text": old, "new_text": new}
         return self._result("edit_file", edit) if page else text
 
 
@@ -2179,38 +2172,14 @@ def arguments_of(rule, known):
     return arguments
 
 
-SIGNS = {  # what is said → what it means to Python
-    r"\d+-\d+-\d+ (\d+:\d+).*": r"\1 hours",  # <Time>: 2026-11-23 14:30 (Monday), UTC
-    r"(\d+):(\d+)": r"(\1+\2/60)",  # 14:30
-    r",(?=\d{3})": "",  # 1,000
-    ",": ".",
-    r"\b(?:an?|one|every(?= [a-z])) ": "1 ",
-    r"=|every|\bsec(?:ond)?s?\b": "",
-    r"\bmin(?:ute)?s?\b": "*60",
-    r"\b(?:hour|hr)s?\b": "*3600",
-    r"\bdays?\b": "*86400",
-    r"\bweeks?\b": "*604800",
-    r"(?:(?:square )?root(?: of)?|sqrt(?: of)?) ?(\([^()]*\)|[\d.]+)": r"\1**0.5",
-    r"(?<=[\d)]) ?\(": "*(",
-    " squared": "**2",
-    r"\^|to the power of": "**",
-    "plus|add": "+",
-    "minus|subtract": "-",
-    "times|multiplied by|multiply|x": "*",
-    "divided? by|divide|over": "/",
-    "%|percent": "/100",
-    " of ": "*",
-    r"\b(?<![\d.])(\d+)(?![\d.])": r"\1.",  # with fractions, 9**9**9 fails at once
-}
-NO_NUMBER = "(no number: I know sums like 28 * 4.50, sqrt(81), (3 + 4) / 2)"
-
-
 def calculate(text):
-    """`15% of 240` → `36`; a text that is no sum, or has no result → NO_NUMBER"""
-    for said, sign in SIGNS.items():
-        text = re.sub(said, sign, text.lower())
+    """`15% of 240` → `36`; a text that is no sum, or has no result → `(no number: …)`"""
+    text = text.lower()
+    signs = beside_this_file("templates/offline/signs.txt")
+    for said, sign in re.findall("(.+) →(?: (.*))?", signs):
+        text = re.sub(said, sign, text)  # plus|add → +
     try:
         text = re.fullmatch(r"[\d\s.+*/()-]+", text)[0]
         return f"{eval(text, {'__builtins__': {}}):.15g}"
     except Exception:  # no sum, 1/0, 9.**9.**9., 1.+(), or thousands of brackets
-        return NO_NUMBER
+        return "(no number: I know sums like 28 * 4.50, sqrt(81), (3 + 4) / 2)"

@@ -1707,7 +1707,7 @@ def test_what_was_said_before_counts(desk):
     assert "docs/b.md:1: # Two" in desk.ask("does b.md say anything about two?")[0]
     assert "write_file" not in desk.ask("did you change anything?")[0]
     desk.ask("write hello to new.txt")
-    assert "- write_file {'path': 'new.txt'" in desk.ask("what did you change?")[0]
+    assert "- write hello to new.txt" in desk.ask("what did you change?")[0]
 
 
 DIALOGUES = {  # what is said → what the last answer has
@@ -1828,7 +1828,7 @@ ADVICE = {  # what is said → what the last answer has: lines found, and offers
     "read notes.md / and delete the line with physics": "  delete “- physics test on Friday” from notes.md",
     "read notes.md / how long are they all together": "  how many words are in notes.md",
     "how long are they": "I can:\n  list the files here",
-    "replace paper with ink in big report.txt": "  change paper to ink in 'big report.txt'\n  read",
+    "replace paper with ink in big report.txt": "  change paper to ink in 'big report.txt'\n",
     "copy big report.txt to docs": "  copy 'big report.txt' to docs",
     "delete b.md and sing": "  delete docs/b.md",
     "save ERROR lines of app.log to errors.txt": "  find ERROR in app.log",
@@ -1939,7 +1939,7 @@ def test_facts_are_kept_apart_and_forgotten_one_by_one(desk):
     assert "I study physics" in desk.ask("what do i study")[0]
     assert desk.ask("what is my name?")[0] == "The user's name is Tom"
     desk.ask("forget my name")
-    assert desk.read("memory/MEMORY.md") == "# Facts\n\n- old\n- I study physics\n"
+    assert desk.read("memory/MEMORY.md") == "# Facts\n\n- old\n- The user: I study physics\n"
     assert "No match for 'name'" in desk.ask("what is my name?")[0]
     desk.ask("remember my locker code is 4417")
     assert "4417" in desk.ask("can you forget that again please")[0]
@@ -1948,7 +1948,7 @@ def test_facts_are_kept_apart_and_forgotten_one_by_one(desk):
     desk.ask("forget my age")
     desk.ask("forget about me")
     assert "language is Spanish" in desk.read("memory/MEMORY.md")
-    assert "-- my locker code is 4417" in desk.ask("forget that my locker code")[0]
+    assert "-- The user: my locker code is 4417" in desk.ask("forget that my locker code")[0]
     assert "4417" not in desk.read("memory/MEMORY.md")
     assert "I know nothing of that" in desk.ask("forget my locker code")[0]
 
@@ -1982,7 +1982,7 @@ BROKEN = {  # a rule as a student breaks it: the number of the line, and the rea
 @pytest.mark.parametrize("rule", BROKEN)
 def test_a_broken_rule_is_named_with_its_line_and_reason_and_costs_itself_only(rule, caplog):
     number, reason = BROKEN[rule]
-    text = providers.rules_beside_this_file().replace("## greet", f"@@\n{rule}\n\n## greet", 1)
+    text = providers.beside_this_file().replace("## greet", f"@@\n{rule}\n\n## greet", 1)
     start = text[: text.index("@@")].count("\n")
     model = OfflineProvider(text.replace("@@", "## mine"))
     assert len(model.rules.problems) == 1
@@ -1996,13 +1996,13 @@ def test_a_broken_rule_is_named_with_its_line_and_reason_and_costs_itself_only(r
 def test_an_own_rule_is_a_copy_of_one():
     own = "## count words\n- (count|how many) words [are] in <files>\ntool: word_count\npath: <file>\nlimit: 20\nanswer: It has <result>.\n"
     model = OfflineProvider(
-        providers.rules_beside_this_file()
+        providers.beside_this_file()
         .replace("## greet", f"{own}\n## greet", 1)
         .replace("<tool>: ", "<tool>: word_count|")
     )
     assert model.rules.problems == []
     behind = OfflineProvider(
-        providers.rules_beside_this_file() + "\n## mine\n- tidy up\ntool: exec\ncommand: ls\n"
+        providers.beside_this_file() + "\n## mine\n- tidy up\ntool: exec\ncommand: ls\n"
     )
     assert offline("tidy up", model=behind) == ("exec", {"command": "ls"})
     assert offline("Why is the sky blue?", model=behind) == ("glob", {"pattern": "*"})
@@ -2029,7 +2029,7 @@ UNFINISHED = {  # a rule without a part that its tool needs: the tool says so, n
 def test_a_rule_that_lacks_a_part_calls_its_tool_without_it(rule):
     sentence, tool = UNFINISHED[rule]
     model = OfflineProvider(
-        providers.rules_beside_this_file().replace("## greet", f"{rule}\n## greet", 1)
+        providers.beside_this_file().replace("## greet", f"{rule}\n## greet", 1)
     )
     assert offline(sentence, model=model)[0] == tool
 
