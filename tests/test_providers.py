@@ -1826,7 +1826,7 @@ ADVICE = {  # what is said → what the last answer has: lines found, and offers
     "delete the dusty stuff": "  list the files here",
     "what was the last thing in the log": "10:02 ERROR no paper",
     "read notes.md / and delete the line with physics": "  delete “- physics test on Friday” from notes.md",
-    "read notes.md / how long are they all together": "  how many words are in notes.md",
+    "read notes.md / how long are they all together": "  how many lines are in notes.md",
     "how long are they": "I can:\n  list the files here",
     "replace paper with ink in big report.txt": "  change paper to ink in 'big report.txt'\n",
     "copy big report.txt to docs": "  copy 'big report.txt' to docs",
