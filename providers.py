@@ -1831,8 +1831,9 @@ class Rules:
             try:
                 self._read(line.rstrip())
             except (ValueError, re.error) as problem:
-                self.problems.append(f"{OFFLINE_RULES}, line {number}: {problem}")
-                log.warning(self.problems[-1])
+                told = f"{OFFLINE_RULES}, line {number}: {problem}"
+                self.problems.append(told)
+                log.warning(told)
                 self.last.clear()  # the rule is left out
         said = re.findall("(?m)^(?:- |<sum>|<show>|<verb>|<unit>|<said_level>).*", text)
         self.vocabulary = set(re.findall("[a-z]{3,}", str(said)))
@@ -1947,7 +1948,6 @@ def beside_this_file(name=OFFLINE_RULES):
 
 RUNTIME_END = "[/Runtime Context]"
 QUOTED = "(?s)^[\"'`“‘](.+)[\"'`”’]$"
-MEMORY_PATH = r"[:`] ?((?:/|~|\w:\\)[^\n:`]*MEMORY\.md)"  # - Facts: /home/a b/memory/MEMORY.md
 # tool → pattern for a successful result; any other result is an error
 SUCCESS = {"read_file": r"\d+\| ", "edit_file": "--- |Wrote ", "exec": r"(?s).*Exit code: 0$"}
 NOTHING = "No match for |No file below |There is no folder"
@@ -1956,7 +1956,6 @@ NOISE = (  # not shown to the user
     r"(?m)^\S*MEMORY\.md:\d+: (?:- |# .*\n?)?|^Exit code: 0\Z|\nExit code: \d+\Z| Tell the user\.|"
     r"(?<=') in [\d,]+ files of .*\Z"  # No match for 'x' in 3 files of /home/a.
 )
-MISSING = "No such file|There is no folder"  # in the error text of a tool
 
 
 class Plan:
@@ -1983,7 +1982,9 @@ class Plan:
             return ""  # rules can sum up nothing: the history gets the text as it is
         if "[SKIP] if there is nothing to change" in prompt:
             return "[SKIP]"  # tells Dream that there is nothing to save
-        self.known["memory"] = [*re.findall(MEMORY_PATH, prompt), "MEMORY.md"][0]
+        # - Facts: /home/a b/memory/MEMORY.md
+        paths = r"[:`] ?((?:/|~|\w:\\)[^\n:`]*MEMORY\.md)|\Z"
+        self.known["memory"] = re.search(paths, prompt)[1] or "MEMORY.md"
         question = ""
         for message in messages[-40:]:
             text = message["content"]
@@ -2038,14 +2039,18 @@ class Plan:
     def _look_up(self, text):
         """`my essay` → `My Essay.md`, if only one name has most words of the text; or "" """
         if self.paths is None:
-            can_look = "glob" in self.request.read_only
-            found = self._result("glob", {"pattern": "*"}) if can_look else ""
+            found = (
+                self._result("glob", {"pattern": "*"}) if "glob" in self.request.read_only else ""
+            )
             self.paths = re.findall(r"(?m)^(?!No file|\(there).+", found)
         stems = self.rules.stems
         names = stems(" ".join(self.paths))
         said = {nearest(word, names) for word in stems(text)}
-        named = [path for path in self.paths if said & stems(Path(path).name)]
-        ranks = {path: (len(said & stems(path)), -len(stems(path))) for path in named}
+        ranks = {
+            path: (len(said & stems(path)), -len(stems(path)))
+            for path in self.paths
+            if said & stems(Path(path).name)
+        }
         best = [path for path in ranks if ranks[path] == max(ranks.values())]
         return best[0] if len(best) == 1 else ""
 
@@ -2057,8 +2062,10 @@ class Plan:
             return self._advise("Which file do you mean?", {})
         self.known["file"] = file
         known = self.known | {name: re.sub(QUOTED, r"\1", text) for name, text in said.items()}
-        has_no_bash = "Windows PowerShell" in str(self.request.tools)
-        if has_no_bash and rule.get("command", "<command>") != "<command>":  # a rule's own
+        if (
+            rule.get("command", "<command>") != "<command>"  # a rule's own command is for bash
+            and "Windows PowerShell" in str(self.request.tools)
+        ):
             return "That needs bash, which is part of Git for Windows: install Git (git-scm.com)."
         result = ""
         if "calculate" in rule:
@@ -2071,15 +2078,18 @@ class Plan:
         shown = re.sub(NOISE, "", result).strip()
         if re.match(SUCCESS.get(rule.get("tool"), OTHER_SUCCESS), result):
             self.known["file"] = known.get("target") or known.get("settings") or file
-            known |= {"result": shown or "Done.", "count": str(shown.count("\n") + 1)}
+            known |= {"result": shown or "Done.", "count": shown.count("\n") + 1}
             return fill(rule.get("answer", rule.get("means", "<result>")).strip(), known)
-        other = self._look_up(file) if file and re.search(MISSING, result) else file
+        other = file
+        if file and re.search("No such file|There is no folder", result):
+            other = self._look_up(file)
         if other != file:
             if other and rule.get("tool") in self.request.read_only:
                 return self._follow(rule, said, other)
             again = other and self.question.replace(file, shlex.quote(other))
-            said = said | {"name": file, "retyped": again, "py": ""}
-            return self._advise(f"There is no {file} here.", said)
+            return self._advise(
+                f"There is no {file} here.", said | {"name": file, "retyped": again, "py": ""}
+            )
         if not re.match(NOTHING, result):
             return shown
         if rule.get("path") == "<memory>" and said:
@@ -2096,17 +2106,19 @@ class Plan:
         if file not in self.paths:
             file = ""  # it is gone
         words = self.rules.stems(self.question) - self.rules.stems(named)
-        is_clear = len(words) < 3 or "retyped" in said
-        words |= {nearest(word, self.rules.vocabulary) for word in words}  # erors: errors
-        common = rf"(?i:\b(?:{'|'.join(sorted(words))}){ENDING}?\b)"
-        # a line with one of many words says little
-        pattern = common if is_clear else f"{common}.*{common}"
-        search = {"pattern": pattern, "output_mode": "content"}
+        spelt = words | {nearest(word, self.rules.vocabulary) for word in words}  # erors: errors
+        common = rf"(?i:\b(?:{'|'.join(sorted(spelt))}){ENDING}?\b)"
+        search = {"pattern": common, "output_mode": "content"}
+        if len(words) > 2 and "retyped" not in said:
+            search["pattern"] += f".*{common}"  # one common word says little
         result = self._result("grep", search) if words and self.paths else ""
         # without the head of a table
         rows = re.findall(r"(?m)^(?!.+\.csv:1: )(.+?):\d+: (.{1,200})", result)
-        rows.sort(key=lambda row: (-len(re.findall(common, row[1])), row[0] != file))
-        near, line = [*rows, (file, "")][0]
+        near, line = max(
+            rows,
+            key=lambda row: (len(re.findall(common, row[1])), row[0] == file),
+            default=(file, ""),
+        )
         here = {
             "file": file and shlex.quote(file),  # it can have spaces
             "near": near and shlex.quote(near),
@@ -2115,8 +2127,8 @@ class Plan:
             "rows": "\n".join(map(": ".join, rows[:5])),
         }
         here[file.rpartition(".")[2]] = here["file"]  # <py>, <csv>
-        known = self.known | here | said
-        advice = fill(self.rules.otherwise["offer"].replace("<head>", text), known)
+        offer = self.rules.otherwise["offer"].replace("<head>", text)
+        advice = fill(offer, self.known | here | said)
         return re.sub(r"((?:\n  .+){3})[\s\S]*", r"\1", advice)  # three offers
 
     def _result(self, tool, arguments):
@@ -2135,18 +2147,20 @@ class Plan:
         page = "\n".join(re.findall(r"(?m)^\d+\| (.*)$", text))
         gone = fill(rule.get("without", "(?!)"), known, re.escape)
         # a line like: - [x] milk
-        whole_line = rf"(?m)^[ *-]{{0,9}}(?:\[.?\] )?(?:{gone})[ *-]{{0,9}}(?:\n|\Z)"
-        kept = re.sub(whole_line, "", page)
-        old, new = page, f"{kept}\n{line}".strip("\n")
+        kept = re.sub(rf"(?m)^[ *-]{{0,9}}(?:\[.?\] )?(?:{gone})[ *-]{{0,9}}(?:\n|\Z)", "", page)
+        old = page
+        new = f"{kept}\n{line}".strip("\n")
         is_cut = "go on with offset=" in text
         if "old" in known and (is_cut or kept == page):  # it is only a part of a line
-            old, new = known["old"], ""
+            old = known["old"]
+            new = ""
         elif is_cut:
             return "That file is too long for me: I can only read one page."
         elif kept == page and not line:
             return "I know nothing of that: no line has it. Ask: what do you know about me?"
-        edit = {"path": path, "old_text": old, "new_text": new}
-        return self._result("edit_file", edit) if page else text
+        if not page:
+            return text
+        return self._result("edit_file", {"path": path, "old_text": old, "new_text": new})
 
 
 def fill(template, known, change=str):
@@ -2174,10 +2188,9 @@ def arguments_of(rule, known):
 
 def calculate(text):
     """`15% of 240` → `36`; a text that is no sum, or has no result → `(no number: …)`"""
-    text = text.lower()
     signs = beside_this_file("templates/offline/signs.txt")
     for said, sign in re.findall("(.+) →(?: (.*))?", signs):
-        text = re.sub(said, sign, text)  # plus|add → +
+        text = re.sub(said, sign, text.lower())  # plus|add → +
     try:
         text = re.fullmatch(r"[\d\s.+*/()-]+", text)[0]
         return f"{eval(text, {'__builtins__': {}}):.15g}"

@@ -1787,6 +1787,29 @@ FOLLOWED = {  # what a class says in a conversation → what the last answer has
     "i want a summary of marks.csv": "  the averages in marks.csv",
     "delete the essay / no wait, i want it back": "/undo takes back",
     "remind me on 21 May to pack": "  remind me tomorrow at 18 to pack",
+    "whats on my to do list": "1| call Tom on Friday",
+    "find erors in server.log": "server.log: 10:02 ERROR no paper",
+    "I love volleyball / what sport do i like": "The user: I love volleyball",
+    "remember that Mrs Novak's room is 204 / in which room is mrs novak": "room is 204",
+    "when is my physics test": "No match for 'physics test'\nold\n",
+    "write me a poem about ham for the class magazine": "write.\nI can:\n  list the files here",
+    "remove ham from tools.md / read tools.md": "1| - [ ] milk\n2| - hammer",
+    "remove milk from tools.md / read tools.md": "1| - [x] ham\n2| - hammer",
+    "remove m from tools.md / read tools.md": "1| - [x] ham\n2| - [ ] milk\n3| - hammer",
+    "remove needle from long.txt": "-a needle here",
+    "What is 34 out of 40 in percent? / and 21 out of 40?": "100 * 21 / 40 = 52.5",
+    "show the last two lines of list.txt": "eggs\nham",
+    "which files does the word eggs appear in / in which files does the word eggs appear": "list.txt:3: eggs",
+    "were there any errors in server.log": "server.log:1: 10:02 ERROR no paper",
+    "set the volume in s.json to 8, then show me the file": 's.json says:\n1| {"volume": 8}',
+    "delete list.txt, but keep a copy called old.txt": "  copy list.txt to old.txt",
+    "in my essay I wrote calm, please change it to rough": "  change calm to rough in essay.md",
+    "how much is it if all 24 kids pay 3.50 euros": "  24 * 3.50",
+    "who has the most points / what did you change": "there was none, and nothing was changed",
+    "don't show me everything, just the essay": "1| A calm sea.",
+    "Do my teachers see what I type?": "I send nothing anywhere",
+    "what can't you do": "I cannot explain, translate, judge or write",
+    "That is all for today. Goodbye!": "/quit leaves",
 }
 
 
@@ -1801,6 +1824,9 @@ def test_what_a_class_says_next_is_understood_or_offered(desk, said):
         "team.csv": "name,age,points\nMia,16,9\nBo,16,1\nAda,15,2\n",
         "s.json": '{"volume": 6}\n',
         "dice.py": "print(4\n",
+        "server.log": "10:02 ERROR no paper\n",
+        "tools.md": "- [x] ham\n- [ ] milk\n- hammer\n",
+        "long.txt": "line\n" * 5_000 + "a needle here\n",
     }
     for name, text in files.items():
         (desk.folder / name).write_text(text)
@@ -2032,6 +2058,24 @@ def test_a_rule_that_lacks_a_part_calls_its_tool_without_it(rule):
         providers.beside_this_file().replace("## greet", f"{rule}\n## greet", 1)
     )
     assert offline(sentence, model=model)[0] == tool
+
+
+ENDLESS = "## mine\n- ping\nmeans: ping\n## yours\n- to\nmeans: fro\n## theirs\n- fro\nmeans: to\n"
+
+
+@pytest.mark.parametrize("sentence", ["ping", "to", "fro", "ping and ping", "ping, to, fro and to"])
+def test_a_rule_that_means_itself_ends(sentence):
+    text = providers.beside_this_file().replace("## greet", f"{ENDLESS}## greet", 1)
+    model = OfflineProvider(text)
+    assert model.rules.problems == []
+    assert set(offline(sentence, model=model)[1].split()) <= {"ping", "to", "fro"}
+
+
+def test_a_long_text_and_what_looks_like_a_key_are_written_whole_or_not_at_all(desk):
+    desk.ask("write token=abc123def456 to key.txt")
+    assert desk.read("key.txt") == "token=abc123def456"
+    assert desk.ask("write " + "word " * 400 + "to long.txt")[1] in ([], ["glob"])
+    assert not (desk.folder / "long.txt").exists()
 
 
 def test_without_its_rules_the_offline_model_says_so(tmp_path):
