@@ -418,7 +418,7 @@ class OfflineProvider(LLMProvider):
     model = "offline"
 
     def __init__(self, rules: str = ""):
-        self.rules = Rules(rules or rules_beside_this_file())
+        self.rules = Rules(rules or beside_this_file())
 
     async def answer(self, request: LLMRequest) -> LLMResponse:
         plan = Plan(request, self.rules)
@@ -1795,8 +1795,10 @@ def typed(line, tools):
 # sentence of a rule becomes a regular expression. Mistakes are reported with their line numbers.
 
 OFFLINE_RULES = "templates/offline/rules.md"  # nanobot_data/templates/… after pip install
-# the fields of a rule (the first six can have many lines); others are arguments of its tool
-FIELDS = "answer offer calculate means line without tool reads title words start".split()  # noqa: SIM905
+# the fields of a rule (the first five can have many lines); others are arguments of its tool
+FIELDS = re.findall(
+    r"\w+", "answer offer calculate means without line tool reads title words start"
+)
 IMPLIED = {  # a rule with this field needs no `tool:`; the first such field counts
     "command": "exec",
     "line": "edit_file",
@@ -1807,7 +1809,7 @@ IMPLIED = {  # a rule with this field needs no `tool:`; the first such field cou
 }
 BUILT_IN = (  # filled in here
     "<result> <Time> <memory> <file> <count> <calls> <last> <head> <rows>"
-    " <retyped> <row> <py> <csv> <log> <txt> <md> <alike> <again> <text> <noun> <amount>"
+    " <retyped> <row> <py> <csv> <log> <txt> <md> <again> <text> <noun> <amount>"
 )
 WORD = r"<(\w+)>"
 TYPED_WORD = r"(?<![\w./'’-])[a-z]{3,20}(?![\w/'’-]|\.\w)"  # not the `txt` of a.txt
@@ -1832,8 +1834,9 @@ class Rules:
             try:
                 self._read(line.rstrip())
             except (ValueError, re.error) as problem:
-                self.problems.append(f"{OFFLINE_RULES}, line {number}: {problem}")
-                log.warning(self.problems[-1])
+                told = f"{OFFLINE_RULES}, line {number}: {problem}"
+                self.problems.append(told)
+                log.warning(told)
                 self.last.clear()  # the rule is left out
         said = re.findall("(?m)^(?:- |<sum>|<show>|<verb>|<unit>|<said_level>).*", text)
         self.vocabulary = set(re.findall("[a-z]{3,}", str(said)))
@@ -1857,7 +1860,7 @@ class Rules:
         elif key and self.last:
             self._check_field(key[1], key[2])
             self.last[key[1]] = key[2]
-        elif latest in FIELDS[:6]:
+        elif latest in FIELDS[:5]:
             self.last[latest] += f"\n{line}"
         elif line and self.last:
             raise ValueError("this is neither a sentence (- read <file>) nor a field (answer: Hi)")
@@ -1922,7 +1925,7 @@ class Rules:
 
     def stems(self, text):
         """`the grades of b.csv` → {"grad", "csv", "b.csv"}: what is meant, without endings"""
-        text = text.lower()
+        text = text.lower().replace("to do", "todo")
         return {
             re.sub(rf"(?<=\w\w\w){ENDING}$", "", word)
             for word in re.findall(r"[^\W_]+", text) + re.findall(r"[\w-]+\.\w+", text)
@@ -1937,27 +1940,25 @@ def nearest(word, known):
     return [*swapped, *difflib.get_close_matches(word, alike, 1, 0.82), word][0]
 
 
-def rules_beside_this_file():
+def beside_this_file(name=OFFLINE_RULES):
     here = Path(__file__).resolve().parent
-    for path in (here / OFFLINE_RULES, here / "nanobot_data" / OFFLINE_RULES):
+    for path in (here / name, here / "nanobot_data" / name):
         if path.is_file():
             # table.awk is beside the rules
             return path.read_text("utf-8-sig", "replace").replace("HERE/", f"{path.parent}/")
-    return f"## anything else\noffer: {OFFLINE_RULES} is missing."
+    return f"## anything else\noffer: {name} is missing."
 
 
 RUNTIME_END = "[/Runtime Context]"
 QUOTED = "(?s)^[\"'`“‘](.+)[\"'`”’]$"
-MEMORY_PATH = r"[:`] ?((?:/|~|\w:\\)[^\n:`]*MEMORY\.md)"  # - Facts: /home/a b/memory/MEMORY.md
 # tool → pattern for a successful result; any other result is an error
 SUCCESS = {"read_file": r"\d+\| ", "edit_file": "--- |Wrote ", "exec": r"(?s).*Exit code: 0$"}
 NOTHING = "No match for |No file below |There is no folder"
 OTHER_SUCCESS = rf"(?!{NOTHING}|Cannot |Error\b|\w+ failed: )"  # also of a project's own tools
 NOISE = (  # not shown to the user
-    r"(?m)^\S*MEMORY\.md:\d+: (?:- )?|^Exit code: 0\Z|\nExit code: \d+\Z| Tell the user\.|"
+    r"(?m)^\S*MEMORY\.md:\d+: (?:- |# .*\n?)?|^Exit code: 0\Z|\nExit code: \d+\Z| Tell the user\.|"
     r"(?<=') in [\d,]+ files of .*\Z"  # No match for 'x' in 3 files of /home/a.
 )
-MISSING = "No such file|There is no folder"  # in the error text of a tool
 
 
 class Plan:
@@ -1984,7 +1985,9 @@ class Plan:
             return ""  # rules can sum up nothing: the history gets the text as it is
         if "[SKIP] if there is nothing to change" in prompt:
             return "[SKIP]"  # tells Dream that there is nothing to save
-        self.known["memory"] = [*re.findall(MEMORY_PATH, prompt), "MEMORY.md"][0]
+        # - Facts: /home/a b/memory/MEMORY.md
+        paths = r"[:`] ?((?:/|~|\w:\\)[^\n:`]*MEMORY\.md)|\Z"
+        self.known["memory"] = re.search(paths, prompt)[1] or "MEMORY.md"
         question = ""
         for message in messages[-40:]:
             text = message["content"]
@@ -2003,31 +2006,29 @@ class Plan:
         """Plan one turn. Returns an answer for each step and file."""
         self.matches = {}
         self.next_call = None
-        self.question = re.sub(KEYS, "", question)[
-            :1_000
-        ]  # without API keys: its words are looked for
+        # without API keys, because its words are looked for
+        self.question = re.sub(KEYS, "", question)[:1_000]
         self.paths = None  # the files here, once they are needed
-        reports = self._run(self.question)
+        reports = self._run(question, True)
         self.results.clear()
         return reports
 
-    def _run(self, question):
-        """Apply the rules of a question, or of the sentence that it means."""
+    def _run(self, question, typed=False):
+        """Apply the rules of a question. Only what was typed can mean another sentence."""
         reports = []
         for rule, said in self.rules.find(question, self.request.read_only):
             self.matches[rule.get("title")] = said
             means = fill(rule.get("means", ""), self.known | self.said | said)
-            if means:
+            if means and typed:
                 reports += self._run(means.partition("\n")[0])
                 continue
             reports += [self._follow(rule, said, file) for file in self._files(said)]
             if "reads" in rule or rule.get("tool") in self.request.read_only:
                 # what is my average grade in math? → what is my average grade in
-                self.said = said | {
-                    "again": re.sub(
-                        r"(?i)^(?:the|in|on|for|of|at|with|what|how) \S+$|\s*\S+$", "", question
-                    )
-                }
+                last_word = r"(?i)^(?:the|in|on|for|of|at|with|what|how) \S+$|\s*\S+$"
+                self.said = said | {"again": re.sub(last_word, "", question)}
+            elif "tool" in rule:
+                self.known["calls"] += f"\n- {question}"
         return reports
 
     def _files(self, said):
@@ -2064,8 +2065,6 @@ class Plan:
             return self._advise("Which file do you mean?", {})
         self.known["file"] = file
         known = self.known | {name: re.sub(QUOTED, r"\1", text) for name, text in said.items()}
-        # "sisters birthday" finds: the user's sister's birthday
-        known["alike"] = re.sub(r"['’]?s?\W+", ".*", known.get("text", ""))
         if (
             rule.get("command", "<command>") != "<command>"  # a rule's own command is for bash
             and "Windows PowerShell" in str(self.request.tools)
@@ -2081,10 +2080,12 @@ class Plan:
             result = self._result(rule["tool"], arguments_of(rule, known))
         shown = re.sub(NOISE, "", result).strip()
         if re.match(SUCCESS.get(rule.get("tool"), OTHER_SUCCESS), result):
-            self.known["file"] = known.get("target", file)
-            known |= {"result": shown or "Done.", "count": str(shown.count("\n") + 1)}
-            return fill(rule.get("answer", "<result>").strip(), known)
-        other = self._look_up(file) if file and re.search(MISSING, result) else file
+            self.known["file"] = known.get("target") or known.get("settings") or file
+            known |= {"result": shown or "Done.", "count": shown.count("\n") + 1}
+            return fill(rule.get("answer", rule.get("means", "<result>")).strip(), known)
+        other = file
+        if file and re.search("No such file|There is no folder", result):
+            other = self._look_up(file)
         if other != file:
             if other and rule.get("tool") in self.request.read_only:
                 return self._follow(rule, said, other)
@@ -2092,7 +2093,11 @@ class Plan:
             return self._advise(
                 f"There is no {file} here.", said | {"name": file, "retyped": again, "py": ""}
             )
-        return self._advise(shown, {}) if re.match(NOTHING, result) else shown
+        if not re.match(NOTHING, result):
+            return shown
+        if rule.get("path") == "<memory>" and said:
+            shown += "\n" + self._run("what do you know about me")[0]
+        return self._advise(shown, {})
 
     def _advise(self, text, said):
         """Return `text`, the lines of files that are nearest to what was asked, and three offers.
@@ -2104,59 +2109,61 @@ class Plan:
         if file not in self.paths:
             file = ""  # it is gone
         words = self.rules.stems(self.question) - self.rules.stems(named)
-        pattern = rf"(?i)\b(?:{'|'.join(sorted(words))}){ENDING}?\b"
-        search = {"pattern": pattern, "path": named, "output_mode": "content"}
+        spelt = words | {nearest(word, self.rules.vocabulary) for word in words}  # erors: errors
+        common = rf"(?i:\b(?:{'|'.join(sorted(spelt))}){ENDING}?\b)"
+        search = {"pattern": common, "output_mode": "content"}
+        if len(words) > 2 and "retyped" not in said:
+            search["pattern"] += f".*{common}"  # one common word says little
         result = self._result("grep", search) if words and self.paths else ""
         # without the head of a table
         rows = re.findall(r"(?m)^(?!.+\.csv:1: )(.+?):\d+: (.{1,200})", result)
         near, line = max(
             rows,
-            key=lambda row: (len(re.findall(pattern, row[1])), row[0] == file),
+            key=lambda row: (len(re.findall(common, row[1])), row[0] == file),
             default=(file, ""),
         )
         here = {
             "file": file and shlex.quote(file),  # it can have spaces
             "near": near and shlex.quote(near),
-            "found": re.search(f"{pattern}|$", line)[0],
+            "found": re.search(f"{common}|$", line)[0],
             "row": line,
             "rows": "\n".join(map(": ".join, rows[:5])),
         }
         here[file.rpartition(".")[2]] = here["file"]  # <py>, <csv>
-        known = self.known | here | said
-        advice = fill(self.rules.otherwise["offer"].replace("<head>", text), known)
+        offer = self.rules.otherwise["offer"].replace("<head>", text)
+        advice = fill(offer, self.known | here | said)
         return re.sub(r"((?:\n  .+){3})[\s\S]*", r"\1", advice)  # three offers
 
     def _result(self, tool, arguments):
         """Return a call's result. If the call has no result yet, set `next_call` and return ""."""
         if self.results:
-            if tool not in self.request.read_only:
-                self.known["calls"] += f"\n- {tool} {arguments}"
             return self.results.pop(0)
         self.next_call = self.next_call or (tool, arguments)
         return ""
 
     def _change_lines(self, rule, known):
-        """Append `line` to a file; if `without` is set, take that out of all lines."""
+        """Append `line` to a file; if `without` is set, remove the lines that are nothing else."""
         path, line = fill(rule.get("path", ""), known), fill(rule["line"], known)
         text = self._result("read_file", {"path": path})
-        page = re.findall(r"(?m)^\d+\| (.*)$", text)
         if re.search(rule.get("start", r"^[^|]* is empty\)$"), text):
             return self._result("write_file", {"path": path, "content": line})
-        if "go on with offset=" in text:
-            return "That file is too long for me: I can only read one page."
+        page = "\n".join(re.findall(r"(?m)^\d+\| (.*)$", text))
         gone = fill(rule.get("without", "(?!)"), known, re.escape)
-        kept = [
-            re.sub(gone, "", each)
-            for each in page
-            if not re.fullmatch(rf"[ *-]*{gone}[ *-]*", each)  # - milk
-        ]
-        if kept == page and not line:
+        # a line like: - [x] milk
+        kept = re.sub(rf"(?m)^[ *-]{{0,9}}(?:\[.?\] )?(?:{gone})[ *-]{{0,9}}(?:\n|\Z)", "", page)
+        old = page
+        new = f"{kept}\n{line}".strip("\n")
+        is_cut = "go on with offset=" in text
+        if "old" in known and (is_cut or kept == page):  # it is only a part of a line
+            old = known["old"]
+            new = ""
+        elif is_cut:
+            return "That file is too long for me: I can only read one page."
+        elif kept == page and not line:
             return "I know nothing of that: no line has it. Ask: what do you know about me?"
         if not page:
             return text
-        new = "\n".join([*kept, line]).rstrip("\n")
-        edit = {"path": path, "old_text": "\n".join(page), "new_text": new}
-        return self._result("edit_file", edit)
+        return self._result("edit_file", {"path": path, "old_text": old, "new_text": new})
 
 
 def fill(template, known, change=str):
@@ -2182,41 +2189,13 @@ def arguments_of(rule, known):
     return arguments
 
 
-# what is said → what it means to Python, like 1,000 → 1000; 14:30 → (14+30/60); and for the time of
-# a reminder <Time>, 2026-11-23 14:30 (Monday), UTC → 14:30 hours
-SIGNS = r"""
-\d+-\d+-\d+ (\d+:\d+).* → \1 hours
-(\d+):(\d+) → (\1+\2/60)
-,(?=\d{3}) →
-, → .
-\b(?:an?|one|every(?= [a-z]))(?= ) → 1
-=|every|\bsec(?:ond)?s?\b →
-\bmin(?:ute)?s?\b → *60
-\b(?:hour|hr)s?\b → *3600
-\bdays?\b → *86400
-\bweeks?\b → *604800
-(?:(?:square )?root(?: of)?|sqrt(?: of)?) ?(\([^()]*\)|[\d.]+) → \1**0.5
-(?<=[\d)]) ?\( → *(
- squared → **2
-\^|to the power of → **
-plus|add → +
-minus|subtract → -
-times|multiplied by|multiply|x → *
-divided? by|divide|over → /
-(?:%|percent) of → /100*
-%|percent → /100
- of  → *
-\b(?<![\d.])(\d+)(?![\d.]) → \1.
-"""
-NO_NUMBER = "(no number: I know sums like 28 * 4.50, sqrt(81), (3 + 4) / 2)"
-
-
 def calculate(text):
-    """`15% of 240` → `36`; a text that is no sum, or has no result → NO_NUMBER"""
-    for said, sign in re.findall("(.*) →(?: (.*))?", SIGNS):
-        text = re.sub(said, sign, text.lower())
+    """`15% of 240` → `36`; a text that is no sum, or has no result → `(no number: …)`"""
+    signs = beside_this_file("templates/offline/signs.txt")
+    for said, sign in re.findall("(.+) →(?: (.*))?", signs):
+        text = re.sub(said, sign, text.lower())  # plus|add → +
     try:
         text = re.fullmatch(r"[\d\s.+*/()-]+", text)[0]
         return f"{eval(text, {'__builtins__': {}}):.15g}"
     except Exception:  # no sum, 1/0, 9.**9.**9., 1.+(), or thousands of brackets
-        return NO_NUMBER
+        return "(no number: I know sums like 28 * 4.50, sqrt(81), (3 + 4) / 2)"

@@ -1707,7 +1707,7 @@ def test_what_was_said_before_counts(desk):
     assert "docs/b.md:1: # Two" in desk.ask("does b.md say anything about two?")[0]
     assert "write_file" not in desk.ask("did you change anything?")[0]
     desk.ask("write hello to new.txt")
-    assert "- write_file {'path': 'new.txt'" in desk.ask("what did you change?")[0]
+    assert "- write hello to new.txt" in desk.ask("what did you change?")[0]
 
 
 DIALOGUES = {  # what is said → what the last answer has
@@ -1787,6 +1787,29 @@ FOLLOWED = {  # what a class says in a conversation → what the last answer has
     "i want a summary of marks.csv": "  the averages in marks.csv",
     "delete the essay / no wait, i want it back": "/undo takes back",
     "remind me on 21 May to pack": "  remind me tomorrow at 18 to pack",
+    "whats on my to do list": "1| call Tom on Friday",
+    "find erors in server.log": "server.log: 10:02 ERROR no paper",
+    "I love volleyball / what sport do i like": "The user: I love volleyball",
+    "remember that Mrs Novak's room is 204 / in which room is mrs novak": "room is 204",
+    "when is my physics test": "No match for 'physics test'\nold\n",
+    "write me a poem about ham for the class magazine": "write.\nI can:\n  list the files here",
+    "remove ham from tools.md / read tools.md": "1| - [ ] milk\n2| - hammer",
+    "remove milk from tools.md / read tools.md": "1| - [x] ham\n2| - hammer",
+    "remove m from tools.md / read tools.md": "1| - [x] ham\n2| - [ ] milk\n3| - hammer",
+    "remove needle from long.txt": "-a needle here",
+    "What is 34 out of 40 in percent? / and 21 out of 40?": "100 * 21 / 40 = 52.5",
+    "show the last two lines of list.txt": "eggs\nham",
+    "which files does the word eggs appear in / in which files does the word eggs appear": "list.txt:3: eggs",
+    "were there any errors in server.log": "server.log:1: 10:02 ERROR no paper",
+    "set the volume in s.json to 8, then show me the file": 's.json says:\n1| {"volume": 8}',
+    "delete list.txt, but keep a copy called old.txt": "  copy list.txt to old.txt",
+    "in my essay I wrote calm, please change it to rough": "  change calm to rough in essay.md",
+    "how much is it if all 24 kids pay 3.50 euros": "  24 * 3.50",
+    "who has the most points / what did you change": "there was none, and nothing was changed",
+    "don't show me everything, just the essay": "1| A calm sea.",
+    "Do my teachers see what I type?": "I send nothing anywhere",
+    "what can't you do": "I cannot explain, translate, judge or write",
+    "That is all for today. Goodbye!": "/quit leaves",
 }
 
 
@@ -1801,6 +1824,9 @@ def test_what_a_class_says_next_is_understood_or_offered(desk, said):
         "team.csv": "name,age,points\nMia,16,9\nBo,16,1\nAda,15,2\n",
         "s.json": '{"volume": 6}\n',
         "dice.py": "print(4\n",
+        "server.log": "10:02 ERROR no paper\n",
+        "tools.md": "- [x] ham\n- [ ] milk\n- hammer\n",
+        "long.txt": "line\n" * 5_000 + "a needle here\n",
     }
     for name, text in files.items():
         (desk.folder / name).write_text(text)
@@ -1826,9 +1852,9 @@ ADVICE = {  # what is said → what the last answer has: lines found, and offers
     "delete the dusty stuff": "  list the files here",
     "what was the last thing in the log": "10:02 ERROR no paper",
     "read notes.md / and delete the line with physics": "  delete “- physics test on Friday” from notes.md",
-    "read notes.md / how long are they all together": "  how many words are in notes.md",
+    "read notes.md / how long are they all together": "  how many lines are in notes.md",
     "how long are they": "I can:\n  list the files here",
-    "replace paper with ink in big report.txt": "  change paper to ink in 'big report.txt'\n  read",
+    "replace paper with ink in big report.txt": "  change paper to ink in 'big report.txt'\n",
     "copy big report.txt to docs": "  copy 'big report.txt' to docs",
     "delete b.md and sing": "  delete docs/b.md",
     "save ERROR lines of app.log to errors.txt": "  find ERROR in app.log",
@@ -1939,7 +1965,7 @@ def test_facts_are_kept_apart_and_forgotten_one_by_one(desk):
     assert "I study physics" in desk.ask("what do i study")[0]
     assert desk.ask("what is my name?")[0] == "The user's name is Tom"
     desk.ask("forget my name")
-    assert desk.read("memory/MEMORY.md") == "# Facts\n\n- old\n- I study physics\n"
+    assert desk.read("memory/MEMORY.md") == "# Facts\n\n- old\n- The user: I study physics\n"
     assert "No match for 'name'" in desk.ask("what is my name?")[0]
     desk.ask("remember my locker code is 4417")
     assert "4417" in desk.ask("can you forget that again please")[0]
@@ -1948,7 +1974,7 @@ def test_facts_are_kept_apart_and_forgotten_one_by_one(desk):
     desk.ask("forget my age")
     desk.ask("forget about me")
     assert "language is Spanish" in desk.read("memory/MEMORY.md")
-    assert "-- my locker code is 4417" in desk.ask("forget that my locker code")[0]
+    assert "-- The user: my locker code is 4417" in desk.ask("forget that my locker code")[0]
     assert "4417" not in desk.read("memory/MEMORY.md")
     assert "I know nothing of that" in desk.ask("forget my locker code")[0]
 
@@ -1982,7 +2008,7 @@ BROKEN = {  # a rule as a student breaks it: the number of the line, and the rea
 @pytest.mark.parametrize("rule", BROKEN)
 def test_a_broken_rule_is_named_with_its_line_and_reason_and_costs_itself_only(rule, caplog):
     number, reason = BROKEN[rule]
-    text = providers.rules_beside_this_file().replace("## greet", f"@@\n{rule}\n\n## greet", 1)
+    text = providers.beside_this_file().replace("## greet", f"@@\n{rule}\n\n## greet", 1)
     start = text[: text.index("@@")].count("\n")
     model = OfflineProvider(text.replace("@@", "## mine"))
     assert len(model.rules.problems) == 1
@@ -1996,13 +2022,13 @@ def test_a_broken_rule_is_named_with_its_line_and_reason_and_costs_itself_only(r
 def test_an_own_rule_is_a_copy_of_one():
     own = "## count words\n- (count|how many) words [are] in <files>\ntool: word_count\npath: <file>\nlimit: 20\nanswer: It has <result>.\n"
     model = OfflineProvider(
-        providers.rules_beside_this_file()
+        providers.beside_this_file()
         .replace("## greet", f"{own}\n## greet", 1)
         .replace("<tool>: ", "<tool>: word_count|")
     )
     assert model.rules.problems == []
     behind = OfflineProvider(
-        providers.rules_beside_this_file() + "\n## mine\n- tidy up\ntool: exec\ncommand: ls\n"
+        providers.beside_this_file() + "\n## mine\n- tidy up\ntool: exec\ncommand: ls\n"
     )
     assert offline("tidy up", model=behind) == ("exec", {"command": "ls"})
     assert offline("Why is the sky blue?", model=behind) == ("glob", {"pattern": "*"})
@@ -2029,9 +2055,27 @@ UNFINISHED = {  # a rule without a part that its tool needs: the tool says so, n
 def test_a_rule_that_lacks_a_part_calls_its_tool_without_it(rule):
     sentence, tool = UNFINISHED[rule]
     model = OfflineProvider(
-        providers.rules_beside_this_file().replace("## greet", f"{rule}\n## greet", 1)
+        providers.beside_this_file().replace("## greet", f"{rule}\n## greet", 1)
     )
     assert offline(sentence, model=model)[0] == tool
+
+
+ENDLESS = "## mine\n- ping\nmeans: ping\n## yours\n- to\nmeans: fro\n## theirs\n- fro\nmeans: to\n"
+
+
+@pytest.mark.parametrize("sentence", ["ping", "to", "fro", "ping and ping", "ping, to, fro and to"])
+def test_a_rule_that_means_itself_ends(sentence):
+    text = providers.beside_this_file().replace("## greet", f"{ENDLESS}## greet", 1)
+    model = OfflineProvider(text)
+    assert model.rules.problems == []
+    assert set(offline(sentence, model=model)[1].split()) <= {"ping", "to", "fro"}
+
+
+def test_a_long_text_and_what_looks_like_a_key_are_written_whole_or_not_at_all(desk):
+    desk.ask("write token=abc123def456 to key.txt")
+    assert desk.read("key.txt") == "token=abc123def456"
+    assert desk.ask("write " + "word " * 400 + "to long.txt")[1] in ([], ["glob"])
+    assert not (desk.folder / "long.txt").exists()
 
 
 def test_without_its_rules_the_offline_model_says_so(tmp_path):
