@@ -933,7 +933,7 @@ def test_list_dir_shows_folders_and_sizes(turn):
     names = ["a.txt  17 bytes", "away", "dangling", "leaf", "loop", "sub/"]
     assert call(turn, "list_dir").text.split("\n") == [f"{turn.cwd}: 6 entries", *names]
     near = call(turn, "list_dir", path="a.tx").text
-    assert near.endswith(f"No such file or directory. In {turn.cwd}: a.txt")
+    assert near.endswith(f"No such file or directory.\nIn {turn.cwd}: a.txt")
 
 
 # ---- Search ----
