@@ -2100,14 +2100,14 @@ class Plan:
         return self._advise(shown, {})
 
     def _advise(self, text, said):
-        """Return `text`, the lines of files that are nearest to what was asked, and three offers.
+        """Return `text`, the lines of files that are nearest to what was asked, and three offers:
+        `find test in notes.md`, … The lines alone, if they have most words of a question:
 
-        `when is the test` → `notes.md: test on Friday` and `find test in notes.md`, …
+        `when is the physics test` → `notes.md: physics test on Friday`
         """
         named = self._look_up(said.get("name") or self.question)
         file = self.known["file"] = named or self.known["file"]
-        if file not in self.paths:
-            file = ""  # it is gone
+        file = file if file in self.paths else ""  # it may be gone
         words = self.rules.stems(self.question) - self.rules.stems(named)
         spelt = words | {nearest(word, self.rules.vocabulary) for word in words}  # erors: errors
         common = rf"(?i:\b(?:{'|'.join(sorted(spelt))}){ENDING}?\b)"
@@ -2117,11 +2117,15 @@ class Plan:
         result = self._result("grep", search) if words and self.paths else ""
         # without the head of a table
         rows = re.findall(r"(?m)^(?!.+\.csv:1: )(.+?):\d+: (.{1,200})", result)
-        near, line = max(
-            rows,
-            key=lambda row: (len(re.findall(common, row[1])), row[0] == file),
-            default=(file, ""),
-        )
+
+        def rank(row):
+            return len(set(re.findall(common, row[1].lower()))), row[0] == file
+
+        rows.sort(key=rank, reverse=True)
+        near, line = [*rows, (file, "")][0]
+        asks = re.search(f"(?i){self.rules.kinds['asks']}", self.question)
+        if asks and not said.get("change") and rank((near, line))[0] >= min(2, len(words)) > 0:
+            return "\n".join(": ".join(row) for row in rows[:5] if rank(row) == rank(rows[0]))
         here = {
             "file": file and shlex.quote(file),  # it can have spaces
             "near": near and shlex.quote(near),
