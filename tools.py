@@ -1497,8 +1497,7 @@ def check_command(command: str, turn: Turn, *, confined: bool = False):
         if "/" in names and name not in ("awk", "cut", "sed", "tr"):
             words.append("/.")  # `ls /`: HARMLESS lets a lone slash pass, as in `cut -d /`
     check_paths(written, turn, writes=True)
-    # a word that begins with / is in both sets; the others are checked for both
-    named = {word for words in programs for word in words}
+    named = {word for words in programs for word in words}  # as typed; `written` has whole paths
     check_paths(named - written, turn, writes=False)
 
 
