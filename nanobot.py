@@ -2756,6 +2756,8 @@ class Talk:
             key = sessions.latest(folder)
             if not key and arguments.resume:
                 self.terminal.note("There is no conversation in this folder yet: a new one begins.")
+            elif not self.is_watched:  # a script may have meant its own last message
+                self.terminal.note(f"Continuing {key}, the latest one that a person typed here.")
         key = key or sessions.new_key()
         try:
             held.enter_context(sessions.lock(key))
