@@ -228,27 +228,22 @@ def test_quiet_prints_the_answer_and_errors_alone(tmp_path):
         assert nanobot("-q", "hi", *defaults(maxToolIterations=2))[1:] == ("So far.\n", told)
 
 
-def test_read_only_gives_the_model_only_tools_that_change_nothing(tmp_path):
+def test_read_only_gives_the_model_only_tools_that_change_nothing_and_tells_it_so(tmp_path):
     reading = ["glob", "grep", "list_dir", "read_file", "web_fetch", "web_search"]
-    with LLM([call("exec", command="touch made"), "I may not.", "hi"]) as server:
+    with LLM([call("exec", command="touch made"), "I may not.", "hi", "hi"]) as server:
         answered = nanobot("--read-only", "make a file")
         assert answered[1] == "I may not.\n"
         assert "not run: nanobot is read-only: there is no tool 'exec'" in answered[2]
         assert [each["function"]["name"] for each in server.bodies[0]["tools"]] == reading
         assert "read-only" not in nanobot("--read-only", "hi")[2], "nothing was refused"
+        nanobot("hi")
+        told = ["read-only" in body["messages"][0]["content"] for body in server.bodies]
+        assert told == [True, True, True, False]
         if hasattr(os, "openpty"):
             terminal = Terminal("--read-only")
             terminal.expect("test-model · read-only · a new conversation", "> ")
             terminal.close()
     assert not (tmp_path / "made").exists()
-
-
-def test_read_only_is_told_to_the_model_and_only_then():
-    with LLM(["Hi."] * 2) as server:
-        nanobot("--read-only", "Hello")
-        nanobot("Hello")
-    told = ["read-only" in body["messages"][0]["content"] for body in server.bodies]
-    assert told == [True, False]
 
 
 def test_without_a_key_it_says_so_and_asks_the_offline_model_which_can_be_wanted():
@@ -632,27 +627,25 @@ def test_what_is_typed_during_a_turn_reaches_it_and_is_never_lost():
 
 def rows_on_screen(codes: str, columns: int) -> list[str]:
     """What a person sees, on a screen that is so high that nothing scrolls away."""
-    rows: dict[tuple[int, int], str] = {}
-    row = column = 0
-    kept = (0, 0)
+    width = columns + 1  # after the last column the cursor waits until the next letter wraps
+    letters, at, kept = {}, 0, 0
     for code in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b.|.", codes, re.DOTALL):
-        if code in ("\r", "\n"):
-            row, column = (row, 0) if code == "\r" else (row + 1, column)
-        elif code in ("\x1bD", "\x1b[A"):
-            row, column = row + (1 if code == "\x1bD" else -1), min(column, columns - 1)
-        elif code in ("\x1b7", "\x1b8"):
-            kept = (row, column) if code == "\x1b7" else kept
-            row, column = kept
+        if code == "\r":
+            at -= at % width
+        elif code in ("\n", "\x1bD", "\x1b[A"):
+            at += -width if code == "\x1b[A" else width
+        elif code == "\x1b7":
+            kept = at
+        elif code == "\x1b8":
+            at = kept
         elif code in ("\x1b[J", "\x1b[K"):
-            for place in [each for each in rows if each >= (row, column)]:
-                del rows[place]
+            letters = {place: letter for place, letter in letters.items() if place < at}
         elif not code.startswith("\x1b"):
-            if column == columns:  # only the next letter wraps
-                row, column = row + 1, 0
-            rows[row, column] = code
-            column += 1
-    height = 1 + max(row for row, _ in rows)
-    return ["".join(rows.get((n, m), " ") for m in range(columns)).rstrip() for n in range(height)]
+            at += at % width == columns
+            letters[at] = code
+            at += 1
+    shown = "".join(letters.get(place, " ") for place in range(max(letters) + 1))
+    return [shown[start : start + width].rstrip() for start in range(0, len(shown), width)]
 
 
 @needs_terminal
@@ -872,6 +865,8 @@ CONVERSATIONS = [  # arguments, at a terminal?, folder, and which texts are sent
     ("-s work -m nine", False, "a", "nine"),
     ("-s cli:work -m ten", False, "b", "nine, ten"),
     ("-s 1 -m eleven", False, "c ä", "nine, ten, eleven"),
+    ("-m fails", True, "a", "fails"),  # there is no answer: nobody continues it
+    ("-m /undo", True, "a", "fails"),  # is not sent
     ("-s direct -m twelve", True, "b", "twelve"),
     ("-c -m thirteen", True, "link to b", "twelve, thirteen"),
     ("", True, "a", "two words, three, six, typed"),  # the prompt
@@ -883,14 +878,18 @@ CONVERSATIONS = [  # arguments, at a terminal?, folder, and which texts are sent
 def test_who_continues_which_conversation(tmp_path):
     (tmp_path / "b").mkdir()
     (tmp_path / "link to b").symlink_to("b")
-    with LLM() as server:
+
+    def script(body):
+        return error(400, "no") if texts_sent(body) == ["fails"] else "ok"
+
+    with LLM(script) as server:
         for command, at_terminal, folder, expected in CONVERSATIONS:
             place = tmp_path / folder
             place.mkdir(exist_ok=True)
             if not at_terminal:
                 assert nanobot(*command.split(), cwd=place)[0] == 0
             elif command:
-                Terminal(*command.split(), cwd=place).close("")
+                Terminal(*command.split(), cwd=place).close("", command == "-m fails")
             else:
                 terminal = prompt(cwd=place)
                 terminal.answered("typed", "ok")
@@ -899,7 +898,7 @@ def test_who_continues_which_conversation(tmp_path):
     listed = nanobot("sessions")[1].splitlines()
     assert "typed" in listed[0] and str(tmp_path / ("d" * 200)) in listed[0]
     assert "  two words  (" in listed[1] and "a moment ago" in listed[1]
-    assert "  twelve  (" in listed[2] and "cli:direct" in listed[2] and len(listed) == 8
+    assert "  twelve  (" in listed[2] and "cli:direct" in listed[2] and len(listed) == 10
     with open(workspace() / "sessions" / "cli%3Awork.jsonl", "a") as file:
         file.write('[]\n{"role": "\\u001b[2J"}\n{"n": 9, "role": "user", "content": "odd"}\ntorn')
     for name in ("work", "cli:work", "1"):
@@ -952,7 +951,7 @@ def test_programs_side_by_side_have_conversations_of_their_own_and_a_second_prom
 
 
 def test_undo_says_which_turn_it_takes_back_and_how_each_file_is_then(tmp_path):
-    """`nanobot undo` in a folder, and /undo at a prompt."""
+    """`nanobot undo` in a folder, and /undo at a prompt. `nanobot sessions` shows it."""
     a, b = tmp_path / "a", tmp_path / "b"
     for folder in (a, b):
         folder.mkdir()
@@ -975,26 +974,16 @@ def test_undo_says_which_turn_it_takes_back_and_how_each_file_is_then(tmp_path):
     assert status == 1 and "everything is undone already" in errors
     terminal = prompt("--offline", "-s", "b", cwd=b)
     status, _, errors = nanobot("undo", cwd=b)
-    assert (
-        status == 1
-        and "Go on there, or use another: nanobot -s" in errors
-        and (b / "b.txt").exists()
-    )
+    assert status == 1 and "Go on there, or use another: nanobot -s" in errors
     (b / "b.txt").write_text("mine")
     terminal.answered("/undo", 'Undo of "change hello', "b.txt: left alone, because something else")
+    terminal.answered("/new", "A new conversation begins")
+    assert "(no message yet)" in nanobot("sessions")[1]
+    terminal.answered("list the files", "b.txt")
     terminal.close()
-
-
-@needs_terminal
-def test_a_message_without_an_answer_is_not_what_a_prompt_continues():
-    with LLM(["one", error(400, "no"), "two"]):
-        for text, status in (("first", 0), ("fails", 1)):
-            Terminal("-m", text).close("", status)
-        nanobot("-m", "/undo")
-        assert "first" in nanobot("prompt")[1] and "fails" not in nanobot("prompt")[1]
-        terminal = Terminal()
-        terminal.expect("continuing: 2 messages", "> ")
-        terminal.close()
+    assert "  list the files  (" in nanobot("sessions")[1]
+    shown = nanobot("sessions", "show", "b")[1]
+    assert re.search(r'(?s)\] undo: Undo of "change hello.*\] /new: ', shown)
 
 
 @needs_terminal
@@ -1007,18 +996,6 @@ def test_ctrl_c_ends_the_page_with_a_line_and_cron_lists_its_jobs():
     terminal.close("", 130)
     for line in nanobot("cron")[1].splitlines()[:2]:
         assert re.fullmatch(r"(dream|heartbeat) · every \d+ s · next [^·]+ · system", line)
-
-
-def test_sessions_shows_what_was_undone_and_where_a_new_conversation_began(tmp_path):
-    for text in ("create a.txt with hello", "/undo", "/new"):
-        nanobot("--offline", "-s", "w", "-m", text)
-    assert "(no message yet)" in nanobot("sessions")[1]
-    nanobot("--offline", "-s", "w", "-m", "list the files")
-    assert "  list the files  (" in nanobot("sessions")[1]
-    shown = [line.partition("] ")[2] for line in nanobot("sessions", "show", "w")[1].splitlines()]
-    (undone,) = [line for line in shown if line.startswith("undo: ")]
-    assert 'Undo of "create a.txt' in undone
-    assert shown.index(undone) < shown.index("/new: ")
 
 
 # ---- Reports for the person at the terminal ----

@@ -1038,17 +1038,30 @@ def test_recent_history_is_what_dream_has_not_read_and_the_last_five_anyway(tmp_
     assert 1_400 < estimate(memory.recent_history()[-1]) < 1_800, "what the others do not need"
 
 
-def test_an_entry_of_a_terminal_has_all_that_the_user_said_and_the_names_of_files(tmp_path):
+def test_what_people_said_at_terminals_is_an_entry_after_an_hour_with_all_of_it(tmp_path):
+    """And with the names of files; no model is asked."""
     sessions = SessionManager(tmp_path)
-    session = sessions.get("cli:a")
-    session.origin = {"folder": "/a", "typed": True}
+
+    def talk(key: str, text: str, hours: float, typed: bool = True) -> None:
+        session = sessions.get(key)
+        session.origin = {"folder": f"/{key}", "typed": typed}
+        session.append(*[answer("Done. " * 500)] * 15, user(text), calling("c", name="write_annex"))
+        os.utime(session.path, (time.time() - hours * 3_600,) * 2)
+
+    def entries() -> list[str]:
+        remember_terminals(sessions)
+        return history_of(tmp_path)
+
     text = "The tax number is 231/140/07755. " + "Two members sign. " * 60 + "Due on 3 December."
-    session.append(*[answer("Done. " * 500)] * 15, user(text), calling("c", name="write_annex"))
-    os.utime(session.path, (time.time() - 7_200,) * 2)
-    remember_terminals(sessions)
-    [entry] = history_of(tmp_path)
-    assert text in entry and "calls write_annex({})" in entry
+    talk("cli:a", text, 5)
+    talk("cli:c", "script", 4, typed=False)
+    talk("cli:d", "now", 0.5)
+    [entry] = entries()
+    assert "In /cli:a:" in entry and text in entry and "calls write_annex({})" in entry
     assert "not answered" in entry and estimate(entry) < 6_500
+    talk("cli:a", "two", 2)  # somebody continued it
+    assert entries() == entries() and len(entries()) == 2
+    assert "user: two" in entries()[1] and text not in entries()[1]
 
 
 FACTS = [

@@ -20,7 +20,7 @@ from chats import Chats, Desk, Gate, Model, serve_chats, waiting_tool
 from fake_llm import FakeLLM, Raw, Reply, error
 from fake_llm import call as ask_for
 from channels import CronError, CronJob
-from memory import SessionManager, remember_terminals
+from memory import SessionManager
 from nanobot import (
     AgentHook,
     AgentLoop,
@@ -454,25 +454,40 @@ async def stop_at(moment: asyncio.Event, provider: LLMProvider, **spec) -> None:
         await task
 
 
-@pytest.mark.parametrize("asking", [True, False])
-def test_what_was_shown_of_an_answer_that_was_stopped_is_journalled_once(asking):
-    """Stopped in the middle of an answer, or in a tool that an answer called."""
+NOT_RUN = "[not run: the turn was stopped before this call began]"
+UNKNOWN = "[interrupted: its outcome is unknown. Check before you repeat it]"
+STOPS = [  # where it is stopped, what the journal has of the answer, and what became of its calls
+    ("in the answer", "one two three", "it was stopped", []),
+    ("at the question of an approval", "one two three four", None, [NOT_RUN, NOT_RUN]),
+    ("in the first of two calls", "one two three four", None, [UNKNOWN, NOT_RUN]),
+]
+
+
+@pytest.mark.parametrize(("where", "shown", "why", "outcomes"), STOPS)
+def test_what_was_shown_and_called_when_a_turn_was_stopped_is_journalled_once(
+    where, shown, why, outcomes
+):
     journal, gate = [], Gate()
 
     class Stall(AgentHook):
         wants_streaming = True
 
         async def on_stream(self, delta):
-            if asking and delta == " three":
+            if delta == " three" and "answer" in where:
                 await gate.wait()
 
-    calls = [] if asking else [call("slow")]
+        async def before_execute_tools(self, tool_calls):
+            if "approval" in where:
+                await gate.wait()
+
+    calls = [call("slow", "a"), call("slow", "b")]
     script = [LLMResponse("one two three four", calls, "tool_calls")]
     append = lambda *messages: journal.extend(messages)  # noqa: E731
     spec = {"tools": ToolRegistry([waiting_tool(gate)]), "hook": Stall(), "append": append}
     asyncio.run(stop_at(gate.reached, ScriptedProvider(script), **spec))
-    shown = ("one two three", "it was stopped") if asking else ("one two three four", None)
-    assert [(line["content"], line.get("cut")) for line in journal] == [shown]
+    (answer,) = [line for line in journal if line["role"] == "assistant"]
+    assert (answer["content"], answer.get("cut")) == (shown, why)
+    assert results(legal(journal)) == outcomes
 
 
 def test_a_stopped_turn_has_ended_whatever_its_tools_do_and_keeps_the_finished_results():
@@ -504,28 +519,6 @@ def test_a_stopped_turn_has_ended_whatever_its_tools_do_and_keeps_the_finished_r
 
     assert asyncio.run(go()) == [0, 1, 2]
     assert results(journal)[0] == "saw 0"
-
-
-@pytest.mark.parametrize("asking", [True, False])
-def test_of_a_call_that_had_not_begun_when_the_turn_was_stopped_the_model_learns_that(asking):
-    """Stopped at the question of an approval, or during the first of two calls."""
-    journal, gate = [], Gate()
-
-    class Ask(AgentHook):
-        async def before_execute_tools(self, tool_calls):
-            if asking:
-                gate.reached.set()
-                await asyncio.sleep(60)
-
-    calls = [call("slow", "a"), call("slow", "b")]
-    append = lambda *messages: journal.extend(messages)  # noqa: E731
-    spec = {"tools": ToolRegistry([waiting_tool(gate)]), "hook": Ask(), "append": append}
-    asyncio.run(stop_at(gate.reached, ScriptedProvider([calls]), **spec))
-    not_run = "[not run: the turn was stopped before this call began]"
-    first = (
-        not_run if asking else "[interrupted: its outcome is unknown. Check before you repeat it]"
-    )
-    assert results(legal(journal)) == [first, not_run]
 
 
 # ---- The runner: limits and sizes ----
@@ -1814,31 +1807,6 @@ def test_a_job_of_a_terminal_runs_in_its_folder_and_is_not_lost_if_the_folder_is
         assert "stretch" in chats.loop.sessions.inbox("cli:another").read()[-1]["content"]
 
     serve(tmp_path, echo, work)
-
-
-def test_what_people_said_at_terminals_gets_an_entry_without_a_model_when_it_is_an_hour_old(
-    tmp_path,
-):
-    loop = make_loop(tmp_path)
-
-    def talk(key, text, hours, typed=True):
-        session = loop.sessions.get(key)
-        session.origin = {"folder": f"/{key}", "typed": typed}
-        session.append(question(text))
-        moment = time.time() - hours * 3_600
-        os.utime(session.path, (moment, moment))
-
-    def remember():
-        remember_terminals(loop.sessions)
-        texts = [entry["content"] for entry in loop.memory.entries()]
-        return [" ".join(re.findall(r"(?:In|\nuser:) (\S+)", text)) for text in texts]
-
-    talk("cli:a", "one", 5)
-    talk("cli:c", "script", 4, typed=False)
-    talk("cli:d", "now", 0.5)
-    assert remember() == ["/cli:a: one"]
-    talk("cli:a", "two", 2)  # somebody continued it
-    assert remember() == remember() == ["/cli:a: one", "/cli:a: two"]
 
 
 def test_stop_in_a_chat_stops_the_job_that_runs_for_it(tmp_path):
