@@ -541,15 +541,11 @@ def test_a_readline_that_lacks_functions_does_not_end_the_conversation(tmp_path,
 @needs_terminal
 def test_a_conversation_at_the_prompt():
     half = Reply("half \x1b[31mof it\u202e", finish_reason="length")
-    with LLM(["Hello, human.", Hang(60), half, BOOM, "Good-bye."]) as server:
+    with LLM(["Hello, human.", half, BOOM, "Good-bye."]) as server:
         terminal = Terminal()
         terminal.expect(" is an agent: it answers, and ", " · test-model · a new conv", "> ")
         terminal.answered("hi", "Hello, human.", "· context ")
         terminal.answered("/model Qwen/Qwen3", "The model is Qwen/Qwen3.")
-        terminal.type("one\n")
-        server.asked(2)
-        terminal.type("\x03")
-        terminal.expect("stopped", "> ")
         terminal.answered("two", "half \\x1b[31mof it\\u202e", "boom")
         terminal.answered("bye", "Good-bye.")
         assert [body["model"] for body in server.bodies[:2]] == ["test-model", "Qwen/Qwen3"]
@@ -789,9 +785,8 @@ def test_approval_shows_the_escaped_command_and_obeys_what_is_typed_after_the_qu
         return lines.pop(0)
 
     touch = call("exec", command=f"touch {target}; echo '\x1b[2J'")
-    long = call("write_file", path="long.txt", content="\n".join(map(str, range(60))))
     with LLM(script) as server:
-        lines = [touch, "I may not.", touch, touch, "It is done.", long, "Written."]
+        lines = [touch, "I may not.", touch, touch, "It is done."]
         terminal = prompt("--approve")
         terminal.type("make it\n")
         server.asked()
@@ -815,10 +810,6 @@ def test_approval_shows_the_escaped_command_and_obeys_what_is_typed_after_the_qu
         assert server.last() == "[not run: the turn was stopped before this call began]"
         terminal.answered("y", "It is done.")
         assert target.exists()
-        terminal.say("write", "+0\r\n", "+59\r\n", "Run it? ")
-        assert not (tmp_path / "long.txt").exists()
-        terminal.answered("y", "Written.")
-        assert (tmp_path / "long.txt").exists()
         terminal.close()
 
 
@@ -921,12 +912,8 @@ def test_sessions_lists_the_last_twenty_and_all_with_a_flag():
 
 
 @needs_terminal
-def test_programs_side_by_side_have_conversations_of_their_own_and_a_second_prompt_says_so(
-    tmp_path,
-):
-    """Two prompts in a folder, one in another, three commands at once and a program."""
-    other = tmp_path / "other"
-    other.mkdir()
+def test_programs_side_by_side_have_conversations_of_their_own_and_a_second_prompt_says_so():
+    """Two prompts in a folder, three commands at once and a program."""
     with LLM(lambda body: Reply("ok", delay=0.1)) as server:
         first = Terminal()
         first.expect("a new conversation", "> ")
@@ -935,19 +922,16 @@ def test_programs_side_by_side_have_conversations_of_their_own_and_a_second_prom
         assert status == 1 and "in use by another program" in err and "-s" in err
         second = Terminal()
         second.expect("a new one begins", "a new conversation", "> ")
-        third = prompt(cwd=other)
-        assert "a new one begins" not in third.everything
         second.answered("two", "ok")
-        third.answered("three", "ok")
-        first.answered("four", "ok")
+        first.answered("three", "ok")
         for _ in range(2):
-            assert python("import nanobot; print(nanobot.run('five'))").stdout == "ok\n"
-        running = [start("-m", "six") for n in range(3)]
+            assert python("import nanobot; print(nanobot.run('four'))").stdout == "ok\n"
+        running = [start("-m", "five") for n in range(3)]
         assert [process.communicate(timeout=LONG)[0] for process in running] == ["ok\n"] * 3
         sent = [", ".join(texts_sent(body)) for body in server.bodies]
-        assert sent == ["one", "two", "three", "one, four", *["five"] * 2, *["six"] * 3]
-        for each in (first, second, third):
-            each.close()
+        assert sent == ["one", "two", "one, three", *["four"] * 2, *["five"] * 3]
+        first.close()
+        second.close()
 
 
 def test_undo_says_which_turn_it_takes_back_and_how_each_file_is_then(tmp_path):
@@ -987,15 +971,12 @@ def test_undo_says_which_turn_it_takes_back_and_how_each_file_is_then(tmp_path):
 
 
 @needs_terminal
-def test_ctrl_c_ends_the_page_with_a_line_and_cron_lists_its_jobs():
+def test_ctrl_c_ends_the_page_with_a_line():
     terminal = Terminal("web", "--offline", "--no-open")
     terminal.expect("Ctrl-C stops nanobot")
-    wait_until(lambda: "heartbeat" in nanobot("cron")[1])
     terminal.type("\x03")
     terminal.expect("stopped\r\n")
     terminal.close("", 130)
-    for line in nanobot("cron")[1].splitlines()[:2]:
-        assert re.fullmatch(r"(dream|heartbeat) · every \d+ s · next [^·]+ · system", line)
 
 
 # ---- Reports for the person at the terminal ----
@@ -1336,19 +1317,13 @@ def test_status_has_a_row_for_each_part_and_says_what_is_missing_or_broken(own_h
     (workspace() / "skills" / "odd" / "SKILL.md").mkdir(parents=True)
     monkeypatch.setenv("PATH", str(own_home))
     flags = settings(channels={"telegram": {"token": "1:secret"}})
+    Path(flags[1]).chmod(0o644)
     rows = status_rows(*flags)
+    advice = re.search(r"BAD .*others can read the keys in it: chmod 600 ", rows["settings"])
+    assert advice or os.name != "posix"
     assert rows["telegram"].startswith("BAD ") and "channels.telegram.allowFrom" in rows["telegram"]
     assert rows["skill github"] == "-- not used: program gh" and "skill cron" not in rows
     assert rows["skill odd"].startswith("-- not used: ")
-
-
-@pytest.mark.skipif(os.name != "posix", reason="Windows has other permissions")
-def test_status_tells_of_settings_that_others_can_read_and_how_to_mend_it():
-    flags = settings(providers={})
-    Path(flags[1]).chmod(0o644)
-    row = status_rows("--offline", *flags)["settings"]
-    shell(re.search(r"BAD .*others can read the keys in it: (chmod .+)", row)[1])
-    assert status_rows("--offline", *flags)["settings"].startswith("ok")
 
 
 def test_status_and_prompt_show_servers_and_what_was_pasted_from_elsewhere_is_no_error(tmp_path):
@@ -1518,10 +1493,9 @@ def test_a_gateway_answers_lets_others_look_survives_its_terminal_and_ends_whate
         gateway.process.send_signal(signal.SIGHUP)
         status, _, err = nanobot("gateway")
         assert status == 1 and "A gateway or a page already serves" in err
-        assert (
-            "dream · every 7200 s · off" in nanobot("cron")[1]
-            and nanobot("status", "--offline")[0] == 0
-        )
+        jobs = nanobot("cron")[1]
+        assert re.search(r"(?m)^heartbeat · every \d+ s · next [^·]+ · system$", jobs)
+        assert "dream · every 7200 s · off" in jobs and nanobot("status", "--offline")[0] == 0
         telegram.say("stay")
         telegram.wait_until(lambda: telegram.texts() == ["to hello", "I stay."])
         assert gateway.end() < 10 and gateway.process.returncode == 0

@@ -8,7 +8,6 @@ import os
 import random
 import re
 import shutil
-import time
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -349,13 +348,14 @@ NOTHING = "There is no answer: the model sent nothing useful. Ask in other words
 ODD_ENDS = [
     LLMResponse(None, [call("look", n=n)], reason) for n, reason in enumerate(["eos", "stop", None])
 ]
+REPEATED = "cut: the answer reached its length limit again and again"
 ENDS = [  # a sentence, the script, its stop reason, the answer, the number of requests
     ("a cut answer is continued", [*ABC, "d"], "completed", "a b c d", 4),
     (
         "three times, and then taken as it is",
         [*ABC, cut("d ")],
         "completed",
-        "a b c d \n\n(cut: the answer reached its length limit again and again)",
+        f"a b c d \n\n({REPEATED})",
         4,
     ),
     (
@@ -381,14 +381,12 @@ def test_what_an_answer_leads_to(what, script, reason, said, count):
     assert (result.stop_reason, result.final_content) == (reason, said)
     assert len(provider.requests) == count
     assert result.error == ("it is gone" if reason == "error" else None)
-
-
-def test_an_answer_that_is_not_whole_is_marked_in_the_journal_and_none_is_no_line_of_it():
-    reason = "cut: the answer reached its length limit again and again"
-    for script, why in [([*ABC, cut("d ")], reason), ([cut("a "), GONE], "it is gone")]:
-        assert run(script)[0].messages[-1]["cut"] == why
-    for script in (["", " ", ""], [GONE], [LLMResponse(None, [], "refusal")]):
-        assert roles(run(script)[0].messages) == ["user"], "nothing is put into the model's mouth"
+    *_, last = result.messages
+    if reason == "empty" or said is None:
+        assert last == question(), "nothing is put into the model's mouth"
+    else:
+        why = REPEATED if "three times" in what else result.error
+        assert last["role"] == "assistant" and last.get("cut") == why
 
 
 @pytest.mark.parametrize("reason", ["length", "content_filter", "refusal", "error"])
