@@ -22,7 +22,7 @@ import pytest
 
 import nanobot as program
 from channels import JobStore
-from conftest import fork, need_bash
+from conftest import fork, lines_of, need_bash
 from fake_llm import Failure, FakeLLM, Hang, Reply, call, error
 from fake_telegram import FakeTelegram
 from memory import MemoryStore, SessionManager, locked, write_atomically
@@ -142,11 +142,6 @@ def defaults(**values) -> list[str]:
 
 def workspace() -> Path:
     return Path.home() / ".nanobot" / "workspace"
-
-
-def lines_of(path: Path) -> list[dict]:
-    """The objects of a JSON Lines file; a kill may have torn the last line."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
 
 
 def of_kind(kind: str, events: list[dict]) -> list[dict]:
@@ -1520,24 +1515,6 @@ def test_a_verbose_gateway_with_a_wrong_token_says_so_and_cron_goes_on():
             wait_until(lambda text=text: text in gateway.log.read_text())
         gateway.end()
     assert "1:wrong" not in gateway.log.read_text()
-
-
-def test_from_a_message_over_its_answer_to_the_reminder():
-    with FakeTelegram() as telegram:
-        gateway = Gateway(telegram, "--offline", hints=False)
-        telegram.say("remind me in 1 minute to stretch")
-        telegram.wait_until(lambda: len(telegram.texts()) == 1)
-        moment = datetime.now(UTC).isoformat()  # nobody waits for a minute
-        jobs = jobs_here()
-        (id,) = [row["id"] for row in jobs.read() if row.get("at")]
-        jobs.edit(id, {"at": moment, "after": 0})
-        telegram.wait_until(lambda: len(telegram.texts()) == 2)
-        telegram.say("thanks")
-        telegram.wait_until(lambda: len(telegram.texts()) == 3)
-        gateway.end()
-    told, reminder, _ = telegram.texts()
-    assert "No gateway is running" not in told and "stretch" in reminder
-    assert said_by("user", "telegram%3A7") == ["remind me in 1 minute to stretch", "thanks"]
 
 
 def test_who_replaces_the_bot_is_answered_by_the_new_one_which_counts_its_messages_from_one_again():

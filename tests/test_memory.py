@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 
 from channels import Channel, InboundMessage, MessageBus
-from chats import DOWN, Chats, Gate, Model, serve_chats, waiting_tool
-from conftest import link
+from chats import DOWN, Chats, Gate, Model, said, serve_chats, waiting_tool
+from conftest import lines_of, link
 from memory import (
     Governed,
     Inbox,
@@ -107,12 +107,6 @@ def say(loop: AgentLoop, *texts: str, key: str = KEY) -> list[str]:
     return asyncio.run(talk())
 
 
-def said(messages: list[dict]) -> list[str]:
-    """The user's texts in a request, without runtime facts."""
-    texts = [str(message["content"]) for message in messages if message["role"] == "user"]
-    return [re.sub(r"(?s)\[Runtime Context.*?\[/Runtime Context\]\n\n", "", text) for text in texts]
-
-
 def tokens_in(text: object) -> list[str]:
     """`<7>` marks a text, so that it is found wherever it goes; each once, in order."""
     return list(dict.fromkeys(re.findall(r"<[\w.]+>", str(text))))
@@ -122,10 +116,6 @@ def loaded(workspace: Path, key: str = KEY) -> Session:
     """The session as a program that starts now sees it."""
     memory = MemoryStore(workspace)
     return SessionManager(workspace, memory).get(key)
-
-
-def lines_of(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_bytes().split(b"\n") if line]
 
 
 def contents(messages: list[dict]) -> list[str]:

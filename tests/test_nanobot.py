@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 import nanobot
-from conftest import need_bash
+from conftest import lines_of, need_bash
 from chats import Chats, Desk, Gate, Model, serve_chats, waiting_tool
+from chats import said as said_by_user
 from fake_llm import FakeLLM, Raw, Reply, error
 from fake_llm import call as ask_for
 from channels import CronError, CronJob
@@ -84,9 +85,7 @@ def results(messages) -> list[str]:
 
 
 def users(request) -> list[str]:
-    """The user's texts in a request, without what is said of time and place."""
-    texts = [str(message["content"]) for message in request.messages if message["role"] == "user"]
-    return [re.sub(r"(?s)\[Runtime Context.*?\[/Runtime Context\]\n\n", "", text) for text in texts]
+    return said_by_user(request.messages)
 
 
 @tool(read_only=True)
@@ -788,8 +787,7 @@ def ask(loop: AgentLoop, text: str, session: str = "cli:direct", media=()):
 
 
 def journal(loop: AgentLoop, key: str = "cli:direct") -> list[dict]:
-    lines = loop.sessions.path(key).read_text(encoding="utf-8").split("\n")
-    return [record for record in map(json.loads, filter(None, lines)) if "role" in record]
+    return [line for line in lines_of(loop.sessions.path(key)) if "role" in line]
 
 
 def test_a_turn_is_told_step_by_step(tmp_path):
