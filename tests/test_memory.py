@@ -37,6 +37,8 @@ from memory import (
 )
 from nanobot import AgentLoop, Config, JobRunner, Program
 from providers import LLMProvider, LLMResponse, ToolCallRequest, legal
+from test_providers import called, user
+from test_providers import said as answer
 from tools import FILE_TOOLS, Tool, ToolRegistry, tool
 
 ROOT = Path(__file__).parent.parent
@@ -48,20 +50,6 @@ posix = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="FIFOs and fcntl ar
 
 
 # ---- What the tests say and look at ----
-
-
-def user(text: str, **more: object) -> dict:
-    return {"role": "user", "content": text, **more}
-
-
-def answer(text: str, **more: object) -> dict:
-    return {"role": "assistant", "content": text, **more}
-
-
-def calling(*ids: str, name: str = "read_file") -> dict:
-    function = {"name": name, "arguments": "{}"}
-    calls = [{"id": each, "type": "function", "function": function} for each in ids]
-    return {"role": "assistant", "content": None, "tool_calls": calls}
 
 
 def result(id_: str, text: str) -> dict:
@@ -258,7 +246,7 @@ def test_every_key_has_a_file_of_its_own_and_the_one_used_last_is_listed_first(t
 
 BEFORE_NEW = [
     user("<33> Read a.txt", id="31"),
-    calling("c1"),
+    called("c1"),
     result("c1", "<55> hello"),
     answer("<66> Yes"),
 ]
@@ -610,7 +598,7 @@ GIVEN_UP = (
     "Your last message was not answered: nanobot was interrupted. /continue resumes the turn."
 )
 OPEN_TURNS = [
-    ("a call without its result, resumed once", [calling("c1")], 1, 23, "Fine."),
+    ("a call without its result, resumed once", [called("c1")], 1, 23, "Fine."),
     ("resumed twice: it may be what kills the program", [], 2, 0, GIVEN_UP),
     ("more than a day old", [], 0, 25, GIVEN_UP),
     ("answered, and perhaps not delivered", [answer("yes")], 0, 0, "yes"),
@@ -787,7 +775,7 @@ def test_a_consolidation_is_a_commit_that_can_be_shown_and_undone_by_its_id(tmp_
     loop.tell = lambda text: asyncio.sleep(0, told_texts.append(text))
     say(loop, "/new", "hi")
     text = loop.provider.saves[0].messages[1]["content"].partition("# Conversation")[2]
-    in_order = "user: <33>.*assistant: calls read_file.*tool read_file: <55>.*assistant: <66>"
+    in_order = "user: <33>.*assistant: calls now.*tool read_file: <55>.*assistant: <66>"
     assert re.search(f"(?s){in_order}", text)
     last, first = say(loop, "/dream-log")[0].split("\n")
     counts = "1 file changed, 2 insertions(+), 1 deletion(-)"
@@ -905,7 +893,7 @@ def random_conversation(dice: random.Random) -> tuple[list[dict], dict]:
         messages.append(user("<said>" + text() if is_last else text()))
         for step in range(dice.choice([0, 1, 2, 15])):
             ids = [f"{n}.{step}.{k}" for k in range(dice.randint(1, 3))]
-            messages += [calling(*ids), *(result(id_, text()) for id_ in ids)]
+            messages += [called(*ids), *(result(id_, text()) for id_ in ids)]
             if is_last and dice.random() < 0.2:
                 messages.append(user([image, {"type": "text", "text": "<said>"}]))
         if not is_last:
@@ -1035,7 +1023,7 @@ def test_what_people_said_at_terminals_is_an_entry_after_an_hour_with_all_of_it(
     def talk(key: str, text: str, hours: float, typed: bool = True) -> None:
         session = sessions.get(key)
         session.origin = {"folder": f"/{key}", "typed": typed}
-        session.append(*[answer("Done. " * 500)] * 15, user(text), calling("c", name="write_annex"))
+        session.append(*[answer("Done. " * 500)] * 15, user(text), called("c", name="write_annex"))
         os.utime(session.path, (time.time() - hours * 3_600,) * 2)
 
     def entries() -> list[str]:

@@ -577,14 +577,6 @@ def test_what_is_too_long_for_the_model_is_asked_again_without_the_oldest_turns_
     assert len(hook.told) == 1 and "retrying with a shorter" in hook.told[0]
 
 
-def test_what_does_not_fit_is_left_out_and_told_once():
-    hook, history = Told(), [*old_turns(6), question("now")]
-    small = {"context_window": 2_000, "max_tokens": 100}
-    _, provider = run([call("look"), "ok"], [look], messages=history, hook=hook, **small)
-    assert len(provider.requests[0].messages) < len(history)
-    assert len(hook.told) == 1 and "messages left out" in hook.told[0]
-
-
 @pytest.mark.parametrize("history", [[], old_turns(5)], ids=["alone", "behind others"])
 def test_a_turn_that_is_too_long_by_itself_is_an_error_and_no_endless_loop(history):
     text = "now " * 5_000
@@ -1045,8 +1037,15 @@ def prompt_of(loop: AgentLoop, key: str = "cli:direct") -> str:
     return loop.context.system_prompt(loop.turn(key))
 
 
-def test_the_users_own_files_are_in_the_prompt_and_read_again_when_they_change(tmp_path):
+def test_files_of_the_kit_and_the_user_are_in_the_prompt_and_placeholders_are_not(tmp_path):
     loop = make_loop(tmp_path)
+    for name in ("SOUL.md", "AGENTS.md", "TOOLS.md"):
+        text = (loop.workspace / name).read_text(encoding="utf-8").strip()
+        assert f"## {name}\n\n{text}\n" in prompt_of(loop)
+    for name, title in (("USER.md", "\n## USER.md\n"), ("memory/MEMORY.md", "\n---\n\n# Memory\n")):
+        assert title not in prompt_of(loop)
+        (loop.workspace / name).write_text("Ada bakes.", encoding="utf-8")
+        assert "\nAda bakes." in prompt_of(loop).split(title)[1]
     (loop.workspace / "IDENTITY.md").write_text("I am Tom.\n", encoding="utf-8")
     prompt = prompt_of(loop)
     assert prompt.startswith("I am Tom.\n\nYou work on the user's own machine")
@@ -1829,19 +1828,6 @@ def test_the_cron_tool_says_when_nothing_will_happen(tmp_path):
 
 
 # ---- What programs and workspaces of users expect ----
-
-
-def test_texts_of_the_kit_are_in_the_prompt_and_placeholders_are_not_until_they_are_filled(
-    tmp_path,
-):
-    loop = make_loop(tmp_path)
-    for name in ("SOUL.md", "AGENTS.md", "TOOLS.md"):
-        text = (loop.workspace / name).read_text(encoding="utf-8").strip()
-        assert f"## {name}\n\n{text}\n" in prompt_of(loop)
-    for name, title in (("USER.md", "\n## USER.md\n"), ("memory/MEMORY.md", "\n---\n\n# Memory\n")):
-        assert title not in prompt_of(loop)
-        (loop.workspace / name).write_text("Ada bakes.", encoding="utf-8")
-        assert "\nAda bakes." in prompt_of(loop).split(title)[1]
 
 
 @pytest.mark.parametrize(("row", "sent"), [("local", 0.1), ("custom", None)])

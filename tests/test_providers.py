@@ -1091,8 +1091,8 @@ def test_nothing_that_a_model_writes_takes_more_than_a_second(stream):
 # ---- A lawful history ----
 
 
-def user(content="Hi"):
-    return {"role": "user", "content": content}
+def user(content="Hi", **more):
+    return {"role": "user", "content": content, **more}
 
 
 def said(content="Ok", **more):
