@@ -662,31 +662,26 @@ def approve(answers: list[str], *steps, name: str = "act"):
 
 
 @pytest.mark.parametrize(
-    ("answer", "reason"),
-    [("n", ""), ("No, not now", ": not now"), ("don't run it", ": don't run it"), ("", "")],
-)
-def test_what_is_said_with_a_no_is_the_reason(answer, reason):
-    ran, _, told = approve([answer], call("act"))
-    assert (ran, told) == ([], [f"not approved\nThe user did not approve this call{reason}"])
-
-
-@pytest.mark.parametrize(
-    ("answers", "ran", "asked"),
+    ("answers", "ran", "asked", "reason"),
     [
-        (["n", "Y"], ["2"], 2),
-        ([" yes \n", "n"], ["1"], 2),
-        (["always"], ["1", "2"], 1),
-        (["", "yes!"], [], 2),
-        ([], [], 0),
+        (["n", "Y"], ["2"], 2, ""),
+        (["No, not now", "Y"], ["2"], 2, ": not now"),
+        (["don't run it", "Y"], ["2"], 2, ": don't run it"),
+        ([" yes \n", "n"], ["1"], 2, ""),
+        (["always"], ["1", "2"], 1, ""),
+        (["", "yes!"], [], 2, ""),
+        ([], [], 0, ""),
     ],
 )
-def test_a_user_is_asked_before_a_tool_that_writes(answers, ran, asked):
-    """In the last row there is nobody to ask."""
+def test_a_user_is_asked_before_a_tool_that_writes(answers, ran, asked, reason):
+    """What is said with a no is the reason. In the last row there is nobody to ask."""
     steps = [call("look"), call("act", command="1"), call("act", command="2")]
     did, questions, told = approve(answers, *steps)
     assert (did, len(questions)) == (ran, asked)
     assert told[0] == "saw 0" and told.count("acted") == len(ran)
     assert ("not approved: nobody" in told[1]) == (not answers)
+    if answers and "1" not in ran:
+        assert told[1] == f"not approved\nThe user did not approve this call{reason}"
 
 
 @pytest.mark.parametrize(
