@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import re
 import time
 
 import pytest
@@ -36,6 +37,12 @@ class Model(LLMProvider):
         if request.on_delta and isinstance(reply, LLMResponse) and reply.finish_reason == "error":
             await request.show(*(reply.content or "").split())
         return LLMResponse(reply) if isinstance(reply, str) else reply
+
+
+def said(messages: list[dict]) -> list[str]:
+    """The user's texts in a request, without what is told of time and place."""
+    texts = [str(message["content"]) for message in messages if message["role"] == "user"]
+    return [re.sub(r"(?s)\[Runtime Context.*?\[/Runtime Context\]\n\n", "", text) for text in texts]
 
 
 class Desk(Channel):

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import gc
 import io
+import json
 import multiprocessing
 import os
 import signal
@@ -67,6 +68,11 @@ def fork(target, *arguments) -> multiprocessing.Process:
     process = FORKS.Process(target=target, args=arguments, daemon=True)
     process.start()
     return process
+
+
+def lines_of(path: Path) -> list[dict]:
+    """The objects of a JSON Lines file; a kill may have torn the last line."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
 
 
 def need_bash() -> None:

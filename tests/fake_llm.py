@@ -172,13 +172,11 @@ class QuietHandler(BaseHTTPRequestHandler):
 
 
 class FakeLLM(Server):
-    def __init__(
-        self, script: Script, *, required_key: str = "", known_models: list[str] | None = None
-    ) -> None:
+    def __init__(self, script: Script, *, required_key: str = "") -> None:
         super().__init__(Handler)
         self.base_url = f"http://127.0.0.1:{self.server_port}/v1"
         self.requests: list[Recorded] = []
-        self.models = list(known_models or ["test-model"])
+        self.models = ["test-model"]
         self.required_key = required_key
         self.numbers = itertools.count(1)
         rest = (

@@ -22,7 +22,7 @@ import pytest
 
 import nanobot as program
 from channels import JobStore
-from conftest import fork, need_bash
+from conftest import fork, lines_of, need_bash
 from fake_llm import Failure, FakeLLM, Hang, Reply, call, error
 from fake_telegram import FakeTelegram
 from memory import MemoryStore, SessionManager, locked, write_atomically
@@ -144,11 +144,6 @@ def workspace() -> Path:
     return Path.home() / ".nanobot" / "workspace"
 
 
-def lines_of(path: Path) -> list[dict]:
-    """The objects of a JSON Lines file; a kill may have torn the last line."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
-
-
 def of_kind(kind: str, events: list[dict]) -> list[dict]:
     return [event for event in events if event["kind"] == kind]
 
@@ -228,27 +223,22 @@ def test_quiet_prints_the_answer_and_errors_alone(tmp_path):
         assert nanobot("-q", "hi", *defaults(maxToolIterations=2))[1:] == ("So far.\n", told)
 
 
-def test_read_only_gives_the_model_only_tools_that_change_nothing(tmp_path):
+def test_read_only_gives_the_model_only_tools_that_change_nothing_and_tells_it_so(tmp_path):
     reading = ["glob", "grep", "list_dir", "read_file", "web_fetch", "web_search"]
-    with LLM([call("exec", command="touch made"), "I may not.", "hi"]) as server:
+    with LLM([call("exec", command="touch made"), "I may not.", "hi", "hi"]) as server:
         answered = nanobot("--read-only", "make a file")
         assert answered[1] == "I may not.\n"
         assert "not run: nanobot is read-only: there is no tool 'exec'" in answered[2]
         assert [each["function"]["name"] for each in server.bodies[0]["tools"]] == reading
         assert "read-only" not in nanobot("--read-only", "hi")[2], "nothing was refused"
+        nanobot("hi")
+        told = ["read-only" in body["messages"][0]["content"] for body in server.bodies]
+        assert told == [True, True, True, False]
         if hasattr(os, "openpty"):
             terminal = Terminal("--read-only")
             terminal.expect("test-model · read-only · a new conversation", "> ")
             terminal.close()
     assert not (tmp_path / "made").exists()
-
-
-def test_read_only_is_told_to_the_model_and_only_then():
-    with LLM(["Hi."] * 2) as server:
-        nanobot("--read-only", "Hello")
-        nanobot("Hello")
-    told = ["read-only" in body["messages"][0]["content"] for body in server.bodies]
-    assert told == [True, False]
 
 
 def test_without_a_key_it_says_so_and_asks_the_offline_model_which_can_be_wanted():
@@ -537,25 +527,20 @@ needs_terminal = pytest.mark.skipif(
 def test_a_readline_that_lacks_functions_does_not_end_the_conversation(tmp_path, monkeypatch):
     (tmp_path / "readline.py").write_text("def parse_and_bind(text): ...\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with LLM(["Hello, human.", "Good-bye."]):
+    with LLM():
         terminal = prompt()
-        terminal.answered("hi", "Hello, human.")
-        terminal.answered("bye", "Good-bye.")
+        terminal.answered("hi", "ok")
         terminal.close()
 
 
 @needs_terminal
 def test_a_conversation_at_the_prompt():
     half = Reply("half \x1b[31mof it\u202e", finish_reason="length")
-    with LLM(["Hello, human.", Hang(60), half, BOOM, "Good-bye."]) as server:
+    with LLM(["Hello, human.", half, BOOM, "Good-bye."]) as server:
         terminal = Terminal()
         terminal.expect(" is an agent: it answers, and ", " · test-model · a new conv", "> ")
         terminal.answered("hi", "Hello, human.", "· context ")
         terminal.answered("/model Qwen/Qwen3", "The model is Qwen/Qwen3.")
-        terminal.type("one\n")
-        server.asked(2)
-        terminal.type("\x03")
-        terminal.expect("stopped", "> ")
         terminal.answered("two", "half \\x1b[31mof it\\u202e", "boom")
         terminal.answered("bye", "Good-bye.")
         assert [body["model"] for body in server.bodies[:2]] == ["test-model", "Qwen/Qwen3"]
@@ -633,27 +618,25 @@ def test_what_is_typed_during_a_turn_reaches_it_and_is_never_lost():
 
 def rows_on_screen(codes: str, columns: int) -> list[str]:
     """What a person sees, on a screen that is so high that nothing scrolls away."""
-    rows: dict[tuple[int, int], str] = {}
-    row = column = 0
-    kept = (0, 0)
+    width = columns + 1  # after the last column the cursor waits until the next letter wraps
+    letters, at, kept = {}, 0, 0
     for code in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b.|.", codes, re.DOTALL):
-        if code in ("\r", "\n"):
-            row, column = (row, 0) if code == "\r" else (row + 1, column)
-        elif code in ("\x1bD", "\x1b[A"):
-            row, column = row + (1 if code == "\x1bD" else -1), min(column, columns - 1)
-        elif code in ("\x1b7", "\x1b8"):
-            kept = (row, column) if code == "\x1b7" else kept
-            row, column = kept
+        if code == "\r":
+            at -= at % width
+        elif code in ("\n", "\x1bD", "\x1b[A"):
+            at += -width if code == "\x1b[A" else width
+        elif code == "\x1b7":
+            kept = at
+        elif code == "\x1b8":
+            at = kept
         elif code in ("\x1b[J", "\x1b[K"):
-            for place in [each for each in rows if each >= (row, column)]:
-                del rows[place]
+            letters = {place: letter for place, letter in letters.items() if place < at}
         elif not code.startswith("\x1b"):
-            if column == columns:  # only the next letter wraps
-                row, column = row + 1, 0
-            rows[row, column] = code
-            column += 1
-    height = 1 + max(row for row, _ in rows)
-    return ["".join(rows.get((n, m), " ") for m in range(columns)).rstrip() for n in range(height)]
+            at += at % width == columns
+            letters[at] = code
+            at += 1
+    shown = "".join(letters.get(place, " ") for place in range(max(letters) + 1))
+    return [shown[start : start + width].rstrip() for start in range(0, len(shown), width)]
 
 
 @needs_terminal
@@ -797,9 +780,8 @@ def test_approval_shows_the_escaped_command_and_obeys_what_is_typed_after_the_qu
         return lines.pop(0)
 
     touch = call("exec", command=f"touch {target}; echo '\x1b[2J'")
-    long = call("write_file", path="long.txt", content="\n".join(map(str, range(60))))
     with LLM(script) as server:
-        lines = [touch, "I may not.", touch, touch, "It is done.", long, "Written."]
+        lines = [touch, "I may not.", touch, touch, "It is done."]
         terminal = prompt("--approve")
         terminal.type("make it\n")
         server.asked()
@@ -823,10 +805,6 @@ def test_approval_shows_the_escaped_command_and_obeys_what_is_typed_after_the_qu
         assert server.last() == "[not run: the turn was stopped before this call began]"
         terminal.answered("y", "It is done.")
         assert target.exists()
-        terminal.say("write", "+0\r\n", "+59\r\n", "Run it? ")
-        assert not (tmp_path / "long.txt").exists()
-        terminal.answered("y", "Written.")
-        assert (tmp_path / "long.txt").exists()
         terminal.close()
 
 
@@ -873,6 +851,8 @@ CONVERSATIONS = [  # arguments, at a terminal?, folder, and which texts are sent
     ("-s work -m nine", False, "a", "nine"),
     ("-s cli:work -m ten", False, "b", "nine, ten"),
     ("-s 1 -m eleven", False, "c ä", "nine, ten, eleven"),
+    ("-m fails", True, "a", "fails"),  # there is no answer: nobody continues it
+    ("-m /undo", True, "a", "fails"),  # is not sent
     ("-s direct -m twelve", True, "b", "twelve"),
     ("-c -m thirteen", True, "link to b", "twelve, thirteen"),
     ("", True, "a", "two words, three, six, typed"),  # the prompt
@@ -884,14 +864,18 @@ CONVERSATIONS = [  # arguments, at a terminal?, folder, and which texts are sent
 def test_who_continues_which_conversation(tmp_path):
     (tmp_path / "b").mkdir()
     (tmp_path / "link to b").symlink_to("b")
-    with LLM() as server:
+
+    def script(body):
+        return error(400, "no") if texts_sent(body) == ["fails"] else "ok"
+
+    with LLM(script) as server:
         for command, at_terminal, folder, expected in CONVERSATIONS:
             place = tmp_path / folder
             place.mkdir(exist_ok=True)
             if not at_terminal:
                 assert nanobot(*command.split(), cwd=place)[0] == 0
             elif command:
-                Terminal(*command.split(), cwd=place).close("")
+                Terminal(*command.split(), cwd=place).close("", command == "-m fails")
             else:
                 terminal = prompt(cwd=place)
                 terminal.answered("typed", "ok")
@@ -900,7 +884,7 @@ def test_who_continues_which_conversation(tmp_path):
     listed = nanobot("sessions")[1].splitlines()
     assert "typed" in listed[0] and str(tmp_path / ("d" * 200)) in listed[0]
     assert "  two words  (" in listed[1] and "a moment ago" in listed[1]
-    assert "  twelve  (" in listed[2] and "cli:direct" in listed[2] and len(listed) == 8
+    assert "  twelve  (" in listed[2] and "cli:direct" in listed[2] and len(listed) == 10
     with open(workspace() / "sessions" / "cli%3Awork.jsonl", "a") as file:
         file.write('[]\n{"role": "\\u001b[2J"}\n{"n": 9, "role": "user", "content": "odd"}\ntorn')
     for name in ("work", "cli:work", "1"):
@@ -923,12 +907,8 @@ def test_sessions_lists_the_last_twenty_and_all_with_a_flag():
 
 
 @needs_terminal
-def test_programs_side_by_side_have_conversations_of_their_own_and_a_second_prompt_says_so(
-    tmp_path,
-):
-    """Two prompts in a folder, one in another, three commands at once and a program."""
-    other = tmp_path / "other"
-    other.mkdir()
+def test_programs_side_by_side_have_conversations_of_their_own_and_a_second_prompt_says_so():
+    """Two prompts in a folder, three commands at once and a program."""
     with LLM(lambda body: Reply("ok", delay=0.1)) as server:
         first = Terminal()
         first.expect("a new conversation", "> ")
@@ -937,23 +917,20 @@ def test_programs_side_by_side_have_conversations_of_their_own_and_a_second_prom
         assert status == 1 and "in use by another program" in err and "-s" in err
         second = Terminal()
         second.expect("a new one begins", "a new conversation", "> ")
-        third = prompt(cwd=other)
-        assert "a new one begins" not in third.everything
         second.answered("two", "ok")
-        third.answered("three", "ok")
-        first.answered("four", "ok")
+        first.answered("three", "ok")
         for _ in range(2):
-            assert python("import nanobot; print(nanobot.run('five'))").stdout == "ok\n"
-        running = [start("-m", "six") for n in range(3)]
+            assert python("import nanobot; print(nanobot.run('four'))").stdout == "ok\n"
+        running = [start("-m", "five") for n in range(3)]
         assert [process.communicate(timeout=LONG)[0] for process in running] == ["ok\n"] * 3
         sent = [", ".join(texts_sent(body)) for body in server.bodies]
-        assert sent == ["one", "two", "three", "one, four", *["five"] * 2, *["six"] * 3]
-        for each in (first, second, third):
-            each.close()
+        assert sent == ["one", "two", "one, three", *["four"] * 2, *["five"] * 3]
+        first.close()
+        second.close()
 
 
 def test_undo_says_which_turn_it_takes_back_and_how_each_file_is_then(tmp_path):
-    """`nanobot undo` in a folder, and /undo at a prompt."""
+    """`nanobot undo` in a folder, and /undo at a prompt. `nanobot sessions` shows it."""
     a, b = tmp_path / "a", tmp_path / "b"
     for folder in (a, b):
         folder.mkdir()
@@ -979,43 +956,22 @@ def test_undo_says_which_turn_it_takes_back_and_how_each_file_is_then(tmp_path):
     assert status == 1 and "type /undo there" in errors and (b / "b.txt").exists()
     (b / "b.txt").write_text("mine")
     terminal.answered("/undo", 'Undo of "change hello', "b.txt: left alone, because something else")
+    terminal.answered("/new", "A new conversation begins")
+    assert "(no message yet)" in nanobot("sessions")[1]
+    terminal.answered("list the files", "b.txt")
     terminal.close()
+    assert "  list the files  (" in nanobot("sessions")[1]
+    shown = nanobot("sessions", "show", "b")[1]
+    assert re.search(r'(?s)\] undo: Undo of "change hello.*\] /new: ', shown)
 
 
 @needs_terminal
-def test_a_message_without_an_answer_is_not_what_a_prompt_continues():
-    with LLM(["one", error(400, "no"), "two"]):
-        for text, status in (("first", 0), ("fails", 1)):
-            Terminal("-m", text).close("", status)
-        nanobot("-m", "/undo")
-        assert "first" in nanobot("prompt")[1] and "fails" not in nanobot("prompt")[1]
-        terminal = Terminal()
-        terminal.expect("continuing: 2 messages", "> ")
-        terminal.close()
-
-
-@needs_terminal
-def test_ctrl_c_ends_the_page_with_a_line_and_cron_lists_its_jobs():
+def test_ctrl_c_ends_the_page_with_a_line():
     terminal = Terminal("web", "--offline", "--no-open")
     terminal.expect("Ctrl-C stops nanobot")
-    wait_until(lambda: "heartbeat" in nanobot("cron")[1])
     terminal.type("\x03")
     terminal.expect("stopped\r\n")
     terminal.close("", 130)
-    for line in nanobot("cron")[1].splitlines()[:2]:
-        assert re.fullmatch(r"(dream|heartbeat) · every \d+ s · next [^·]+ · system", line)
-
-
-def test_sessions_shows_what_was_undone_and_where_a_new_conversation_began(tmp_path):
-    for text in ("create a.txt with hello", "/undo", "/new"):
-        nanobot("--offline", "-s", "w", "-m", text)
-    assert "(no message yet)" in nanobot("sessions")[1]
-    nanobot("--offline", "-s", "w", "-m", "list the files")
-    assert "  list the files  (" in nanobot("sessions")[1]
-    shown = [line.partition("] ")[2] for line in nanobot("sessions", "show", "w")[1].splitlines()]
-    (undone,) = [line for line in shown if line.startswith("undo: ")]
-    assert 'Undo of "create a.txt' in undone
-    assert shown.index(undone) < shown.index("/new: ")
 
 
 # ---- Reports for the person at the terminal ----
@@ -1356,19 +1312,13 @@ def test_status_has_a_row_for_each_part_and_says_what_is_missing_or_broken(own_h
     (workspace() / "skills" / "odd" / "SKILL.md").mkdir(parents=True)
     monkeypatch.setenv("PATH", str(own_home))
     flags = settings(channels={"telegram": {"token": "1:secret"}})
+    Path(flags[1]).chmod(0o644)
     rows = status_rows(*flags)
+    advice = re.search(r"BAD .*others can read the keys in it: chmod 600 ", rows["settings"])
+    assert advice or os.name != "posix"
     assert rows["telegram"].startswith("BAD ") and "channels.telegram.allowFrom" in rows["telegram"]
     assert rows["skill github"] == "-- not used: program gh" and "skill cron" not in rows
     assert rows["skill odd"].startswith("-- not used: ")
-
-
-@pytest.mark.skipif(os.name != "posix", reason="Windows has other permissions")
-def test_status_tells_of_settings_that_others_can_read_and_how_to_mend_it():
-    flags = settings(providers={})
-    Path(flags[1]).chmod(0o644)
-    row = status_rows("--offline", *flags)["settings"]
-    shell(re.search(r"BAD .*others can read the keys in it: (chmod .+)", row)[1])
-    assert status_rows("--offline", *flags)["settings"].startswith("ok")
 
 
 def test_status_and_prompt_show_servers_and_what_was_pasted_from_elsewhere_is_no_error(tmp_path):
@@ -1450,6 +1400,7 @@ def test_prompt_status_and_the_token_line_say_in_numbers_what_does_not_fit():
         out = nanobot("prompt", "question 6", *narrow)[1]
         status = nanobot("-m", "/status", *narrow)[1]
         err = nanobot("-m", "question 6", *narrow)[2]
+    assert err.count("messages left out") == 1
     assert int(re.search(r"^(\d+) messages left out \(~[\d,]+ tokens\)$", out, re.M)[1]) > 0
     for text in (out, status, err):
         used = re.search(r"\bcontext ([\d,]+) of 6,000$", text, re.M)[1]
@@ -1538,10 +1489,9 @@ def test_a_gateway_answers_lets_others_look_survives_its_terminal_and_ends_whate
         gateway.process.send_signal(signal.SIGHUP)
         status, _, err = nanobot("gateway")
         assert status == 1 and "A gateway or a page already serves" in err
-        assert (
-            "dream · every 7200 s · off" in nanobot("cron")[1]
-            and nanobot("status", "--offline")[0] == 0
-        )
+        jobs = nanobot("cron")[1]
+        assert re.search(r"(?m)^heartbeat · every \d+ s · next [^·]+ · system$", jobs)
+        assert "dream · every 7200 s · off" in jobs and nanobot("status", "--offline")[0] == 0
         telegram.say("stay")
         telegram.wait_until(lambda: telegram.texts() == ["to hello", "I stay."])
         assert gateway.end() < 10 and gateway.process.returncode == 0
@@ -1566,24 +1516,6 @@ def test_a_verbose_gateway_with_a_wrong_token_says_so_and_cron_goes_on():
             wait_until(lambda text=text: text in gateway.log.read_text())
         gateway.end()
     assert "1:wrong" not in gateway.log.read_text()
-
-
-def test_from_a_message_over_its_answer_to_the_reminder():
-    with FakeTelegram() as telegram:
-        gateway = Gateway(telegram, "--offline", hints=False)
-        telegram.say("remind me in 1 minute to stretch")
-        telegram.wait_until(lambda: len(telegram.texts()) == 1)
-        moment = datetime.now(UTC).isoformat()  # nobody waits for a minute
-        jobs = jobs_here()
-        (id,) = [row["id"] for row in jobs.read() if row.get("at")]
-        jobs.edit(id, {"at": moment, "after": 0})
-        telegram.wait_until(lambda: len(telegram.texts()) == 2)
-        telegram.say("thanks")
-        telegram.wait_until(lambda: len(telegram.texts()) == 3)
-        gateway.end()
-    told, reminder, _ = telegram.texts()
-    assert "No gateway is running" not in told and "stretch" in reminder
-    assert said_by("user", "telegram%3A7") == ["remind me in 1 minute to stretch", "thanks"]
 
 
 def test_who_replaces_the_bot_is_answered_by_the_new_one_which_counts_its_messages_from_one_again():

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from conftest import FORKS, fork
+from chats import said
+from conftest import FORKS, fork, lines_of
 from memory import MemoryStore, SessionManager
-from test_memory import CHAT, contents, gateway, history_of, lines_of, loaded
-from test_memory import said, told, tokens_in
+from test_memory import CHAT, contents, gateway, history_of, loaded, told, tokens_in
 
 
 class Line:

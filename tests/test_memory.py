@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 
 from channels import Channel, InboundMessage, MessageBus
-from chats import DOWN, Chats, Gate, Model, serve_chats, waiting_tool
-from conftest import link
+from chats import DOWN, Chats, Gate, Model, said, serve_chats, waiting_tool
+from conftest import lines_of, link
 from memory import (
     Governed,
     Inbox,
@@ -30,13 +30,14 @@ from memory import (
     SessionManager,
     SkillsLoader,
     estimate,
-    fitted,
     remember_terminals,
     total_tokens,
     readable,
 )
 from nanobot import AgentLoop, Config, JobRunner, Program
 from providers import LLMProvider, LLMResponse, ToolCallRequest, legal
+from test_providers import called, user
+from test_providers import said as answer
 from tools import FILE_TOOLS, Tool, ToolRegistry, tool
 
 ROOT = Path(__file__).parent.parent
@@ -48,20 +49,6 @@ posix = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="FIFOs and fcntl ar
 
 
 # ---- What the tests say and look at ----
-
-
-def user(text: str, **more: object) -> dict:
-    return {"role": "user", "content": text, **more}
-
-
-def answer(text: str, **more: object) -> dict:
-    return {"role": "assistant", "content": text, **more}
-
-
-def calling(*ids: str, name: str = "read_file") -> dict:
-    function = {"name": name, "arguments": "{}"}
-    calls = [{"id": each, "type": "function", "function": function} for each in ids]
-    return {"role": "assistant", "content": None, "tool_calls": calls}
 
 
 def result(id_: str, text: str) -> dict:
@@ -107,12 +94,6 @@ def say(loop: AgentLoop, *texts: str, key: str = KEY) -> list[str]:
     return asyncio.run(talk())
 
 
-def said(messages: list[dict]) -> list[str]:
-    """The user's texts in a request, without runtime facts."""
-    texts = [str(message["content"]) for message in messages if message["role"] == "user"]
-    return [re.sub(r"(?s)\[Runtime Context.*?\[/Runtime Context\]\n\n", "", text) for text in texts]
-
-
 def tokens_in(text: object) -> list[str]:
     """`<7>` marks a text, so that it is found wherever it goes; each once, in order."""
     return list(dict.fromkeys(re.findall(r"<[\w.]+>", str(text))))
@@ -122,10 +103,6 @@ def loaded(workspace: Path, key: str = KEY) -> Session:
     """The session as a program that starts now sees it."""
     memory = MemoryStore(workspace)
     return SessionManager(workspace, memory).get(key)
-
-
-def lines_of(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_bytes().split(b"\n") if line]
 
 
 def contents(messages: list[dict]) -> list[str]:
@@ -268,7 +245,7 @@ def test_every_key_has_a_file_of_its_own_and_the_one_used_last_is_listed_first(t
 
 BEFORE_NEW = [
     user("<33> Read a.txt", id="31"),
-    calling("c1"),
+    called("c1"),
     result("c1", "<55> hello"),
     answer("<66> Yes"),
 ]
@@ -620,7 +597,7 @@ GIVEN_UP = (
     "Your last message was not answered: nanobot was interrupted. /continue resumes the turn."
 )
 OPEN_TURNS = [
-    ("a call without its result, resumed once", [calling("c1")], 1, 23, "Fine."),
+    ("a call without its result, resumed once", [called("c1")], 1, 23, "Fine."),
     ("resumed twice: it may be what kills the program", [], 2, 0, GIVEN_UP),
     ("more than a day old", [], 0, 25, GIVEN_UP),
     ("answered, and perhaps not delivered", [answer("yes")], 0, 0, "yes"),
@@ -797,7 +774,7 @@ def test_a_consolidation_is_a_commit_that_can_be_shown_and_undone_by_its_id(tmp_
     loop.tell = lambda text: asyncio.sleep(0, told_texts.append(text))
     say(loop, "/new", "hi")
     text = loop.provider.saves[0].messages[1]["content"].partition("# Conversation")[2]
-    in_order = "user: <33>.*assistant: calls read_file.*tool read_file: <55>.*assistant: <66>"
+    in_order = "user: <33>.*assistant: calls now.*tool read_file: <55>.*assistant: <66>"
     assert re.search(f"(?s){in_order}", text)
     last, first = say(loop, "/dream-log")[0].split("\n")
     counts = "1 file changed, 2 insertions(+), 1 deletion(-)"
@@ -900,7 +877,7 @@ def test_a_turn_that_fits_and_new_wait_for_no_memory(tmp_path):
 
 def random_conversation(dice: random.Random) -> tuple[list[dict], dict]:
     """A lawful request, and the message that its turn is about. `<said>` marks what must stay."""
-    letters = [" word", '{}[]":', "日本", "0123456789abcdef", "=" * 9]
+    letters = [" word", '{}[]":', "日本", "🙂", "0123456789abcdef", "=" * 9]
 
     def text() -> str:
         return dice.choice(letters) * dice.choice([1, 10, 100, 600, 4_000])
@@ -915,7 +892,7 @@ def random_conversation(dice: random.Random) -> tuple[list[dict], dict]:
         messages.append(user("<said>" + text() if is_last else text()))
         for step in range(dice.choice([0, 1, 2, 15])):
             ids = [f"{n}.{step}.{k}" for k in range(dice.randint(1, 3))]
-            messages += [calling(*ids), *(result(id_, text()) for id_ in ids)]
+            messages += [called(*ids), *(result(id_, text()) for id_ in ids)]
             if is_last and dice.random() < 0.2:
                 messages.append(user([image, {"type": "text", "text": "<said>"}]))
         if not is_last:
@@ -957,12 +934,6 @@ SAMPLES = json.loads((DATA / "token_counts.json").read_text(encoding="utf-8"))
 @pytest.mark.parametrize("name", SAMPLES)
 def test_the_estimate_is_within_0_6_and_2_4_of_the_true_count(name):
     assert 0.6 <= estimate(SAMPLES[name]["text"]) / SAMPLES[name]["tokens"] <= 2.4
-
-
-@pytest.mark.parametrize(("text", "most"), [("word " * 1_000, 100), ("🙂" * 1_000, 10)])
-def test_a_text_that_is_too_long_is_cut_in_the_middle(text, most):
-    cut = fitted(text, most)
-    assert estimate(cut) <= most and " […]" in cut and cut[0] == text[0]
 
 
 def test_a_turn_that_is_longer_than_the_window_keeps_what_it_did(tmp_path):
@@ -1038,17 +1009,30 @@ def test_recent_history_is_what_dream_has_not_read_and_the_last_five_anyway(tmp_
     assert 1_400 < estimate(memory.recent_history()[-1]) < 1_800, "what the others do not need"
 
 
-def test_an_entry_of_a_terminal_has_all_that_the_user_said_and_the_names_of_files(tmp_path):
+def test_what_people_said_at_terminals_is_an_entry_after_an_hour_with_all_of_it(tmp_path):
+    """And with the names of files; no model is asked."""
     sessions = SessionManager(tmp_path)
-    session = sessions.get("cli:a")
-    session.origin = {"folder": "/a", "typed": True}
+
+    def talk(key: str, text: str, hours: float, typed: bool = True) -> None:
+        session = sessions.get(key)
+        session.origin = {"folder": f"/{key}", "typed": typed}
+        session.append(*[answer("Done. " * 500)] * 15, user(text), called("c", name="write_annex"))
+        os.utime(session.path, (time.time() - hours * 3_600,) * 2)
+
+    def entries() -> list[str]:
+        remember_terminals(sessions)
+        return history_of(tmp_path)
+
     text = "The tax number is 231/140/07755. " + "Two members sign. " * 60 + "Due on 3 December."
-    session.append(*[answer("Done. " * 500)] * 15, user(text), calling("c", name="write_annex"))
-    os.utime(session.path, (time.time() - 7_200,) * 2)
-    remember_terminals(sessions)
-    [entry] = history_of(tmp_path)
-    assert text in entry and "calls write_annex({})" in entry
+    talk("cli:a", text, 5)
+    talk("cli:c", "script", 4, typed=False)
+    talk("cli:d", "now", 0.5)
+    [entry] = entries()
+    assert "In /cli:a:" in entry and text in entry and "calls write_annex({})" in entry
     assert "not answered" in entry and estimate(entry) < 6_500
+    talk("cli:a", "two", 2)  # somebody continued it
+    assert entries() == entries() and len(entries()) == 2
+    assert "user: two" in entries()[1] and text not in entries()[1]
 
 
 FACTS = [

@@ -8,19 +8,19 @@ import os
 import random
 import re
 import shutil
-import time
 from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
 import nanobot
-from conftest import need_bash
+from conftest import lines_of, need_bash
 from chats import Chats, Desk, Gate, Model, serve_chats, waiting_tool
+from chats import said as said_by_user
 from fake_llm import FakeLLM, Raw, Reply, error
 from fake_llm import call as ask_for
 from channels import CronError, CronJob
-from memory import SessionManager, remember_terminals
+from memory import SessionManager
 from nanobot import (
     AgentHook,
     AgentLoop,
@@ -85,9 +85,7 @@ def results(messages) -> list[str]:
 
 
 def users(request) -> list[str]:
-    """The user's texts in a request, without what is said of time and place."""
-    texts = [str(message["content"]) for message in request.messages if message["role"] == "user"]
-    return [re.sub(r"(?s)\[Runtime Context.*?\[/Runtime Context\]\n\n", "", text) for text in texts]
+    return said_by_user(request.messages)
 
 
 @tool(read_only=True)
@@ -349,13 +347,14 @@ NOTHING = "There is no answer: the model sent nothing useful. Ask in other words
 ODD_ENDS = [
     LLMResponse(None, [call("look", n=n)], reason) for n, reason in enumerate(["eos", "stop", None])
 ]
+REPEATED = "cut: the answer reached its length limit again and again"
 ENDS = [  # a sentence, the script, its stop reason, the answer, the number of requests
     ("a cut answer is continued", [*ABC, "d"], "completed", "a b c d", 4),
     (
         "three times, and then taken as it is",
         [*ABC, cut("d ")],
         "completed",
-        "a b c d \n\n(cut: the answer reached its length limit again and again)",
+        f"a b c d \n\n({REPEATED})",
         4,
     ),
     (
@@ -381,14 +380,12 @@ def test_what_an_answer_leads_to(what, script, reason, said, count):
     assert (result.stop_reason, result.final_content) == (reason, said)
     assert len(provider.requests) == count
     assert result.error == ("it is gone" if reason == "error" else None)
-
-
-def test_an_answer_that_is_not_whole_is_marked_in_the_journal_and_none_is_no_line_of_it():
-    reason = "cut: the answer reached its length limit again and again"
-    for script, why in [([*ABC, cut("d ")], reason), ([cut("a "), GONE], "it is gone")]:
-        assert run(script)[0].messages[-1]["cut"] == why
-    for script in (["", " ", ""], [GONE], [LLMResponse(None, [], "refusal")]):
-        assert roles(run(script)[0].messages) == ["user"], "nothing is put into the model's mouth"
+    *_, last = result.messages
+    if reason == "empty" or said is None:
+        assert last == question(), "nothing is put into the model's mouth"
+    else:
+        why = REPEATED if "three times" in what else result.error
+        assert last["role"] == "assistant" and last.get("cut") == why
 
 
 @pytest.mark.parametrize("reason", ["length", "content_filter", "refusal", "error"])
@@ -454,25 +451,40 @@ async def stop_at(moment: asyncio.Event, provider: LLMProvider, **spec) -> None:
         await task
 
 
-@pytest.mark.parametrize("asking", [True, False])
-def test_what_was_shown_of_an_answer_that_was_stopped_is_journalled_once(asking):
-    """Stopped in the middle of an answer, or in a tool that an answer called."""
+NOT_RUN = "[not run: the turn was stopped before this call began]"
+UNKNOWN = "[interrupted: its outcome is unknown. Check before you repeat it]"
+STOPS = [  # where it is stopped, what the journal has of the answer, and what became of its calls
+    ("in the answer", "one two three", "it was stopped", []),
+    ("at the question of an approval", "one two three four", None, [NOT_RUN, NOT_RUN]),
+    ("in the first of two calls", "one two three four", None, [UNKNOWN, NOT_RUN]),
+]
+
+
+@pytest.mark.parametrize(("where", "shown", "why", "outcomes"), STOPS)
+def test_what_was_shown_and_called_when_a_turn_was_stopped_is_journalled_once(
+    where, shown, why, outcomes
+):
     journal, gate = [], Gate()
 
     class Stall(AgentHook):
         wants_streaming = True
 
         async def on_stream(self, delta):
-            if asking and delta == " three":
+            if delta == " three" and "answer" in where:
                 await gate.wait()
 
-    calls = [] if asking else [call("slow")]
+        async def before_execute_tools(self, tool_calls):
+            if "approval" in where:
+                await gate.wait()
+
+    calls = [call("slow", "a"), call("slow", "b")]
     script = [LLMResponse("one two three four", calls, "tool_calls")]
     append = lambda *messages: journal.extend(messages)  # noqa: E731
     spec = {"tools": ToolRegistry([waiting_tool(gate)]), "hook": Stall(), "append": append}
     asyncio.run(stop_at(gate.reached, ScriptedProvider(script), **spec))
-    shown = ("one two three", "it was stopped") if asking else ("one two three four", None)
-    assert [(line["content"], line.get("cut")) for line in journal] == [shown]
+    (answer,) = [line for line in journal if line["role"] == "assistant"]
+    assert (answer["content"], answer.get("cut")) == (shown, why)
+    assert results(legal(journal)) == outcomes
 
 
 def test_a_stopped_turn_has_ended_whatever_its_tools_do_and_keeps_the_finished_results():
@@ -504,28 +516,6 @@ def test_a_stopped_turn_has_ended_whatever_its_tools_do_and_keeps_the_finished_r
 
     assert asyncio.run(go()) == [0, 1, 2]
     assert results(journal)[0] == "saw 0"
-
-
-@pytest.mark.parametrize("asking", [True, False])
-def test_of_a_call_that_had_not_begun_when_the_turn_was_stopped_the_model_learns_that(asking):
-    """Stopped at the question of an approval, or during the first of two calls."""
-    journal, gate = [], Gate()
-
-    class Ask(AgentHook):
-        async def before_execute_tools(self, tool_calls):
-            if asking:
-                gate.reached.set()
-                await asyncio.sleep(60)
-
-    calls = [call("slow", "a"), call("slow", "b")]
-    append = lambda *messages: journal.extend(messages)  # noqa: E731
-    spec = {"tools": ToolRegistry([waiting_tool(gate)]), "hook": Ask(), "append": append}
-    asyncio.run(stop_at(gate.reached, ScriptedProvider([calls]), **spec))
-    not_run = "[not run: the turn was stopped before this call began]"
-    first = (
-        not_run if asking else "[interrupted: its outcome is unknown. Check before you repeat it]"
-    )
-    assert results(legal(journal)) == [first, not_run]
 
 
 # ---- The runner: limits and sizes ----
@@ -585,14 +575,6 @@ def test_what_is_too_long_for_the_model_is_asked_again_without_the_oldest_turns_
         check_grammar(request.messages)
         assert request.messages[: len(kept)] == kept and kept[0] == SYSTEM
     assert len(hook.told) == 1 and "retrying with a shorter" in hook.told[0]
-
-
-def test_what_does_not_fit_is_left_out_and_told_once():
-    hook, history = Told(), [*old_turns(6), question("now")]
-    small = {"context_window": 2_000, "max_tokens": 100}
-    _, provider = run([call("look"), "ok"], [look], messages=history, hook=hook, **small)
-    assert len(provider.requests[0].messages) < len(history)
-    assert len(hook.told) == 1 and "messages left out" in hook.told[0]
 
 
 @pytest.mark.parametrize("history", [[], old_turns(5)], ids=["alone", "behind others"])
@@ -680,31 +662,26 @@ def approve(answers: list[str], *steps, name: str = "act"):
 
 
 @pytest.mark.parametrize(
-    ("answer", "reason"),
-    [("n", ""), ("No, not now", ": not now"), ("don't run it", ": don't run it"), ("", "")],
-)
-def test_what_is_said_with_a_no_is_the_reason(answer, reason):
-    ran, _, told = approve([answer], call("act"))
-    assert (ran, told) == ([], [f"not approved\nThe user did not approve this call{reason}"])
-
-
-@pytest.mark.parametrize(
-    ("answers", "ran", "asked"),
+    ("answers", "ran", "asked", "reason"),
     [
-        (["n", "Y"], ["2"], 2),
-        ([" yes \n", "n"], ["1"], 2),
-        (["always"], ["1", "2"], 1),
-        (["", "yes!"], [], 2),
-        ([], [], 0),
+        (["n", "Y"], ["2"], 2, ""),
+        (["No, not now", "Y"], ["2"], 2, ": not now"),
+        (["don't run it", "Y"], ["2"], 2, ": don't run it"),
+        ([" yes \n", "n"], ["1"], 2, ""),
+        (["always"], ["1", "2"], 1, ""),
+        (["", "yes!"], [], 2, ""),
+        ([], [], 0, ""),
     ],
 )
-def test_a_user_is_asked_before_a_tool_that_writes(answers, ran, asked):
-    """In the last row there is nobody to ask."""
+def test_a_user_is_asked_before_a_tool_that_writes(answers, ran, asked, reason):
+    """What is said with a no is the reason. In the last row there is nobody to ask."""
     steps = [call("look"), call("act", command="1"), call("act", command="2")]
     did, questions, told = approve(answers, *steps)
     assert (did, len(questions)) == (ran, asked)
     assert told[0] == "saw 0" and told.count("acted") == len(ran)
     assert ("not approved: nobody" in told[1]) == (not answers)
+    if answers and "1" not in ran:
+        assert told[1] == f"not approved\nThe user did not approve this call{reason}"
 
 
 @pytest.mark.parametrize(
@@ -797,8 +774,7 @@ def ask(loop: AgentLoop, text: str, session: str = "cli:direct", media=()):
 
 
 def journal(loop: AgentLoop, key: str = "cli:direct") -> list[dict]:
-    lines = loop.sessions.path(key).read_text(encoding="utf-8").split("\n")
-    return [record for record in map(json.loads, filter(None, lines)) if "role" in record]
+    return [line for line in lines_of(loop.sessions.path(key)) if "role" in line]
 
 
 def test_a_turn_is_told_step_by_step(tmp_path):
@@ -1056,8 +1032,15 @@ def prompt_of(loop: AgentLoop, key: str = "cli:direct") -> str:
     return loop.context.system_prompt(loop.turn(key))
 
 
-def test_the_users_own_files_are_in_the_prompt_and_read_again_when_they_change(tmp_path):
+def test_files_of_the_kit_and_the_user_are_in_the_prompt_and_placeholders_are_not(tmp_path):
     loop = make_loop(tmp_path)
+    for name in ("SOUL.md", "AGENTS.md", "TOOLS.md"):
+        text = (loop.workspace / name).read_text(encoding="utf-8").strip()
+        assert f"## {name}\n\n{text}\n" in prompt_of(loop)
+    for name, title in (("USER.md", "\n## USER.md\n"), ("memory/MEMORY.md", "\n---\n\n# Memory\n")):
+        assert title not in prompt_of(loop)
+        (loop.workspace / name).write_text("Ada bakes.", encoding="utf-8")
+        assert "\nAda bakes." in prompt_of(loop).split(title)[1]
     (loop.workspace / "IDENTITY.md").write_text("I am Tom.\n", encoding="utf-8")
     prompt = prompt_of(loop)
     assert prompt.startswith("I am Tom.\n\nYou work on the user's own machine")
@@ -1816,31 +1799,6 @@ def test_a_job_of_a_terminal_runs_in_its_folder_and_is_not_lost_if_the_folder_is
     serve(tmp_path, echo, work)
 
 
-def test_what_people_said_at_terminals_gets_an_entry_without_a_model_when_it_is_an_hour_old(
-    tmp_path,
-):
-    loop = make_loop(tmp_path)
-
-    def talk(key, text, hours, typed=True):
-        session = loop.sessions.get(key)
-        session.origin = {"folder": f"/{key}", "typed": typed}
-        session.append(question(text))
-        moment = time.time() - hours * 3_600
-        os.utime(session.path, (moment, moment))
-
-    def remember():
-        remember_terminals(loop.sessions)
-        texts = [entry["content"] for entry in loop.memory.entries()]
-        return [" ".join(re.findall(r"(?:In|\nuser:) (\S+)", text)) for text in texts]
-
-    talk("cli:a", "one", 5)
-    talk("cli:c", "script", 4, typed=False)
-    talk("cli:d", "now", 0.5)
-    assert remember() == ["/cli:a: one"]
-    talk("cli:a", "two", 2)  # somebody continued it
-    assert remember() == remember() == ["/cli:a: one", "/cli:a: two"]
-
-
 def test_stop_in_a_chat_stops_the_job_that_runs_for_it(tmp_path):
     gate = Gate()
 
@@ -1865,19 +1823,6 @@ def test_the_cron_tool_says_when_nothing_will_happen(tmp_path):
 
 
 # ---- What programs and workspaces of users expect ----
-
-
-def test_texts_of_the_kit_are_in_the_prompt_and_placeholders_are_not_until_they_are_filled(
-    tmp_path,
-):
-    loop = make_loop(tmp_path)
-    for name in ("SOUL.md", "AGENTS.md", "TOOLS.md"):
-        text = (loop.workspace / name).read_text(encoding="utf-8").strip()
-        assert f"## {name}\n\n{text}\n" in prompt_of(loop)
-    for name, title in (("USER.md", "\n## USER.md\n"), ("memory/MEMORY.md", "\n---\n\n# Memory\n")):
-        assert title not in prompt_of(loop)
-        (loop.workspace / name).write_text("Ada bakes.", encoding="utf-8")
-        assert "\nAda bakes." in prompt_of(loop).split(title)[1]
 
 
 @pytest.mark.parametrize(("row", "sent"), [("local", 0.1), ("custom", None)])

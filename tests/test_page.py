@@ -15,12 +15,12 @@ from pathlib import Path
 
 import pytest
 from browser import CHROMIUM, Browser
+from conftest import lines_of
 from fake_llm import Failure, call, error
 from fake_telegram import FakeTelegram
 from test_command_line import (
     LLM,
     ROOT,
-    lines_of,
     nanobot,
     needs_terminal,
     of_kind,
@@ -257,7 +257,9 @@ def test_every_window_shows_the_questions_of_all_sessions_until_one_of_them_answ
     at = (datetime.now() + timedelta(seconds=3)).isoformat(timespec="seconds")
     job = json.dumps({"action": "add", "message": "stretch", "at": at})
     page.answer(there.wait("ask", session="page"), f"cron {job}")
-    page.answer(there.wait("ask", session="page"), "I will.")
+    asked = there.wait("ask", session="page")
+    assert "Added job " in str(asked["messages"]) and "No gateway" not in str(asked["messages"])
+    page.answer(asked, "I will.")
     asked = there.wait("ask")
     assert asked["session"].startswith("cron-") and "stretch" in str(asked["messages"][-1])
     page.answer(asked, "Stretch!")
