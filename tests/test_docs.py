@@ -54,7 +54,7 @@ SAID = [  # by each program of the ladder; the fourth is killed in its first run
     "Wrote b.txt\n> read b.txt\n    read_file {'path': 'b.txt'} -> good morning\ngood morning\n",
     "    result: This agent only reads.\n",
     '\'{"path": "a.txt"}\'}}]\n[interrupted: its outcome is unknown. Check before you repeat it]\n',
-    "> what do you know about me\nI like tea\n",
+    "> what do you know about me\nThe user: I like tea\n",
     "to bob: 12 * 7 = 84\n",
 ]
 
