@@ -2081,7 +2081,8 @@ class Plan:
         shown = re.sub(NOISE, "", result).strip()
         if re.match(SUCCESS.get(rule.get("tool"), OTHER_SUCCESS), result):
             self.known["file"] = known.get("target") or known.get("settings") or file
-            known |= {"result": shown or "Done.", "count": shown.count("\n") + 1}
+            nothing = "Nothing yet." if rule.get("tool") in self.request.read_only else "Done."
+            known |= {"result": shown or nothing, "count": shown.count("\n") + 1}
             return fill(rule.get("answer", rule.get("means", "<result>")).strip(), known)
         other = file
         if file and re.search("No such file|There is no folder", result):
@@ -2090,9 +2091,8 @@ class Plan:
             if other and rule.get("tool") in self.request.read_only:
                 return self._follow(rule, said, other)
             again = other and self.question.replace(file, shlex.quote(other))
-            return self._advise(
-                f"There is no {file} here.", said | {"name": file, "retyped": again, "py": ""}
-            )
+            retyped = {"name": file, "retyped": again, "py": ""}
+            return self._advise(f"There is no {file} here.", said | retyped)
         if not re.match(NOTHING, result):
             return shown
         if rule.get("path") == "<memory>" and said:
@@ -2119,7 +2119,8 @@ class Plan:
         rows = re.findall(r"(?m)^(?!.+\.csv:1: )(.+?):\d+: (.{1,200})", result)
 
         def rank(row):
-            return len(set(re.findall(common, row[1].lower()))), row[0] == file
+            # how many words, but not numbers, are common
+            return len(set(re.findall(rf"(?!\d){common}", row[1].lower()))), row[0] == file
 
         rows.sort(key=rank, reverse=True)
         near, line = [*rows, (file, "")][0]
