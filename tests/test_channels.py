@@ -905,6 +905,9 @@ async def test_a_file_outlasts_an_outage_in_which_its_chat_waits_and_no_other(se
     server.say(caption="lost", document=server.file("a.bin", b"x"))
     assert (await desk.take()).content == "after the file" and desk.naps == [10, 33]
     assert "file is too big" in (await desk.take()).content
+    server.refuse("getFile", *[Refusal(502, body=b"<html>bad gateway")] * 30)
+    server.say(caption="too late", document=server.file("a.bin", b"x"))
+    assert "it cannot be fetched" in (await desk.take()).content
 
 
 @telegram()
