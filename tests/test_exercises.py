@@ -78,6 +78,7 @@ for number, folder in json.load(sys.stdin):
 """
 
 
+@pytest.mark.long
 def test_a_message_names_what_the_student_did(tmp_path):
     jobs = []
     for number, (name, code, _) in enumerate(MESSAGES):
@@ -108,6 +109,7 @@ if os.name == "posix":  # Windows has no signal that ends a program
     DAMAGED.append(("07_journal", CRASH, "crashed", "crashed (signal 11"))
 
 
+@pytest.mark.long
 def test_a_file_that_cannot_be_graded_is_told_and_all_others_are_graded(tmp_path):
     for name in ("templates", "skills", "tests"):
         shutil.copytree(ROOT / name, tmp_path / name)

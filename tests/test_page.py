@@ -575,6 +575,7 @@ def test_a_year_of_one_session_opens_in_a_second_and_shows_older_lines_on_reques
     tab.wait("[...document.querySelectorAll('.said.agent')].at(-1).textContent.includes('36')")
 
 
+@pytest.mark.long
 def test_silent_connections_do_not_stop_the_page_and_the_agent_keeps_its_file_descriptors(
     open_page,
 ):
