@@ -3184,8 +3184,8 @@ def web_command(arguments):
     except (OSError, OverflowError) as problem:
         raise ConfigError(f"Port {arguments.port}: {problem}. Change or omit --port.") from None
     connect_page(loop, page, arguments)
-    print(f"Ctrl-C stops nanobot (process {os.getpid()}).", flush=True)
     try:
+        print(f"Ctrl-C stops nanobot (process {os.getpid()}).", flush=True)
         if not arguments.no_open:  # each account can read command lines, but not this file
             memory.write_atomically(
                 file, f'<meta http-equiv="refresh" content="0; url={page.address}">'
