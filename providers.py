@@ -1589,7 +1589,8 @@ THOUGHT = re.compile(  # <think>Hm, <b>.</think>
 )
 # what may stand before, between and after calls: "</tool_call>\n<tool_call>\n"
 AROUND = re.compile(
-    r"(?:\s|</?(?:tool_calls?|tools)>|</function>|<\|python_tag\|>|\[TOOL_CALLS\](?=\s{0,99}[\[{]))*"
+    r"(?:\s|</?(?:tool_calls?|tools)>|</function>|<\|python_tag\|>|"
+    r"\[TOOL_CALLS\](?=\s{0,99}[\[{]))*"
 )
 END_TOKENS = r"(?:\s|<\|\w{1,30}\|>|</s>|<end_of_turn>)*\Z"  # <|im_end|>
 # after a call: an end token, or a result that the model has invented

@@ -755,14 +755,17 @@ def is_binary(data):
 
 def is_secret(real, secrets):
     """Can a file hold keys? `secrets`: files and folders that do. Links must be resolved before."""
-    if str(real).startswith("/proc/") and real.name == "environ":
-        return True  # /proc/1/environ can contain API keys
+    if str(real).startswith("/proc/") and real.name in ("environ", "mem"):
+        return True  # /proc/1/environ and /proc/1/mem can contain API keys
     # each secret itself, a copy like config.json.bak, or a file in the folder
     if str(real).startswith(tuple(map(str, secrets))):
         return True
-    with contextlib.suppress(OSError):  # the file does not exist
+    try:
         file = real.stat()
-        for secret in filter(os.path.exists, secrets):
+    except OSError:
+        return False  # there is no such file
+    for secret in secrets:
+        with contextlib.suppress(OSError):  # there is no such secret
             # also hard links, and CONFIG.JSON on systems that ignore case
             if os.path.samestat(file, os.stat(secret)):
                 return True
@@ -1426,8 +1429,8 @@ WORD = r"""(?:[^\s;&|()<>`'"\\]|\\.|'[^']*'|"(?:[^"\\]|\\[\s\S])*")+"""
 TOKEN = rf"#.*|[\d&]?>>?[&|]?[ \t]*({WORD})|({WORD}|[<;&|()`\r\n]+)"
 BORDER = r"<*[;&|()`\r\n]+<*|-exec(dir)?"  # separates two programs: make && ls
 PREFIX = (
-    r"(?s)sudo|doas|env|nohup|setsid|stdbuf|time|timeout|exec|eval|nice|ionice|xargs|if|then|do|else"
-    r"|while|until|cmd|powershell|/c|[!{]?|{}|[-\d].*|[^=]*=.*"
+    r"(?s)sudo|doas|env|nohup|setsid|stdbuf|time|timeout|exec|eval|nice|ionice|xargs|if|then|do"
+    r"|else|while|until|cmd|powershell|/c|[!{]?|{}|[-\d].*|[^=]*=.*"
 )  # in A=1 sudo nice -n 5 rm, the program is rm
 SHELLS = {"sh", "bash", "dash", "zsh", "su"}  # a shell runs an argument: bash -c 'rm x'
 # cat > a.txt <<'END', but not $((1 << n))
@@ -2478,7 +2481,9 @@ class MCPServer:
                 name = f"mcp_{self.name}_{infix}{item['name']}"[:64]
                 name = re.sub("[^A-Za-z0-9_-]", "_", name)
                 wanted = {"*", item["name"], name} & set(self.settings.enabled_tools)
-                if kind == "tools" and not wanted:
+                # a.b and a/b, or a tool of another server: the first stays
+                is_taken = self.registry.get(name)
+                if is_taken or (kind == "tools" and not wanted):
                     continue
                 if len(self.tools) == MAX_MCP_TOOLS:
                     log.warning("MCP server %s has too many tools, from %s on", self.name, name)

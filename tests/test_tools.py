@@ -512,13 +512,13 @@ def test_a_program_that_ends_in_a_call_tells_why_and_is_started_by_the_next(shel
 
 def test_a_list_that_the_sdk_refuses_and_tools_that_are_left_out_are_told(runner, caplog):
     odd = {"name": "odd", "inputSchema": {"type": "object", "properties": {"a": [["x"]]}}}
-    many = [plain_tool(name) for name in ("a.b", *(f"t{number}" for number in range(130)))]
+    many = [plain_tool(name) for name in ("a.b", "a/b", *(f"t{number}" for number in range(130)))]
     kit = MCPKit(
         runner,
         odd=scripted({"tools/list": {"tools": [odd]}}),
         many=scripted({"tools/list": {"tools": many}}),
     )
-    assert len(kit.connect(patience=30)) == 1 + 128
+    assert len(kit.connect(patience=30)) == 1 + 128  # `a/b` has the name of `a.b`
     assert "MCP server many has too many tools, from mcp_many_t127 on" in caplog.text
     assert re.search("MCP server odd: .*Check tools.mcpServers.odd", caplog.text)
     runner.run(kit.servers.close())
