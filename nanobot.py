@@ -2775,9 +2775,9 @@ class Talk:
 
     def run(self):
         """Answer one message, or hold a conversation. Returns the exit status."""
-        if lacks_model(self.loop):
-            self.terminal.note(template("no_model"))
         self.begin_day()
+        if lacks_model(self.loop):
+            self.tell_no_model()
         status = self.converse() if self.is_conversation else self.answer_once()
         self.terminal.bottom.begin("the memory (Ctrl-C leaves it for next time)")
         with contextlib.suppress(KeyboardInterrupt):  # a later turn does the cancelled memory work
@@ -2883,6 +2883,14 @@ class Talk:
         if self.day != today:
             self.day = today
             self.background.complete(logged(self.morning_work(), "the memory"))
+
+    def tell_no_model(self):
+        """Once a day in each folder; the answers of the offline model say it, too."""
+        told = self.folder / "told-no-model"
+        now = f"{self.day} {self.loop.program.folder}"
+        if self.loop.memory.text_of(told) != now:
+            self.terminal.note(template("no_model"))
+            memory.write_atomically(told, now)
 
     async def morning_work(self):
         """Show the reports. Write entries about earlier conversations, so that the next request has

@@ -241,9 +241,14 @@ def test_read_only_gives_the_model_only_tools_that_change_nothing_and_tells_it_s
     assert not (tmp_path / "made").exists()
 
 
-def test_without_a_key_it_says_so_and_asks_the_offline_model_which_can_be_wanted():
-    for command, is_told in (("agent -m", True), ("--offline", False)):
-        status, out, err = nanobot(*command.split(), "tell me a joke")
+def test_without_a_key_it_says_so_once_a_day_in_each_folder_and_asks_the_offline_model(tmp_path):
+    for command, folder, is_told in (
+        ("--offline", ".", False),
+        ("agent -m", ".", True),
+        ("agent -m", ".", False),
+        ("agent -m", tmp_path.parent, True),
+    ):
+        status, out, err = nanobot(*command.split(), "tell me a joke", cwd=folder)
         told = (status, "takes a real model" in out, "OPENAI_API_KEY" in err)
         assert told == (0, True, is_told)
     assert "INFO nanobot: list_dir()" in nanobot("--offline", "list the files", "--logs")[2]
