@@ -48,6 +48,7 @@ class Page:
         self.port = int(re.search(r":(\d+)/", first)[1])
         self._unused = itertools.chain([first], printed)
         self._cookie = ""
+        self.request("GET", "/", Cookie="")  # answered once it serves: `end` is a signal to it
 
     def address(self) -> str:
         """An address that was not used: one is printed at the start, and one after each use."""
