@@ -90,7 +90,7 @@ class AgentRunSpec:
     turn: tools.Turn | None = None  # for tools with a parameter `turn`; None: `tools.turn`
     append: Callable = lambda *messages: None  # stores each new message at once
     arrivals: Callable = list  # returns new user messages, after it has journalled them
-    make_room: Callable | None = None  # awaited before each request: messages → fewer messages
+    make_room: Callable | None = None  # awaited before each request: messages, tokens → messages
     note: str = ""  # a message for the first request only
     keeps_half_answer: bool = True  # if the run is cancelled, journal the text that was streamed
 
@@ -186,6 +186,7 @@ class RunState(AgentHookContext):
     result: AgentRunResult = field(default_factory=AgentRunResult)
     draft: Draft = field(default_factory=Draft)  # the answer so far
     tools: list[dict] = field(default_factory=list)  # schemas of the tools in the request
+    size_of_tools: int = 0  # in tokens
     may_call_tools: bool = True  # False: the model must now answer in words
     note: str = ""  # a message for the next request only
     failure: str = ""  # the error of the last failed call of this step
@@ -255,9 +256,10 @@ class AgentRunner:
             while not state.result.stop_reason:  # the run ends when it has a stop reason
                 await spec.hook.before_iteration(state)
                 state.iteration += 1
-                if spec.make_room:  # the caller may remove old turns from the messages
-                    state.messages = await spec.make_room(state.messages)
                 self.prepare(state)
+                if spec.make_room:  # the caller may remove old turns from the messages
+                    size = memory.total_tokens(state.messages) + state.size_of_tools
+                    state.messages = await spec.make_room(state.messages, size)
                 request = self.govern(state)
                 response = await self._ask(state, request)
                 outcome = verdict(state, response)
@@ -289,13 +291,13 @@ class AgentRunner:
             # a note that is there already, like that for a cut answer, is more urgent
             state.note = state.note or "[Five more steps are allowed in this turn.]"
         state.tools = state.spec.tools.get_definitions() if state.may_call_tools else []
+        state.size_of_tools = memory.estimate(lines_of_json(state.tools))
 
     def govern(self, state: RunState) -> memory.Governed:
         """Copy the messages; if they exceed the context window, leave out old parts: [system, old
         question, old answer, question] → [system, question]. The context window must also hold the
         tools, the answer and 1,024 spare tokens. If `state.note` has a text, append the note."""
         spec = state.spec
-        size_of_tools = memory.estimate(lines_of_json(state.tools))
         budget = spec.context_window - spec.max_tokens - 1_024
         if budget <= 0:
             raise ValueError(
@@ -307,7 +309,7 @@ class AgentRunner:
         task = next(
             (message for message in reversed(spec.messages) if message["role"] == "user"), None
         )
-        request = memory.Governed(state.messages, budget, task, size_of_tools)
+        request = memory.Governed(state.messages, budget, task, state.size_of_tools)
         if state.draft.parts:  # to continue a cut answer, the model needs the parts so far
             request.messages.append({"role": "assistant", "content": state.draft.joined("")})
         if state.note:
@@ -821,10 +823,9 @@ class AgentLoop:
         denies = ApprovalHook(self.tools, None)
         return [denies if isinstance(hook, ApprovalHook) else hook for hook in self.hooks]
 
-    async def _make_room(self, session, events, messages):
-        """Move old turns to the memory if a request is too long. Returns the remaining messages."""
-        size_of_tools = memory.estimate(lines_of_json(self.tools.get_definitions()))
-        size = memory.total_tokens(messages) + size_of_tools
+    async def _make_room(self, session, events, messages, size):
+        """Move old turns to the memory if a request of `size` tokens is too long. Returns the
+        remaining messages."""
         told = await self.consolidator.make_room(session, size)
         if told and events.turn.channel == "cli":  # in a chat, nobody reads MEMORY.md
             await events.on_retry(told)

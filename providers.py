@@ -351,9 +351,11 @@ class OpenAIProvider(LLMProvider):
         """Warn once if the server cut the request. Ollama does so silently, beyond its
         context window (4,096 tokens by default). `sent` is an estimate, hence the factor 2."""
         read = answer.usage["prompt_tokens"]
+        could_be_cut = 1_000 < read < 5_000 and self.is_local and not answer.usage["estimated"]
+        if self.is_warned or not could_be_cut:
+            return
         sent = estimate_usage(request, answer)["prompt_tokens"]
-        is_cut = 1_000 < read < 5_000 and sent > 2 * read
-        if is_cut and self.is_local and not self.is_warned:
+        if sent > 2 * read:
             self.is_warned = True
             await request.tell(
                 f"The server read {read:,} of about {sent:,} tokens. Set a larger context. "

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-import grading  # noqa: E402: the line above finds it
+import grading  # noqa: E402  (the line above finds it)
 
 SECONDS = 30  # for the test of a project
 RULES = grading.ROOT / "templates" / "offline" / "rules.md"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-import grading  # noqa: E402: the line above finds it
+import grading  # noqa: E402  (the line above finds it)
 
 AFTER = {  # what was learnt, what to try next
     "01": (
