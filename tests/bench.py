@@ -294,7 +294,7 @@ def figures(root: str) -> list[tuple]:
         ("200 calls", "x", 0.2, lambda: calls(root, 200)),
         ("50 sessions of 10 calls", "x", 0.75, lambda: calls(root, 10, 50)),
         ("ten parallel tools of 0.2 s", "ms", 250, lambda: inside("ten_blocking_tools")),
-        ("last turns of 2,000 / early ones", "x", 1.3, lambda: inside("long_session", 2_000)),
+        ("last turns of 2,000 / early ones", "x", 1.5, lambda: inside("long_session", 2_000)),
         ("memory of one answer", "MB", 60, lambda: inside("one_answer", f"{root}/0/v1")),
         ("grep needle in 20,000 files", "ms", 3_000, lambda: grep("needle")),
         (r"grep \bneedle\b|nothing", "ms", 3_000, lambda: grep(r"\bneedle\b|nothing")),
