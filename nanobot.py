@@ -917,15 +917,20 @@ def run(text: str, session_key: str = "", config: Config | None = None) -> str:
 
 
 async def answer_with_helpers(loop, text, key, on_event=None, later_lines=list):
-    """Answer a message, then wait for all running helpers and answer their reports."""
+    """Answer a message, then wait for all running helpers and answer their reports. The result is
+    the last one; its `requests` and `usage` are those of all these turns."""
     reports = []
+    requests = 0
+    usage = dict(NO_USAGE)
     loop.subagents.report = reports.append
     try:
         while True:
             result = await loop.process_direct(text, key, on_event, later_lines=later_lines)
+            requests += result.requests
+            add_up(usage, result.usage)
             await asyncio.gather(*loop.subagents.of(key), return_exceptions=True)
             if not reports:
-                return result
+                return replace(result, requests=requests, usage=usage)
             text = reports.pop(0).content
     except asyncio.CancelledError:
         loop.stop(key)

@@ -303,7 +303,7 @@ def typed(keys: bytes, history: Path, prompt: bytes = b"> ") -> str:
 
 def test_a_typed_line_is_read_and_another_program_recalls_it(tmp_path):
     pytest.importorskip("readline", reason="no line editing on this system")
-    history = tmp_path / "prompt-history"
+    history = tmp_path / "new" / "prompt-history"
     assert typed("Grüße 你\n".encode(), history) == "'Grüße 你'"
     assert typed(b"\n", history) == "''"
     assert typed(b"\x1b[A\n", history) == "'Grüße 你'", "one key up, past no empty line"
