@@ -1796,9 +1796,9 @@ def typed(line, tools):
 # sentence of a rule becomes a regular expression. Mistakes are reported with their line numbers.
 
 OFFLINE_RULES = "templates/offline/rules.md"  # nanobot_data/templates/… after pip install
-# the fields of a rule (the first six can have many lines); others are arguments of its tool
+# the fields of a rule (the first five can have many lines); others are arguments of its tool
 FIELDS = re.findall(
-    r"\w+", "answer offer filler calculate means without line tool reads title words start"
+    r"\w+", "answer offer calculate means without line tool reads title words start"
 )
 IMPLIED = {  # a rule with this field needs no `tool:`; the first such field counts
     "command": "exec",
@@ -1809,9 +1809,8 @@ IMPLIED = {  # a rule with this field needs no `tool:`; the first such field cou
     "url": "web_fetch",
 }
 BUILT_IN = (  # filled in here
-    "<result> <Time> <memory> <file> <count> <calls> <untouched> <last> <before> <rows> <row>"
-    " <retyped> <step> <it> <base> <ext> <field> <near> <found> <ticked> <again> <py> <csv> <log>"
-    " <txt> <md> <json> <a_py> <a_csv> <a_txt> <a_md> <text> <noun> <amount>"
+    "<result> <Time> <memory> <file> <count> <calls> <last> <before> <rows> <row> <retyped> <step>"
+    " <it> <again> <py> <csv> <log> <txt> <json> <text> <noun> <amount>"
 )
 WORD = r"<(\w+)>"
 TYPED_WORD = r"(?<![\w./'’-])[a-z]{3,20}(?![\w/'’-]|\.\w)"  # not the `txt` of a.txt
@@ -1830,10 +1829,7 @@ class Rules:
         self.kinds = defaultdict(lambda: "(?!)")  # {"url": "(?:https?://\\S+)"}
         self.sentences = []  # (the regex of a sentence, its rule)
         self.problems = []
-        self.otherwise = {
-            "offer": "",
-            "filler": "",
-        }  # the rule for sentences that no other rule has
+        self.otherwise = {"offer": ""}  # the rule for sentences that no other rule has
         self.last = {}  # the rule of the current line
         for number, line in enumerate(text.splitlines(), 1):
             try:
@@ -1865,7 +1861,7 @@ class Rules:
         elif key and self.last:
             self._check_field(key[1], key[2])
             self.last[key[1]] = key[2]
-        elif latest in FIELDS[:6]:
+        elif latest in FIELDS[:5]:
             self.last[latest] += f"\n{line}"
         elif line and self.last:
             raise ValueError("this is neither a sentence (- read <file>) nor a field (answer: Hi)")
@@ -1910,43 +1906,23 @@ class Rules:
         corrected = re.sub(TYPED_WORD, lambda word: nearest(word[0], self.vocabulary), head)
         for spoken in (head, corrected):
             for cut in (self.kinds["between"], self.kinds["after_then"], "(?!)"):
-                steps = [self.match(part) for part in re.split(cut, spoken, maxsplit=6)]
+                steps = [next(self.matches(part)) for part in re.split(cut, spoken, maxsplit=6)]
                 tools = {rule.get("tool", "") for rule, _ in steps if "reads" not in rule}
                 runs = tools <= {"", *read_only} or spoken == text
                 if runs and not any("offer" in rule for rule, _ in steps):
                     return steps
-        rule, said = self.match(head)
+        rule, said = next(self.matches(head))
         return [(rule if "offer" in rule else self.otherwise, said)]
 
-    def match(self, text):
-        """Return the first rule that has a matching sentence, and the values of its <words>."""
-        spoken = self.trimmed(text)
+    def matches(self, text):
+        """Yield each rule that has a matching sentence, and the values of its <words>."""
+        spoken = re.sub(self.kinds["after"], "", text.strip())
+        spoken = re.sub(self.kinds["before"], "", spoken)
         for regex, rule in self.sentences:
-            found = re.fullmatch(regex, spoken)
+            found = re.fullmatch(regex, f" {spoken}")
             if found and rule:
-                return rule, found.groupdict("")
-        return self.otherwise, {}
-
-    def trimmed(self, text):
-        """`Hey, can you read a.txt please?` → ` read a.txt`"""
-        text = re.sub(self.kinds["after"], "", text.strip())
-        return " " + re.sub(self.kinds["before"], "", text)
-
-    def wishes(self, text):
-        """The <words> of each sentence of `anything else` that matches the text or a step of it.
-
-        A <step> is one that has a rule of its own: `copy a.txt to b.txt` of two steps.
-        """
-        found = []
-        for part in dict.fromkeys([text, *re.split(self.kinds["between"], text, maxsplit=6)]):
-            spoken = self.trimmed(part)
-            for regex, rule in self.sentences:
-                words = re.fullmatch(regex, spoken) if rule is self.otherwise else None
-                if words:
-                    found.append(words.groupdict(""))
-            if part != text and "tool" in self.match(part)[0]:
-                found.append({"step": spoken.strip()})
-        return found
+                yield rule, found.groupdict("") | {"step": spoken}
+        yield self.otherwise, {}
 
     def stems(self, text):
         """`the grades of b.csv` → {"grad", "csv", "b.csv"}: what is meant, without endings"""
@@ -1971,7 +1947,7 @@ def beside_this_file(name=OFFLINE_RULES):
         if path.is_file():
             # table.awk is beside the rules
             return path.read_text("utf-8-sig", "replace").replace("HERE/", f"{path.parent}/")
-    return f"## anything else\nanswer: {name} is missing.\noffer:\nfiller:"
+    return f"## anything else\nanswer: {name} is missing.\noffer:"
 
 
 RUNTIME_END = "[/Runtime Context]"
@@ -1996,8 +1972,7 @@ class Plan:
         self.request = request
         self.rules = rules
         # <words>; `file` is "it", `last` is the last number
-        self.known = dict(file="", last="(which number?)", before="(which?)", calls="")
-        self.known["untouched"] = "I have changed nothing in this conversation."
+        self.known = dict(file="", last="(which number?)", before="(of what?)", calls="")
         self.results = []  # of the calls in this turn that have a result
         self.matches = {}  # title of a rule → the values of its <words>
         self.said = {}  # the <words> of the last question
@@ -2055,7 +2030,6 @@ class Plan:
                 self.said = said | {"again": re.sub(last_word, "", question)}
             elif "tool" in rule:
                 self.known["calls"] += f"\n- {question}"
-                self.known["untouched"] = ""
         return reports
 
     def _files(self, said):
@@ -2089,10 +2063,8 @@ class Plan:
         if "offer" in rule:
             return self._advise(rule.get("answer", rule["offer"]), said)
         if "<file>" in str(rule) and not file:
-            question = "Which file do you mean?\n<rows>"
-            return self._advise(
-                self.rules.otherwise["answer"] if said.get("name") else question, {}
-            )
+            text = "Which file do you mean?\n<rows>"
+            return self._advise(self.rules.otherwise["answer"] if said.get("name") else text, {})
         self.known["file"] = file
         known = self.known | {name: re.sub(QUOTED, r"\1", text) for name, text in said.items()}
         if (
@@ -2111,13 +2083,14 @@ class Plan:
         shown = re.sub(NOISE, "", result).strip()
         if re.match(SUCCESS.get(rule.get("tool"), OTHER_SUCCESS), result):
             # renamed 'a.txt' -> 'b.txt', or b.txt:3: milk
-            path = re.search(r"-> '?([^'\n]+)|^(?:\./)?([^\s:,]+\.\w+)[:,]", shown)
-            other = path and (path[1] or path[2])
-            self.known["file"] = known.get("settings") or other or file
-            nothing = "Nothing yet." if rule.get("tool") in self.request.read_only else "Done."
-            known |= {"result": shown or nothing, "count": shown.count("\n") + 1}
-            self.known["before"] = str(known["count"])
-            return fill(rule.get("answer", rule.get("means", "<result>")).strip(), known)
+            named = re.search(r"(?:-> '?|^)([^'\s:,]+\.\w+)(?:[':,]|$)", shown)
+            self.known["file"] = named[1] if named else file
+            changes = "tool" in rule and rule["tool"] not in self.request.read_only
+            nothing = "Done." if changes else "Nothing yet."
+            self.known["before"] = str(shown.count("\n") + 1)
+            known |= {"result": shown or nothing, "count": self.known["before"]}
+            answer = rule.get("answer", rule.get("means", "<result>"))
+            return fill(answer, known).strip() or nothing
         other = file
         if file and re.search("No such file|There is no folder", result):
             other = self._look_up(file)
@@ -2135,89 +2108,64 @@ class Plan:
         """Return `text` and three offers: `find test in notes.md`, … If lines have most words of a
         question, they are the answer: `when is the test` → `notes.md: physics test on Friday`
         """
-        before = self.known["file"]
+        it = self.known["file"]
         named = self._look_up(said.get("name") or self.question)
-        file = self.known["file"] = named or before
-        rows, is_answer = self._lines_about(named) if "<rows>" in text else ([], False)
-        lines = "\n".join(map(": ".join, rows[:5]))
-        near, line = [*rows, (file, "")][0]
-        if is_answer and not said.get("change"):
-            self.known |= {"file": near, "before": str(len(rows))}
-            return lines
-        if rows:
-            text = re.sub(rf"^(?:{NOTHING}).*\n", "", text)
-        here = {
-            "file": file,
-            "it": before,
-            "near": near,
-            **{f"a_{Path(path).suffix[1:]}": path for path in reversed(self.paths)},  # <a_py>
-            Path(near).suffix[1:]: near,  # <py>, <csv>
-        }
+        rows = self._lines_about(named, said.get("text")) if "<rows>" in text else []
+        near, row = [*rows, (it, "")][0]
+        file = named or near
+        here = {"file": file, "it": it, Path(file).suffix[1:]: file}
         # a file may be gone; it can have spaces
         here = {name: shlex.quote(path) for name, path in here.items() if path in self.paths}
-        here |= {
-            "base": Path(file).name,
-            "ext": Path(file).suffix,
-            "row": line,
-            "rows": lines,
-            "field": re.search(r"\w*", line.strip(' "'))[0],
-            "found": re.search(f"{self.common}|$", line)[0] if line else "",
-            "ticked": line.replace("[ ]", "[x]") if "[ ]" in line else f"{line} (done)",
-        }
-        wishes = [said, *self.rules.wishes(self.question)]
-        known = self.known | {"file": ""} | here
-        offers = self._offers([known | wish for wish in wishes])
-        for wish in reversed(wishes):
-            known |= {name: value for name, value in wish.items() if value}
-        return "\n  ".join([fill(text, known) + "\nI can:", *offers])
+        here |= {"row": row, "rows": "\n".join(map(": ".join, rows[:5]))}
+        self.known |= {"file": file if "file" in here else "", "before": str(len(rows))}
+        if rows:
+            if re.search(self.rules.kinds["asks"], self.question.lower()):
+                return here["rows"]
+            text = re.sub(rf"^(?:{NOTHING}).*\n", "", text)
+        known = self.known | here | said
+        return "\n  ".join([fill(text, known) + "\nI can:", *self._offers(known)])
 
-    def _offers(self, wishes):
-        """Fill in the lines of offers with the words of each wish; keep three that have rules."""
+    def _offers(self, known):
+        """Fill in the offers with the words of each sentence of `anything else` that matches the
+        question or one of its steps. Returns the first three that have rules.
+        """
+        wishes = [known]
+        parts = re.split(self.rules.kinds["between"], self.question, maxsplit=6)
+        for part in [self.question, *parts]:
+            for rule, said in self.rules.matches(part):
+                if rule is self.rules.otherwise or "tool" in rule:
+                    wishes.append(known | said)
         offers = []
-        for part in ("offer", "filler"):
-            if len(offers) > 1:
-                break  # a filler is for a text with fewer offers
-            for line in self.rules.otherwise[part].split("\n"):
-                for known in wishes:
-                    offer = fill(line, known)
-                    steps = self.rules.find(offer, self.request.read_only)
-                    if offer not in ("", *offers) and not any("offer" in rule for rule, _ in steps):
-                        offers.append(offer)
+        for line in self.rules.otherwise["offer"].split("\n"):
+            for words in wishes:
+                offer = fill(line, words)
+                steps = self.rules.find(offer, self.request.read_only)
+                refused = any("offer" in rule for rule, _ in steps)
+                if not refused and offer not in ("", self.question, *offers):
+                    offers.append(offer)
         return offers[:3]
 
-    def _lines_about(self, named):
-        """Return the facts and the lines of files that have words of the question, best first, and
-        if they are its answer: ([("notes.md", "physics test on Friday")], True)
+    def _lines_about(self, named, text):
+        """Return the facts and lines of files that have most words of a text, or of the question:
+        [("notes.md", "physics test on Friday")]
         """
         stems = self.rules.stems
-        words = stems(self.question) - stems(named)
+        words = set(filter(str.isalpha, stems(text or self.question) - stems(named)))
         spelt = words | {nearest(word, self.rules.vocabulary) for word in words}  # erors: errors
-        self.common = rf"(?i:(?:\b|_)(?:{'|'.join(sorted(spelt))}){ENDING}?(?:\b|_))"
-        asks = re.search(self.rules.kinds["asks"], self.rules.trimmed(self.question).lower())
-        lines = []
-        if asks:
-            told = {"pattern": r"^- \b", "output_mode": "content", "path": self.known["memory"]}
-            facts = re.findall(r"MEMORY\.md:\d+: - (?:The user: )?(.+)", self._result("grep", told))
-            lines += [("You told me", fact) for fact in facts]
+        common = rf"(?i:(?:\b|_)(?:{'|'.join(sorted(spelt))}){ENDING}?(?:\b|_))"
+        told = {"pattern": r"^- \b", "output_mode": "content", "path": self.known["memory"]}
+        facts = self._result("grep", told)
+        found = re.sub(r"(?m)^.*MEMORY\.md:\d+: - (?:The user: )?", "You told me:0: ", facts)
         if words and self.paths:
-            found = self._result("grep", {"pattern": self.common, "output_mode": "content"})
-            # without the head of a table
-            lines += re.findall(r"(?m)^(?!.+\.csv:1: )(.+?):\d+: (.{1,200})", found)
-        ranks = defaultdict(list)  # (common words, common numbers, …) → lines
-        for path, line in lines:
-            common = {nearest(word, spelt) for word in stems(line)} & spelt
-            texts = {word for word in common if not word.isdigit()}
-            rank = (len(texts), path == "You told me", len(common), path == self.known["file"])
-            ranks[rank].append((path, line))
+            search = told | {"pattern": common, "path": named or "."}
+            found += "\n" + self._result("grep", search)
+        ranks = defaultdict(list)  # (number of common words, is it the file named last) → lines
+        # without the head of a table
+        for path, line in re.findall(r"(?m)^(?!.+\.csv:1: )(.+?):\d+: (.{1,200})", found):
+            same = {nearest(word, spelt) for word in stems(line)} & spelt
+            ranks[len(same), path == self.known["file"]].append((path, line))
         best = max(ranks, default=(0,))
-        needed = [word for word in words if not word.isdigit()]
-        is_most = 2 * best[0] > len(needed) > 0
-        is_answer = (
-            asks and is_most and ranks[best][0][0] in ("You told me", named or ranks[best][0][0])
-        )
-        if not is_most and (asks or not best[0]):
-            return [], False
-        return ranks[best], is_answer
+        return ranks[best] if 2 * best[0] > len(words) > 0 else []
 
     def _result(self, tool, arguments):
         """Return a call's result. If the call has no result yet, set `next_call` and return ""."""
@@ -2251,8 +2199,9 @@ class Plan:
         columns = page.partition("\n")[0].count(",")
         if path.endswith(".csv") and line.count(",") < columns:
             row = ",".join(line.rsplit(None, columns))
-            told = f"A row of {path} is {columns + 1} values with commas between them."
-            return self._advise(told, {"step": f"append {row} to {path}"})
+            return (
+                f"A row of {path} has commas between its values. I can:\n  append {row} to {path}"
+            )
         return self._result("edit_file", {"path": path, "old_text": old, "new_text": new})
 
 
