@@ -1809,8 +1809,8 @@ IMPLIED = {  # a rule with this field needs no `tool:`; the first such field cou
     "url": "web_fetch",
 }
 BUILT_IN = (  # filled in here
-    "<result> <Time> <memory> <file> <count> <calls> <last> <before> <rows> <row> <retyped> <step>"
-    " <it> <again> <py> <csv> <log> <txt> <json> <text> <noun> <amount>"
+    "<result> <Time> <memory> <file> <count> <calls> <last> <before> <rows> <row> <step> <again>"
+    " <py> <csv> <log> <txt> <json> <text> <noun> <amount>"
 )
 WORD = r"<(\w+)>"
 TYPED_WORD = r"(?<![\w./'’-])[a-z]{3,20}(?![\w/'’-]|\.\w)"  # not the `txt` of a.txt
@@ -1989,6 +1989,7 @@ class Plan:
         # - Facts: /home/a b/memory/MEMORY.md
         paths = r"[:`] ?((?:/|~|\w:\\)[^\n:`]*MEMORY\.md)|\Z"
         self.known["memory"] = re.search(paths, prompt)[1] or "MEMORY.md"
+        self.facts = re.findall("(?m)^- The user(?:: |'s )(.+)", prompt)
         question = ""
         for message in messages[-40:]:
             text = message["content"]
@@ -2063,8 +2064,7 @@ class Plan:
         if "offer" in rule:
             return self._advise(rule.get("answer", rule["offer"]), said)
         if "<file>" in str(rule) and not file:
-            text = "Which file do you mean?\n<rows>"
-            return self._advise(self.rules.otherwise["answer"] if said.get("name") else text, {})
+            return self._advise("Which file do you mean?\n<rows>", {})
         self.known["file"] = file
         known = self.known | {name: re.sub(QUOTED, r"\1", text) for name, text in said.items()}
         if (
@@ -2085,8 +2085,8 @@ class Plan:
             # renamed 'a.txt' -> 'b.txt', or b.txt:3: milk
             named = re.search(r"(?:-> '?|^)([^'\s:,]+\.\w+)(?:[':,]|$)", shown)
             self.known["file"] = named[1] if named else file
-            changes = "tool" in rule and rule["tool"] not in self.request.read_only
-            nothing = "Done." if changes else "Nothing yet."
+            reads = rule.get("tool", "read_file") in self.request.read_only
+            nothing = "Nothing yet." if reads else "Done."
             self.known["before"] = str(shown.count("\n") + 1)
             known |= {"result": shown or nothing, "count": self.known["before"]}
             answer = rule.get("answer", rule.get("means", "<result>"))
@@ -2097,9 +2097,7 @@ class Plan:
         if other != file:
             if other and rule.get("tool") in self.request.read_only:
                 return self._follow(rule, said, other)
-            again = other and self.question.replace(file, shlex.quote(other))
-            retyped = {"name": file, "retyped": again, "py": ""}
-            return self._advise(f"There is no {file} here.", said | retyped)
+            return self._advise(f"There is no {file} here.", said | {"name": file})
         if not re.match(NOTHING, result):
             return shown
         return self._advise(f"{shown}\n<rows>", {})
@@ -2108,16 +2106,15 @@ class Plan:
         """Return `text` and three offers: `find test in notes.md`, … If lines have most words of a
         question, they are the answer: `when is the test` → `notes.md: physics test on Friday`
         """
-        it = self.known["file"]
         named = self._look_up(said.get("name") or self.question)
         rows = self._lines_about(named, said.get("text")) if "<rows>" in text else []
-        near, row = [*rows, (it, "")][0]
+        near, row = [*rows, (self.known["file"], "")][0]
         file = named or near
-        here = {"file": file, "it": it, Path(file).suffix[1:]: file}
-        # a file may be gone; it can have spaces
-        here = {name: shlex.quote(path) for name, path in here.items() if path in self.paths}
-        here |= {"row": row, "rows": "\n".join(map(": ".join, rows[:5]))}
-        self.known |= {"file": file if "file" in here else "", "before": str(len(rows))}
+        file = file if file in self.paths else ""  # it may be gone
+        self.known |= {"file": file, "before": str(len(rows))}
+        here = {"row": row, "rows": "\n".join(map(": ".join, rows[:5]))}
+        here["file"] = file and shlex.quote(file)  # it can have spaces
+        here[file.rpartition(".")[2]] = here["file"]  # <py>, <csv>
         if rows:
             if re.search(self.rules.kinds["asks"], self.question.lower()):
                 return here["rows"]
@@ -2129,19 +2126,15 @@ class Plan:
         """Fill in the offers with the words of each sentence of `anything else` that matches the
         question or one of its steps. Returns the first three that have rules.
         """
-        wishes = [known]
-        parts = re.split(self.rules.kinds["between"], self.question, maxsplit=6)
-        for part in [self.question, *parts]:
-            for rule, said in self.rules.matches(part):
-                if rule is self.rules.otherwise or "tool" in rule:
-                    wishes.append(known | said)
+        parts = [self.question, *re.split(self.rules.kinds["between"], self.question, maxsplit=6)]
+        wishes = [known | said for part in parts for _, said in self.rules.matches(part)]
         offers = []
         for line in self.rules.otherwise["offer"].split("\n"):
             for words in wishes:
                 offer = fill(line, words)
                 steps = self.rules.find(offer, self.request.read_only)
-                refused = any("offer" in rule for rule, _ in steps)
-                if not refused and offer not in ("", self.question, *offers):
+                works = all(rule.keys() & {"tool", "calculate", "means"} for rule, _ in steps)
+                if works and offer not in (self.question, *offers):
                     offers.append(offer)
         return offers[:3]
 
@@ -2153,19 +2146,17 @@ class Plan:
         words = set(filter(str.isalpha, stems(text or self.question) - stems(named)))
         spelt = words | {nearest(word, self.rules.vocabulary) for word in words}  # erors: errors
         common = rf"(?i:(?:\b|_)(?:{'|'.join(sorted(spelt))}){ENDING}?(?:\b|_))"
-        told = {"pattern": r"^- \b", "output_mode": "content", "path": self.known["memory"]}
-        facts = self._result("grep", told)
-        found = re.sub(r"(?m)^.*MEMORY\.md:\d+: - (?:The user: )?", "You told me:0: ", facts)
-        if words and self.paths:
-            search = told | {"pattern": common, "path": named or "."}
-            found += "\n" + self._result("grep", search)
-        ranks = defaultdict(list)  # (number of common words, is it the file named last) → lines
+        search = {"pattern": common, "output_mode": "content", "path": named or "."}
+        found = self._result("grep", search) if words and self.paths else ""
+        rows = [("You told me", fact) for fact in self.facts]
         # without the head of a table
-        for path, line in re.findall(r"(?m)^(?!.+\.csv:1: )(.+?):\d+: (.{1,200})", found):
-            same = {nearest(word, spelt) for word in stems(line)} & spelt
-            ranks[len(same), path == self.known["file"]].append((path, line))
-        best = max(ranks, default=(0,))
-        return ranks[best] if 2 * best[0] > len(words) > 0 else []
+        rows += re.findall(r"(?m)^(?!.+\.csv:1: )(.+?):\d+: (.{1,200})", found)
+
+        def rank(row):
+            return len({nearest(word, spelt) for word in stems(row[1])} & spelt)
+
+        rows = [row for row in rows if 2 * rank(row) > len(words) > 0]
+        return sorted(rows, key=rank, reverse=True)
 
     def _result(self, tool, arguments):
         """Return a call's result. If the call has no result yet, set `next_call` and return ""."""
