@@ -1809,7 +1809,7 @@ IMPLIED = {  # a rule with this field needs no `tool:`; the first such field cou
     "url": "web_fetch",
 }
 BUILT_IN = (  # filled in here
-    "<result> <Time> <memory> <file> <count> <calls> <last> <before> <rows> <row> <step> <again>"
+    "<result> <Time> <memory> <file> <count> <calls> <last> <rows> <row> <step> <again>"
     " <py> <csv> <log> <txt> <json> <text> <noun> <amount>"
 )
 WORD = r"<(\w+)>"
@@ -1972,7 +1972,7 @@ class Plan:
         self.request = request
         self.rules = rules
         # <words>; `file` is "it", `last` is the last number
-        self.known = dict(file="", last="(which number?)", before="(of what?)", calls="")
+        self.known = dict(file="", last="(which number?)", calls="")
         self.results = []  # of the calls in this turn that have a result
         self.matches = {}  # title of a rule → the values of its <words>
         self.said = {}  # the <words> of the last question
@@ -2087,8 +2087,7 @@ class Plan:
             self.known["file"] = named[1] if named else file
             reads = rule.get("tool", "read_file") in self.request.read_only
             nothing = "Nothing yet." if reads else "Done."
-            self.known["before"] = str(shown.count("\n") + 1)
-            known |= {"result": shown or nothing, "count": self.known["before"]}
+            known |= {"result": shown or nothing, "count": shown.count("\n") + 1}
             answer = rule.get("answer", rule.get("means", "<result>"))
             return fill(answer, known).strip() or nothing
         other = file
@@ -2107,18 +2106,17 @@ class Plan:
         question, they are the answer: `when is the test` → `notes.md: physics test on Friday`
         """
         named = self._look_up(said.get("name") or self.question)
-        rows = self._lines_about(named, said.get("text")) if "<rows>" in text else []
+        rows = self._lines_about(named) if "<rows>" in text else []
         near, row = [*rows, (self.known["file"], "")][0]
         file = named or near
-        file = file if file in self.paths else ""  # it may be gone
-        self.known |= {"file": file, "before": str(len(rows))}
-        here = {"row": row, "rows": "\n".join(map(": ".join, rows[:5]))}
-        here["file"] = file and shlex.quote(file)  # it can have spaces
-        here[file.rpartition(".")[2]] = here["file"]  # <py>, <csv>
+        self.known["file"] = file if file in self.paths else ""  # it may be gone
+        lines = "\n".join(map(": ".join, rows[:5]))
         if rows:
             if re.search(self.rules.kinds["asks"], self.question.lower()):
-                return here["rows"]
+                return lines
             text = re.sub(rf"^(?:{NOTHING}).*\n", "", text)
+        path = self.known["file"] and shlex.quote(file)  # it can have spaces
+        here = {"row": row, "rows": lines, "file": path, Path(file).suffix[1:]: path}  # <py>, <csv>
         known = self.known | here | said
         return "\n  ".join([fill(text, known) + "\nI can:", *self._offers(known)])
 
@@ -2138,14 +2136,13 @@ class Plan:
                     offers.append(offer)
         return offers[:3]
 
-    def _lines_about(self, named, text):
-        """Return the facts and lines of files that have most words of a text, or of the question:
+    def _lines_about(self, named):
+        """Return the facts and the lines of files that have most words of the question, best first:
         [("notes.md", "physics test on Friday")]
         """
         stems = self.rules.stems
-        words = set(filter(str.isalpha, stems(text or self.question) - stems(named)))
-        spelt = words | {nearest(word, self.rules.vocabulary) for word in words}  # erors: errors
-        common = rf"(?i:(?:\b|_)(?:{'|'.join(sorted(spelt))}){ENDING}?(?:\b|_))"
+        words = set(filter(str.isalpha, stems(self.question) - stems(named)))
+        common = rf"(?i:(?:\b|_)(?:{'|'.join(sorted(words))}){ENDING}?(?:\b|_))"
         search = {"pattern": common, "output_mode": "content", "path": named or "."}
         found = self._result("grep", search) if words and self.paths else ""
         rows = [("You told me", fact) for fact in self.facts]
@@ -2153,7 +2150,7 @@ class Plan:
         rows += re.findall(r"(?m)^(?!.+\.csv:1: )(.+?):\d+: (.{1,200})", found)
 
         def rank(row):
-            return len({nearest(word, spelt) for word in stems(row[1])} & spelt)
+            return len({nearest(word, words) for word in stems(row[1])} & words)
 
         rows = [row for row in rows if 2 * rank(row) > len(words) > 0]
         return sorted(rows, key=rank, reverse=True)
