@@ -2111,30 +2111,22 @@ class Plan:
         file = named or near
         self.known["file"] = file if file in self.paths else ""  # it may be gone
         lines = "\n".join(map(": ".join, rows[:5]))
-        if rows:
-            if re.search(self.rules.kinds["asks"], self.question.lower()):
-                return lines
-            text = re.sub(rf"^(?:{NOTHING}).*\n", "", text)
+        if rows and re.search(self.rules.kinds["asks"], self.question.lower()):
+            return lines
         path = self.known["file"] and shlex.quote(file)  # it can have spaces
         here = {"row": row, "rows": lines, "file": path, Path(file).suffix[1:]: path}  # <py>, <csv>
         known = self.known | here | said
-        return "\n  ".join([fill(text, known) + "\nI can:", *self._offers(known)])
-
-    def _offers(self, known):
-        """Fill in the offers with the words of each sentence of `anything else` that matches the
-        question or one of its steps. Returns the first three that have rules.
-        """
+        # the words of each sentence of `anything else` that matches the question or a step of it
         parts = [self.question, *re.split(self.rules.kinds["between"], self.question, maxsplit=6)]
-        wishes = [known | said for part in parts for _, said in self.rules.matches(part)]
-        offers = []
-        for line in self.rules.otherwise["offer"].split("\n"):
-            for words in wishes:
-                offer = fill(line, words)
-                steps = self.rules.find(offer, self.request.read_only)
-                works = all(rule.keys() & {"tool", "calculate", "means"} for rule, _ in steps)
-                if works and offer not in (self.question, *offers):
-                    offers.append(offer)
-        return offers[:3]
+        wishes = [known | words for part in parts for _, words in self.rules.matches(part)]
+        offers = self.rules.otherwise["offer"].split("\n")
+        offers = dict.fromkeys(fill(offer, words) for offer in offers for words in wishes)
+        offers = [offer for offer in offers if offer != self.question and self._has_rule(offer)]
+        return "\n  ".join([fill(text, known) + "\nI can:", *offers[:3]])
+
+    def _has_rule(self, offer):
+        steps = self.rules.find(offer, self.request.read_only)
+        return all(rule.keys() & {"tool", "calculate", "means"} for rule, _ in steps)
 
     def _lines_about(self, named):
         """Return the facts and the lines of files that have most words of the question, best first:
