@@ -1810,7 +1810,7 @@ IMPLIED = {  # a rule with this field needs no `tool:`; the first such field cou
 }
 BUILT_IN = (  # filled in here
     "<result> <Time> <memory> <file> <count> <calls> <last> <rows> <row> <step> <again>"
-    " <py> <csv> <log> <txt> <json> <text> <noun> <amount>"
+    " <text> <noun> <amount>"
 )
 WORD = r"<(\w+)>"
 TYPED_WORD = r"(?<![\w./'’-])[a-z]{3,20}(?![\w/'’-]|\.\w)"  # not the `txt` of a.txt
@@ -2090,13 +2090,12 @@ class Plan:
             known |= {"result": shown or nothing, "count": shown.count("\n") + 1}
             answer = rule.get("answer", rule.get("means", "<result>"))
             return fill(answer, known).strip() or nothing
-        other = file
-        if file and re.search("No such file|There is no folder", result):
-            other = self._look_up(file)
+        is_missing = re.search("No such file|There is no folder", result)
+        other = self._look_up(file) if is_missing else file
         if other != file:
             if other and rule.get("tool") in self.request.read_only:
                 return self._follow(rule, said, other)
-            return self._advise(f"There is no {file} here.", said | {"name": file})
+            return self._advise(f"There is no {file} here.", {"name": file})
         if not re.match(NOTHING, result):
             return shown
         return self._advise(f"{shown}\n<rows>", {})
@@ -2114,19 +2113,18 @@ class Plan:
         if rows and re.search(self.rules.kinds["asks"], self.question.lower()):
             return lines
         path = self.known["file"] and shlex.quote(file)  # it can have spaces
-        here = {"row": row, "rows": lines, "file": path, Path(file).suffix[1:]: path}  # <py>, <csv>
-        known = self.known | here | said
+        known = self.known | {"row": row, "rows": lines, "file": path} | said
         # the words of each sentence of `anything else` that matches the question or a step of it
         parts = [self.question, *re.split(self.rules.kinds["between"], self.question, maxsplit=6)]
         wishes = [known | words for part in parts for _, words in self.rules.matches(part)]
-        offers = self.rules.otherwise["offer"].split("\n")
-        offers = dict.fromkeys(fill(offer, words) for offer in offers for words in wishes)
-        offers = [offer for offer in offers if offer != self.question and self._has_rule(offer)]
-        return "\n  ".join([fill(text, known) + "\nI can:", *offers[:3]])
-
-    def _has_rule(self, offer):
-        steps = self.rules.find(offer, self.request.read_only)
-        return all(rule.keys() & {"tool", "calculate", "means"} for rule, _ in steps)
+        advice = fill(text, known) + "\nI can:"
+        for offer in self.rules.otherwise["offer"].split("\n"):
+            for text in {fill(offer, words): "" for words in wishes}:
+                steps = self.rules.find(text, self.request.read_only)
+                works = all(rule.keys() & {"tool", "calculate", "means"} for rule, _ in steps)
+                if works and text != self.question and advice.count("\n  ") < 3:
+                    advice += f"\n  {text}"
+        return advice
 
     def _lines_about(self, named):
         """Return the facts and the lines of files that have most words of the question, best first:
