@@ -1796,9 +1796,9 @@ def typed(line, tools):
 # sentence of a rule becomes a regular expression. Mistakes are reported with their line numbers.
 
 OFFLINE_RULES = "templates/offline/rules.md"  # nanobot_data/templates/… after pip install
-# the fields of a rule (the first five can have many lines); others are arguments of its tool
+# the fields of a rule (the first six can have many lines); others are arguments of its tool
 FIELDS = re.findall(
-    r"\w+", "answer offer calculate means without line tool reads title words start"
+    r"\w+", "answer offer can calculate means without line tool reads title words start"
 )
 IMPLIED = {  # a rule with this field needs no `tool:`; the first such field counts
     "command": "exec",
@@ -1809,8 +1809,7 @@ IMPLIED = {  # a rule with this field needs no `tool:`; the first such field cou
     "url": "web_fetch",
 }
 BUILT_IN = (  # filled in here
-    "<result> <Time> <memory> <file> <count> <calls> <last> <rows> <row> <step> <again>"
-    " <text> <noun> <amount>"
+    "<result> <Time> <memory> <file> <count> <calls> <last> <rows> <row> <step> <again> <text>"
 )
 WORD = r"<(\w+)>"
 TYPED_WORD = r"(?<![\w./'’-])[a-z]{3,20}(?![\w/'’-]|\.\w)"  # not the `txt` of a.txt
@@ -1829,7 +1828,7 @@ class Rules:
         self.kinds = defaultdict(lambda: "(?!)")  # {"url": "(?:https?://\\S+)"}
         self.sentences = []  # (the regex of a sentence, its rule)
         self.problems = []
-        self.otherwise = {"offer": ""}  # the rule for sentences that no other rule has
+        self.otherwise = {"offer": "", "can": ""}  # the rule for sentences that no other rule has
         self.last = {}  # the rule of the current line
         for number, line in enumerate(text.splitlines(), 1):
             try:
@@ -1861,7 +1860,7 @@ class Rules:
         elif key and self.last:
             self._check_field(key[1], key[2])
             self.last[key[1]] = key[2]
-        elif latest in FIELDS[:5]:
+        elif latest in FIELDS[:6]:
             self.last[latest] += f"\n{line}"
         elif line and self.last:
             raise ValueError("this is neither a sentence (- read <file>) nor a field (answer: Hi)")
@@ -1900,9 +1899,8 @@ class Rules:
         If a step has no rule, nothing runs: the only rule has an `offer` then. Only rules that read
         run if text is piped in (after a blank line) or words are misspelt.
         """
-        head = text.partition("\n\n")[0]
-        if len(head) > 1_000:
-            head = ""  # no rule is for such a long text
+        # no rule is for a text of more than 1,000 characters
+        head = re.match(r"(?s).{0,1000}?(?=\n\n|\Z)|", text)[0]
         corrected = re.sub(TYPED_WORD, lambda word: nearest(word[0], self.vocabulary), head)
         for spoken in (head, corrected):
             for cut in (self.kinds["between"], self.kinds["after_then"], "(?!)"):
@@ -1911,8 +1909,7 @@ class Rules:
                 runs = tools <= {"", *read_only} or spoken == text
                 if runs and not any("offer" in rule for rule, _ in steps):
                     return steps
-        rule, said = next(self.matches(head))
-        return [(rule if "offer" in rule else self.otherwise, said)]
+        return [next(found for found in self.matches(head) if "offer" in found[0])]
 
     def matches(self, text):
         """Yield each rule that has a matching sentence, and the values of its <words>."""
@@ -1926,7 +1923,7 @@ class Rules:
 
     def stems(self, text):
         """`the grades of b.csv` → {"grad", "csv", "b.csv"}: what is meant, without endings"""
-        text = text.lower().replace("to do", "todo")
+        text = text.lower().replace("to do", "todo").replace("favourite", "favorite")
         return {
             re.sub(rf"(?<=\w\w\w){ENDING}$", "", word)
             for word in re.findall(r"[^\W_]+", text) + re.findall(r"[\w-]+\.\w+", text)
@@ -1947,7 +1944,7 @@ def beside_this_file(name=OFFLINE_RULES):
         if path.is_file():
             # table.awk is beside the rules
             return path.read_text("utf-8-sig", "replace").replace("HERE/", f"{path.parent}/")
-    return f"## anything else\nanswer: {name} is missing.\noffer:"
+    return f"## anything else\noffer: {name} is missing."
 
 
 RUNTIME_END = "[/Runtime Context]"
@@ -1991,7 +1988,8 @@ class Plan:
         self.known["memory"] = re.search(paths, prompt)[1] or "MEMORY.md"
         self.facts = re.findall("(?m)^- The user(?:: |'s )(.+)", prompt)
         question = ""
-        for message in messages[-40:]:
+        end = {"role": "assistant", "content": ""}
+        for message in [*messages[-40:], end]:
             text = message["content"]
             if message["role"] == "tool":
                 self.results.append(text)
@@ -2000,29 +1998,25 @@ class Plan:
                 question = f"{question}\n{typed.strip()}".strip()
                 self.known |= dict(re.findall("(?m)^(Time): (.*)", runtime))
             elif message["role"] == "assistant" and "tool_calls" not in message:
-                self._reports(question)
+                self.matches = {}
+                self.next_call = None
+                # without API keys, because its words are looked for
+                self.question = re.sub(KEYS, "", question)[:1_000]
+                self.paths = None  # the files here, once they are needed
+                reports = self._run(question, True)  # an answer for each step and file
+                self.results.clear()
                 question = ""
-        return "\n\n".join(self._reports(question))
-
-    def _reports(self, question):
-        """Plan one turn. Returns an answer for each step and file."""
-        self.matches = {}
-        self.next_call = None
-        # without API keys, because its words are looked for
-        self.question = re.sub(KEYS, "", question)[:1_000]
-        self.paths = None  # the files here, once they are needed
-        reports = self._run(question, True)
-        self.results.clear()
-        return reports
+        return "\n\n".join(reports)
 
     def _run(self, question, typed=False):
         """Apply the rules of a question. Only what was typed can mean another sentence."""
         reports = []
         for rule, said in self.rules.find(question, self.request.read_only):
             self.matches[rule.get("title")] = said
-            means = fill(rule.get("means", ""), self.known | self.said | said)
+            means = rule.get("means", "").replace(" | ", "\n")
+            means = fill(means, self.known | self.said | said).partition("\n")[0]
             if means and typed:
-                reports += self._run(means.partition("\n")[0])
+                reports += self._run(means)
                 continue
             reports += [self._follow(rule, said, file) for file in self._files(said)]
             if "reads" in rule or rule.get("tool") in self.request.read_only:
@@ -2062,9 +2056,9 @@ class Plan:
     def _follow(self, rule, said, file):
         """Apply one rule to one file. Returns the rule's answer, or the error text of a tool."""
         if "offer" in rule:
-            return self._advise(rule.get("answer", rule["offer"]), said)
+            return self._advise(rule["offer"])
         if "<file>" in str(rule) and not file:
-            return self._advise("Which file do you mean?\n<rows>", {})
+            return self._advise("Which file do you mean?\n<rows>")
         self.known["file"] = file
         known = self.known | {name: re.sub(QUOTED, r"\1", text) for name, text in said.items()}
         if (
@@ -2085,46 +2079,45 @@ class Plan:
             # renamed 'a.txt' -> 'b.txt', or b.txt:3: milk
             named = re.search(r"(?:-> '?|^)([^'\s:,]+\.\w+)(?:[':,]|$)", shown)
             self.known["file"] = named[1] if named else file
-            reads = rule.get("tool", "read_file") in self.request.read_only
-            nothing = "Nothing yet." if reads else "Done."
+            nothing = "Done." if rule.get("tool") in ("exec", "cron") else "Nothing yet."
             known |= {"result": shown or nothing, "count": shown.count("\n") + 1}
-            answer = rule.get("answer", rule.get("means", "<result>"))
-            return fill(answer, known).strip() or nothing
-        is_missing = re.search("No such file|There is no folder", result)
-        other = self._look_up(file) if is_missing else file
+            return fill(rule.get("answer", "<result>"), known).strip() or nothing
+        other = file
+        if re.search("No such file|There is no folder", result):
+            other = self._look_up(file)
         if other != file:
             if other and rule.get("tool") in self.request.read_only:
                 return self._follow(rule, said, other)
-            return self._advise(f"There is no {file} here.", {"name": file})
+            return self._advise(f"There is no {file} here.")
         if not re.match(NOTHING, result):
             return shown
-        return self._advise(f"{shown}\n<rows>", {})
+        return self._advise(f"{shown}\n<rows>")
 
-    def _advise(self, text, said):
+    def _advise(self, text):
         """Return `text` and three offers: `find test in notes.md`, … If lines have most words of a
         question, they are the answer: `when is the test` → `notes.md: physics test on Friday`
         """
-        named = self._look_up(said.get("name") or self.question)
+        named = self._look_up(self.question)
         rows = self._lines_about(named) if "<rows>" in text else []
         near, row = [*rows, (self.known["file"], "")][0]
         file = named or near
         self.known["file"] = file if file in self.paths else ""  # it may be gone
         lines = "\n".join(map(": ".join, rows[:5]))
-        if rows and re.search(self.rules.kinds["asks"], self.question.lower()):
+        if rows and re.search(self.rules.kinds["asks"], self.question):
             return lines
         path = self.known["file"] and shlex.quote(file)  # it can have spaces
-        known = self.known | {"row": row, "rows": lines, "file": path} | said
+        known = self.known | {"row": row, "rows": lines, "file": path}
         # the words of each sentence of `anything else` that matches the question or a step of it
         parts = [self.question, *re.split(self.rules.kinds["between"], self.question, maxsplit=6)]
         wishes = [known | words for part in parts for _, words in self.rules.matches(part)]
-        advice = fill(text, known) + "\nI can:"
-        for offer in self.rules.otherwise["offer"].split("\n"):
-            for text in {fill(offer, words): "" for words in wishes}:
-                steps = self.rules.find(text, self.request.read_only)
-                works = all(rule.keys() & {"tool", "calculate", "means"} for rule, _ in steps)
-                if works and text != self.question and advice.count("\n  ") < 3:
-                    advice += f"\n  {text}"
-        return advice
+        offers = []
+        for line in re.split(r"\n| \| ", self.rules.otherwise["can"]):
+            for words in wishes:
+                offer = fill(line, words)
+                if len(offers) < 3 and offer not in (self.question, *offers):
+                    steps = self.rules.find(offer, self.request.read_only)
+                    offers += [] if any("offer" in rule for rule, _ in steps) else [offer]
+        return "\n  ".join([fill(text, known) + "\nI can:", *offers])
 
     def _lines_about(self, named):
         """Return the facts and the lines of files that have most words of the question, best first:
@@ -2133,17 +2126,13 @@ class Plan:
         stems = self.rules.stems
         words = set(filter(str.isalpha, stems(self.question) - stems(named)))
         common = rf"(?i:(?:\b|_)(?:{'|'.join(sorted(words))}){ENDING}?(?:\b|_))"
-        search = {"pattern": common, "output_mode": "content", "path": named or "."}
-        found = self._result("grep", search) if words and self.paths else ""
         rows = [("You told me", fact) for fact in self.facts]
-        # without the head of a table
-        rows += re.findall(r"(?m)^(?!.+\.csv:1: )(.+?):\d+: (.{1,200})", found)
-
-        def rank(row):
-            return len({nearest(word, words) for word in stems(row[1])} & words)
-
-        rows = [row for row in rows if 2 * rank(row) > len(words) > 0]
-        return sorted(rows, key=rank, reverse=True)
+        if words and self.paths:
+            search = {"pattern": common, "output_mode": "content", "path": named or "."}
+            found = self._result("grep", search)
+            # without the head of a table
+            rows += re.findall(r"(?m)^(?!.+\.csv:1: )(.+?):\d+: (.{1,200})", found)
+        return [row for row in rows if len(stems(row[1]) & words) > len(words) / 2]
 
     def _result(self, tool, arguments):
         """Return a call's result. If the call has no result yet, set `next_call` and return ""."""
@@ -2175,11 +2164,9 @@ class Plan:
         if not page:
             return text
         columns = page.partition("\n")[0].count(",")
-        if path.endswith(".csv") and line.count(",") < columns:
+        if line and path.endswith(".csv") and line.count(",") < columns:
             row = ",".join(line.rsplit(None, columns))
-            return (
-                f"A row of {path} has commas between its values. I can:\n  append {row} to {path}"
-            )
+            return f"A row of {path} needs commas. I can:\n  append {row} to {path}"
         return self._result("edit_file", {"path": path, "old_text": old, "new_text": new})
 
 
