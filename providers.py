@@ -1809,7 +1809,7 @@ IMPLIED = {  # a rule with this field needs no `tool:`; the first such field cou
     "url": "web_fetch",
 }
 BUILT_IN = (  # filled in here
-    "<result> <Time> <memory> <file> <count> <calls> <last> <rows> <row> <step> <again> <text>"
+    "<result> <Time> <memory> <file> <count> <calls> <last> <rows> <row> <step> <again> <text> <note>"
 )
 WORD = r"<(\w+)>"
 TYPED_WORD = r"(?<![\w./'’-])[a-z]{3,20}(?![\w/'’-]|\.\w)"  # not the `txt` of a.txt
@@ -1986,10 +1986,9 @@ class Plan:
         # - Facts: /home/a b/memory/MEMORY.md
         paths = r"[:`] ?((?:/|~|\w:\\)[^\n:`]*MEMORY\.md)|\Z"
         self.known["memory"] = re.search(paths, prompt)[1] or "MEMORY.md"
-        self.facts = re.findall("(?m)^- The user(?:: |'s )(.+)", prompt)
+        self.facts = re.findall("(?m)^- (The user)(?:: |'s )(.+)", prompt)
         question = ""
-        end = {"role": "assistant", "content": ""}
-        for message in [*messages[-40:], end]:
+        for message in [*messages[-40:], {"role": "assistant", "content": ""}]:
             text = message["content"]
             if message["role"] == "tool":
                 self.results.append(text)
@@ -2021,8 +2020,10 @@ class Plan:
             reports += [self._follow(rule, said, file) for file in self._files(said)]
             if "reads" in rule or rule.get("tool") in self.request.read_only:
                 # what is my average grade in math? → what is my average grade in
-                last_word = r"(?i)^(?:the|in|on|for|of|at|with|what|how) \S+$|\s*\S+$"
-                self.said = said | {"again": re.sub(last_word, "", question)}
+                said["again"] = re.sub(
+                    r"(?i)^(?:the|in|on|for|of|at|with|what|how) \S+$|\s*\S+$", "", question
+                )
+                self.said = said
             elif "tool" in rule:
                 self.known["calls"] += f"\n- {question}"
         return reports
@@ -2079,12 +2080,11 @@ class Plan:
             # renamed 'a.txt' -> 'b.txt', or b.txt:3: milk
             named = re.search(r"(?:-> '?|^)([^'\s:,]+\.\w+)(?:[':,]|$)", shown)
             self.known["file"] = named[1] if named else file
-            nothing = "Done." if rule.get("tool") in ("exec", "cron") else "Nothing yet."
+            nothing = "Done." if rule.get("tool") == "exec" else "Nothing yet."
             known |= {"result": shown or nothing, "count": shown.count("\n") + 1}
             return fill(rule.get("answer", "<result>"), known).strip() or nothing
-        other = file
-        if re.search("No such file|There is no folder", result):
-            other = self._look_up(file)
+        missing = re.search("No such file|There is no folder", result)
+        other = self._look_up(file) if missing else file
         if other != file:
             if other and rule.get("tool") in self.request.read_only:
                 return self._follow(rule, said, other)
@@ -2103,20 +2103,27 @@ class Plan:
         file = named or near
         self.known["file"] = file if file in self.paths else ""  # it may be gone
         lines = "\n".join(map(": ".join, rows[:5]))
-        if rows and re.search(self.rules.kinds["asks"], self.question):
+        if lines and re.search(self.rules.kinds["asks"], self.question):
             return lines
-        path = self.known["file"] and shlex.quote(file)  # it can have spaces
-        known = self.known | {"row": row, "rows": lines, "file": path}
+        known = self.known | {
+            "row": row,
+            "rows": lines,
+            "file": self.known["file"] and shlex.quote(file),  # it can have spaces
+        }
         # the words of each sentence of `anything else` that matches the question or a step of it
-        parts = [self.question, *re.split(self.rules.kinds["between"], self.question, maxsplit=6)]
-        wishes = [known | words for part in parts for _, words in self.rules.matches(part)]
+        steps = re.split(self.rules.kinds["between"], self.question, maxsplit=6)
+        wishes = [
+            known | words
+            for part in [self.question, *steps]
+            for _, words in self.rules.matches(part)
+        ]
         offers = []
         for line in re.split(r"\n| \| ", self.rules.otherwise["can"]):
             for words in wishes:
                 offer = fill(line, words)
                 if len(offers) < 3 and offer not in (self.question, *offers):
-                    steps = self.rules.find(offer, self.request.read_only)
-                    offers += [] if any("offer" in rule for rule, _ in steps) else [offer]
+                    found = self.rules.find(offer, self.request.read_only)
+                    offers += [] if any("offer" in rule for rule, _ in found) else [offer]
         return "\n  ".join([fill(text, known) + "\nI can:", *offers])
 
     def _lines_about(self, named):
@@ -2126,12 +2133,10 @@ class Plan:
         stems = self.rules.stems
         words = set(filter(str.isalpha, stems(self.question) - stems(named)))
         common = rf"(?i:(?:\b|_)(?:{'|'.join(sorted(words))}){ENDING}?(?:\b|_))"
-        rows = [("You told me", fact) for fact in self.facts]
-        if words and self.paths:
-            search = {"pattern": common, "output_mode": "content", "path": named or "."}
-            found = self._result("grep", search)
-            # without the head of a table
-            rows += re.findall(r"(?m)^(?!.+\.csv:1: )(.+?):\d+: (.{1,200})", found)
+        search = {"pattern": common, "output_mode": "content", "path": named}
+        found = self._result("grep", search) if words and self.paths else ""
+        # without the head of a table
+        rows = self.facts + re.findall(r"(?m)^(?!.+\.csv:1: )(.+?):\d+: (.{1,200})", found)
         return [row for row in rows if len(stems(row[1]) & words) > len(words) / 2]
 
     def _result(self, tool, arguments):
