@@ -1797,9 +1797,7 @@ def typed(line, tools):
 
 OFFLINE_RULES = "templates/offline/rules.md"  # nanobot_data/templates/… after pip install
 # the fields of a rule (the first six can have many lines); others are arguments of its tool
-FIELDS = re.findall(
-    r"\w+", "answer offer can calculate means without line tool reads title words start"
-)
+FIELDS = "answer offer can calculate means without line tool reads title words start".split()
 IMPLIED = {  # a rule with this field needs no `tool:`; the first such field counts
     "command": "exec",
     "line": "edit_file",
@@ -1809,7 +1807,8 @@ IMPLIED = {  # a rule with this field needs no `tool:`; the first such field cou
     "url": "web_fetch",
 }
 BUILT_IN = (  # filled in here
-    "<result> <Time> <memory> <file> <count> <calls> <last> <rows> <row> <step> <again> <text> <note>"
+    "<result> <Time> <memory> <file> <count> <calls> <last> <rows> <row> <step> <again> <text>"
+    " <note> <errand>"
 )
 WORD = r"<(\w+)>"
 TYPED_WORD = r"(?<![\w./'’-])[a-z]{3,20}(?![\w/'’-]|\.\w)"  # not the `txt` of a.txt
@@ -1828,7 +1827,7 @@ class Rules:
         self.kinds = defaultdict(lambda: "(?!)")  # {"url": "(?:https?://\\S+)"}
         self.sentences = []  # (the regex of a sentence, its rule)
         self.problems = []
-        self.otherwise = {"offer": "", "can": ""}  # the rule for sentences that no other rule has
+        self.otherwise = {"offer": ""}  # the rule for sentences that no other rule has
         self.last = {}  # the rule of the current line
         for number, line in enumerate(text.splitlines(), 1):
             try:
@@ -2105,11 +2104,8 @@ class Plan:
         lines = "\n".join(map(": ".join, rows[:5]))
         if lines and re.search(self.rules.kinds["asks"], self.question):
             return lines
-        known = self.known | {
-            "row": row,
-            "rows": lines,
-            "file": self.known["file"] and shlex.quote(file),  # it can have spaces
-        }
+        path = self.known["file"] and shlex.quote(file)  # it can have spaces
+        known = self.known | {"row": row, "rows": lines, "file": path}
         # the words of each sentence of `anything else` that matches the question or a step of it
         steps = re.split(self.rules.kinds["between"], self.question, maxsplit=6)
         wishes = [
@@ -2118,7 +2114,7 @@ class Plan:
             for _, words in self.rules.matches(part)
         ]
         offers = []
-        for line in re.split(r"\n| \| ", self.rules.otherwise["can"]):
+        for line in re.split(r"\n| \| ", self.rules.otherwise.get("can", "")):
             for words in wishes:
                 offer = fill(line, words)
                 if len(offers) < 3 and offer not in (self.question, *offers):
