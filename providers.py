@@ -1797,7 +1797,9 @@ def typed(line, tools):
 
 OFFLINE_RULES = "templates/offline/rules.md"  # nanobot_data/templates/… after pip install
 # the fields of a rule (the first six can have many lines); others are arguments of its tool
-FIELDS = "answer offer can calculate means without line tool reads title words start".split()
+FIELDS = re.findall(
+    r"\w+", "answer offer can calculate means without line tool reads title words start"
+)
 IMPLIED = {  # a rule with this field needs no `tool:`; the first such field counts
     "command": "exec",
     "line": "edit_file",
@@ -2011,10 +2013,9 @@ class Plan:
         reports = []
         for rule, said in self.rules.find(question, self.request.read_only):
             self.matches[rule.get("title")] = said
-            means = rule.get("means", "").replace(" | ", "\n")
-            means = fill(means, self.known | self.said | said).partition("\n")[0]
+            means = fill(rule.get("means", "").replace(" | ", "\n"), self.known | self.said | said)
             if means and typed:
-                reports += self._run(means)
+                reports += self._run(means.partition("\n")[0])
                 continue
             reports += [self._follow(rule, said, file) for file in self._files(said)]
             if "reads" in rule or rule.get("tool") in self.request.read_only:
@@ -2173,12 +2174,12 @@ class Plan:
 
 def fill(template, known, change=str):
     """`<file> says:` → `a.txt says:`; a line with a <word> that is not known is left out"""
-    lines = [
+    # sort a.txt (if <sorting>)
+    return "\n".join(
         re.sub(WORD, lambda match: change(known[match[1]]), re.sub(r" \(if <\w+>\)$", "", line))
         for line in template.split("\n")
         if all(map(known.get, re.findall(WORD, line)))
-    ]
-    return "\n".join(lines)
+    )
 
 
 def arguments_of(rule, known):
