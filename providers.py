@@ -1816,7 +1816,7 @@ WORD = r"<(\w+)>"
 TYPED_WORD = r"(?<![\w./'’-])[a-z]{3,20}(?![\w/'’-]|\.\w)"  # not the `txt` of a.txt
 # the signs of a sentence as parts of a regex; `...` stands for any words
 MARKS = {"[": "(?:", "]": ")?", "(": "(?:", ")": ")", "|": "|", "...": r"[^\w\s]*(?:\s+\S+)*?"}
-ENDING = "(?:ies|ing|ed|es|e|s|y)"  # of a word: grades, grade, graded
+ENDING = "(?:ies|ing|ed|es|ys|e|s|y)"  # of a word: grades, grade, graded
 
 
 class Rules:
@@ -1919,7 +1919,7 @@ class Rules:
         for regex, rule in self.sentences:
             found = re.fullmatch(regex, f" {spoken}")
             if found and rule:
-                yield rule, found.groupdict("") | {"step": spoken}
+                yield rule, found.groupdict("")
         yield self.otherwise, {}
 
     def stems(self, text):
@@ -2110,9 +2110,9 @@ class Plan:
         # the words of each sentence of `anything else` that matches the question or a step of it
         steps = re.split(self.rules.kinds["between"], self.question, maxsplit=6)
         wishes = [
-            known | words
-            for part in [self.question, *steps]
-            for _, words in self.rules.matches(part)
+            known | words | {"step": step}
+            for step in ["", *steps]
+            for _, words in self.rules.matches(step or self.question)
         ]
         offers = []
         for line in re.split(r"\n| \| ", self.rules.otherwise.get("can", "")):
