@@ -2088,7 +2088,7 @@ class Plan:
         if other != file:
             if other and rule.get("tool") in self.request.read_only:
                 return self._follow(rule, said, other)
-            return self._advise(f"There is no {file} here.")
+            return self._advise(f"There is no {file} here.\n<rows>")
         if not re.match(NOTHING, result):
             return shown
         return self._advise(f"{shown}\n<rows>")
