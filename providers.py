@@ -2108,7 +2108,7 @@ class Plan:
         path = self.known["file"] and shlex.quote(file)  # it can have spaces
         known = self.known | {"row": row, "rows": lines, "file": path}
         # the words of each sentence of `anything else` that matches the question or a step of it
-        steps = re.split(self.rules.kinds["between"], self.question, maxsplit=6)
+        steps = re.split(self.rules.kinds["between"], self.question, maxsplit=3)
         wishes = [
             known | words | {"step": step}
             for step in ["", *steps]

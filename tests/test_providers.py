@@ -1595,7 +1595,7 @@ OFFERED = {  # nothing is run: what can be done with these words is offered, or 
     'is "the sea" somewhere near a.txt?': '  find "the sea" in a.txt',
     "whats the avarage grade in docs/b.md": "read docs/b.md",
     "translate docs/b.md to German": "  read docs/b.md",
-    "read away.txt and translate it": "  read away.txt",
+    "read away.txt and translate it": "  list the files here",
     "save those to b.txt": "  list the files here",
     "copy a.txt into it": "  read a.txt",
     "insert 'x' after line 2 in a.txt": "read a.txt",
@@ -1641,8 +1641,12 @@ def test_what_no_rule_has_is_offered_asked_for_or_refused_and_nothing_is_run(des
     assert desk.read("a.txt") == "one\ntwo\nthree\n" and not (desk.folder / "b.txt").exists()
     for line in re.findall("(?m)^  (.*)$", text):
         assert "know no rule" not in (offline(line)[1] or ""), line
-        typed = line.split()[-1] in sentence  # only what was typed may write, delete or run
-        harmless = line.startswith(("how many words", "which file is", "sort ", "copy a.txt to old"))
+        typed = (
+            line.split()[-1].strip('"') in sentence
+        )  # only what was typed may write, delete or run
+        harmless = line.startswith(
+            ("how many words", "which file is", "sort ", "copy a.txt to old")
+        )
         assert offline(line)[0] in (None, *READ_ONLY) or harmless or typed
 
 
@@ -1808,7 +1812,7 @@ ADVICE = {  # what is said → what the last answer has: lines found, and offers
     "how many errors are in the log": "app.log has 1 lines with error.",
     "find roll in the code": "dice.py:1: def roll",
     "translate the notes": "  read notes.md",
-    "change roll to throw in game.py": "no game.py here.\ndice.py: def roll():\nI can:",
+    "change roll to throw in game.py": "There is no game.py here.\nI can:",
     "change roll to throw in dicee.py": "  change roll to throw in dice.py",
     "add to notes.md: buy milk": "+buy milk",
     "read notes.md / and then put another line in it: buy milk": "+buy milk",
@@ -1928,7 +1932,7 @@ def test_facts_are_kept_apart_and_forgotten_one_by_one(desk):
     desk.ask("my name is Lena and I study physics")
     desk.ask("my name is Tom")
     assert "I study physics" in desk.ask("what do i study")[0]
-    assert desk.ask("what is my name?")[0] == "The user: name is Tom"
+    assert desk.ask("what is my name?")[0].startswith("The user: name is Tom")
     desk.ask("forget my name")
     assert desk.read("memory/MEMORY.md") == "# Facts\n\n- old\n- The user: I study physics\n"
     assert "I was not told that" in desk.ask("what is my name?")[0]
@@ -2033,7 +2037,7 @@ def test_a_rule_that_means_itself_ends(sentence):
     text = providers.beside_this_file().replace("## greet", f"{ENDLESS}## greet", 1)
     model = OfflineProvider(text)
     assert model.rules.problems == []
-    assert set(offline(sentence, model=model)[1].split()) <= {"ping", "to", "fro"}
+    assert set(offline(sentence, model=model)[1].split()) <= {"Nothing", "yet."}
 
 
 def test_a_long_text_and_what_looks_like_a_key_are_written_whole_or_not_at_all(desk):
