@@ -1798,9 +1798,9 @@ def typed(line, tools):
 # sentence of a rule becomes a regular expression. Mistakes are reported with their line numbers.
 
 OFFLINE_RULES = "templates/offline/rules.md"  # nanobot_data/templates/… after pip install
-# the fields of a rule (the first five can have many lines); others are arguments of its tool
+# the fields of a rule (the first six can have many lines); others are arguments of its tool
 FIELDS = re.findall(
-    r"\w+", "answer offer calculate means without line tool reads title words start"
+    r"\w+", "answer offer can calculate means without line tool reads title words start"
 )
 IMPLIED = {  # a rule with this field needs no `tool:`; the first such field counts
     "command": "exec",
@@ -1811,14 +1811,14 @@ IMPLIED = {  # a rule with this field needs no `tool:`; the first such field cou
     "url": "web_fetch",
 }
 BUILT_IN = (  # filled in here
-    "<result> <Time> <memory> <file> <count> <calls> <last> <head> <rows>"
-    " <retyped> <row> <py> <csv> <log> <txt> <md> <again> <text> <noun> <amount>"
+    "<result> <Time> <memory> <file> <count> <calls> <last> <rows> <row> <step> <again> <text>"
+    " <note> <errand>"
 )
 WORD = r"<(\w+)>"
 TYPED_WORD = r"(?<![\w./'’-])[a-z]{3,20}(?![\w/'’-]|\.\w)"  # not the `txt` of a.txt
 # the signs of a sentence as parts of a regex; `...` stands for any words
 MARKS = {"[": "(?:", "]": ")?", "(": "(?:", ")": ")", "|": "|", "...": r"[^\w\s]*(?:\s+\S+)*?"}
-ENDING = "(?:ies|ing|ed|es|e|s|y)"  # of a word: grades, grade, graded
+ENDING = "(?:ies|ing|ed|es|ys|e|s|y)"  # of a word: grades, grade, graded
 
 
 class Rules:
@@ -1863,7 +1863,7 @@ class Rules:
         elif key and self.last:
             self._check_field(key[1], key[2])
             self.last[key[1]] = key[2]
-        elif latest in FIELDS[:5]:
+        elif latest in FIELDS[:6]:
             self.last[latest] += f"\n{line}"
         elif line and self.last:
             raise ValueError("this is neither a sentence (- read <file>) nor a field (answer: Hi)")
@@ -1902,33 +1902,31 @@ class Rules:
         If a step has no rule, nothing runs: the only rule has an `offer` then. Only rules that read
         run if text is piped in (after a blank line) or words are misspelt.
         """
-        head = text.partition("\n\n")[0]
-        if len(head) > 1_000:
-            head = ""  # no rule is for such a long text
+        # no rule is for a text of more than 1,000 characters
+        head = re.match(r"(?s).{0,1000}?(?=\n\n|\Z)|", text)[0]
         corrected = re.sub(TYPED_WORD, lambda word: nearest(word[0], self.vocabulary), head)
         for spoken in (head, corrected):
             for cut in (self.kinds["between"], self.kinds["after_then"], "(?!)"):
-                steps = [self.match(part) for part in re.split(cut, spoken, maxsplit=6)]
+                steps = [next(self.matches(part)) for part in re.split(cut, spoken, maxsplit=6)]
                 tools = {rule.get("tool", "") for rule, _ in steps if "reads" not in rule}
                 runs = tools <= {"", *read_only} or spoken == text
                 if runs and not any("offer" in rule for rule, _ in steps):
                     return steps
-        rule, said = self.match(head)
-        return [(rule if "offer" in rule else self.otherwise, said)]
+        return [next(found for found in self.matches(head) if "offer" in found[0])]
 
-    def match(self, text):
-        """Return the first rule that has a matching sentence, and the values of its <words>."""
+    def matches(self, text):
+        """Yield each rule that has a matching sentence, and the values of its <words>."""
         spoken = re.sub(self.kinds["after"], "", text.strip())
         spoken = re.sub(self.kinds["before"], "", spoken)
         for regex, rule in self.sentences:
             found = re.fullmatch(regex, f" {spoken}")
             if found and rule:
-                return rule, found.groupdict("")
-        return self.otherwise, {}
+                yield rule, found.groupdict("")
+        yield self.otherwise, {}
 
     def stems(self, text):
         """`the grades of b.csv` → {"grad", "csv", "b.csv"}: what is meant, without endings"""
-        text = text.lower().replace("to do", "todo")
+        text = text.lower().replace("to do", "todo").replace("favourite", "favorite")
         return {
             re.sub(rf"(?<=\w\w\w){ENDING}$", "", word)
             for word in re.findall(r"[^\W_]+", text) + re.findall(r"[\w-]+\.\w+", text)
@@ -1991,8 +1989,9 @@ class Plan:
         # - Facts: /home/a b/memory/MEMORY.md
         paths = r"[:`] ?((?:/|~|\w:\\)[^\n:`]*MEMORY\.md)|\Z"
         self.known["memory"] = re.search(paths, prompt)[1] or "MEMORY.md"
+        self.facts = re.findall("(?m)^- (The user)(?:: |'s )(.+)", prompt)
         question = ""
-        for message in messages[-40:]:
+        for message in [*messages[-40:], {"role": "assistant", "content": ""}]:
             text = message["content"]
             if message["role"] == "tool":
                 self.results.append(text)
@@ -2001,35 +2000,32 @@ class Plan:
                 question = f"{question}\n{typed.strip()}".strip()
                 self.known |= dict(re.findall("(?m)^(Time): (.*)", runtime))
             elif message["role"] == "assistant" and "tool_calls" not in message:
-                self._reports(question)
+                self.matches = {}
+                self.next_call = None
+                # without API keys, because its words are looked for
+                self.question = re.sub(KEYS, "", question)[:1_000]
+                self.paths = None  # the files here, once they are needed
+                reports = self._run(question, True)  # an answer for each step and file
+                self.results.clear()
                 question = ""
-        return "\n\n".join(self._reports(question))
-
-    def _reports(self, question):
-        """Plan one turn. Returns an answer for each step and file."""
-        self.matches = {}
-        self.next_call = None
-        # without API keys, because its words are looked for
-        self.question = re.sub(KEYS, "", question)[:1_000]
-        self.paths = None  # the files here, once they are needed
-        reports = self._run(question, True)
-        self.results.clear()
-        return reports
+        return "\n\n".join(reports)
 
     def _run(self, question, typed=False):
         """Apply the rules of a question. Only what was typed can mean another sentence."""
         reports = []
         for rule, said in self.rules.find(question, self.request.read_only):
             self.matches[rule.get("title")] = said
-            means = fill(rule.get("means", ""), self.known | self.said | said)
+            means = fill(rule.get("means", "").replace(" | ", "\n"), self.known | self.said | said)
             if means and typed:
                 reports += self._run(means.partition("\n")[0])
                 continue
             reports += [self._follow(rule, said, file) for file in self._files(said)]
             if "reads" in rule or rule.get("tool") in self.request.read_only:
                 # what is my average grade in math? → what is my average grade in
-                last_word = r"(?i)^(?:the|in|on|for|of|at|with|what|how) \S+$|\s*\S+$"
-                self.said = said | {"again": re.sub(last_word, "", question)}
+                said["again"] = re.sub(
+                    r"(?i)^(?:the|in|on|for|of|at|with|what|how) \S+$|\s*\S+$", "", question
+                )
+                self.said = said
             elif "tool" in rule:
                 self.known["calls"] += f"\n- {question}"
         return reports
@@ -2063,9 +2059,9 @@ class Plan:
     def _follow(self, rule, said, file):
         """Apply one rule to one file. Returns the rule's answer, or the error text of a tool."""
         if "offer" in rule:
-            return self._advise(rule.get("answer", rule["offer"]), said)
+            return self._advise(rule["offer"])
         if "<file>" in str(rule) and not file:
-            return self._advise("Which file do you mean?", {})
+            return self._advise("Which file do you mean?\n<rows>")
         self.known["file"] = file
         known = self.known | {name: re.sub(QUOTED, r"\1", text) for name, text in said.items()}
         if (
@@ -2083,64 +2079,64 @@ class Plan:
             result = self._result(rule["tool"], arguments_of(rule, known))
         shown = re.sub(NOISE, "", result).strip()
         if re.match(SUCCESS.get(rule.get("tool"), OTHER_SUCCESS), result):
-            self.known["file"] = known.get("target") or known.get("settings") or file
-            nothing = "Nothing yet." if rule.get("tool") in self.request.read_only else "Done."
+            # renamed 'a.txt' -> 'b.txt', or b.txt:3: milk
+            named = re.search(r"(?:-> '?|^)([^'\s:,]+\.\w+)(?:[':,]|$)", shown)
+            self.known["file"] = named[1] if named else file
+            nothing = "Done." if rule.get("tool") == "exec" else "Nothing yet."
             known |= {"result": shown or nothing, "count": shown.count("\n") + 1}
-            return fill(rule.get("answer", rule.get("means", "<result>")).strip(), known)
-        other = file
-        if file and re.search("No such file|There is no folder", result):
-            other = self._look_up(file)
+            return fill(rule.get("answer", "<result>"), known).strip() or nothing
+        missing = re.search("No such file|There is no folder", result)
+        other = self._look_up(file) if missing else file
         if other != file:
             if other and rule.get("tool") in self.request.read_only:
                 return self._follow(rule, said, other)
-            again = other and self.question.replace(file, shlex.quote(other))
-            retyped = {"name": file, "retyped": again, "py": ""}
-            return self._advise(f"There is no {file} here.", said | retyped)
+            return self._advise(f"There is no {file} here.\n<rows>")
         if not re.match(NOTHING, result):
             return shown
-        if rule.get("path") == "<memory>" and said:
-            shown += "\n" + self._run("what do you know about me")[0]
-        return self._advise(shown, {})
+        return self._advise(f"{shown}\n<rows>")
 
-    def _advise(self, text, said):
-        """Return `text`, the lines of files that are nearest to what was asked, and three offers:
-        `find test in notes.md`, … The lines alone, if they have most words of a question:
-
-        `when is the physics test` → `notes.md: physics test on Friday`
+    def _advise(self, text):
+        """Return `text` and three offers: `find test in notes.md`, … If lines have most words of a
+        question, they are the answer: `when is the test` → `notes.md: physics test on Friday`
         """
-        named = self._look_up(said.get("name") or self.question)
-        file = self.known["file"] = named or self.known["file"]
-        file = file if file in self.paths else ""  # it may be gone
-        words = self.rules.stems(self.question) - self.rules.stems(named)
-        spelt = words | {nearest(word, self.rules.vocabulary) for word in words}  # erors: errors
-        common = rf"(?i:\b(?:{'|'.join(sorted(spelt))}){ENDING}?\b)"
-        search = {"pattern": common, "output_mode": "content"}
-        if len(words) > 2 and "retyped" not in said:
-            search["pattern"] += f".*{common}"  # one common word says little
-        result = self._result("grep", search) if words and self.paths else ""
+        named = self._look_up(self.question)
+        rows = self._lines_about(named) if "<rows>" in text else []
+        near, row = [*rows, (self.known["file"], "")][0]
+        file = named or near
+        self.known["file"] = file if file in self.paths else ""  # it may be gone
+        lines = "\n".join(map(": ".join, rows[:5]))
+        if lines and re.search(self.rules.kinds["asks"], self.question):
+            return lines
+        path = self.known["file"] and shlex.quote(file)  # it can have spaces
+        known = self.known | {"row": row, "rows": lines, "file": path}
+        # the words of each sentence of `anything else` that matches the question or a step of it
+        steps = re.split(self.rules.kinds["between"], self.question, maxsplit=3)
+        wishes = [
+            known | words | {"step": step}
+            for step in ["", *steps]
+            for _, words in self.rules.matches(step or self.question)
+        ]
+        offers = []
+        for line in re.split(r"\n| \| ", self.rules.otherwise.get("can", "")):
+            for words in wishes:
+                offer = fill(line, words)
+                if len(offers) < 3 and offer not in (self.question, *offers):
+                    found = self.rules.find(offer, self.request.read_only)
+                    offers += [] if any("offer" in rule for rule, _ in found) else [offer]
+        return "\n  ".join([fill(text, known) + "\nI can:", *offers])
+
+    def _lines_about(self, named):
+        """Return the facts and the lines of files that have most words of the question, best first:
+        [("notes.md", "physics test on Friday")]
+        """
+        stems = self.rules.stems
+        words = set(filter(str.isalpha, stems(self.question) - stems(named)))
+        common = rf"(?i:(?:\b|_)(?:{'|'.join(sorted(words))}){ENDING}?(?:\b|_))"
+        search = {"pattern": common, "output_mode": "content", "path": named}
+        found = self._result("grep", search) if words and self.paths else ""
         # without the head of a table
-        rows = re.findall(r"(?m)^(?!.+\.csv:1: )(.+?):\d+: (.{1,200})", result)
-
-        def rank(row):
-            # how many words, but not numbers, are common
-            return len(set(re.findall(rf"(?!\d){common}", row[1].lower()))), row[0] == file
-
-        rows.sort(key=rank, reverse=True)
-        near, line = [*rows, (file, "")][0]
-        asks = re.search(f"(?i){self.rules.kinds['asks']}", self.question)
-        if asks and not said.get("change") and rank((near, line))[0] >= min(2, len(words)) > 0:
-            return "\n".join(": ".join(row) for row in rows[:5] if rank(row) == rank(rows[0]))
-        here = {
-            "file": file and shlex.quote(file),  # it can have spaces
-            "near": near and shlex.quote(near),
-            "found": re.search(f"{common}|$", line)[0],
-            "row": line,
-            "rows": "\n".join(map(": ".join, rows[:5])),
-        }
-        here[file.rpartition(".")[2]] = here["file"]  # <py>, <csv>
-        offer = self.rules.otherwise["offer"].replace("<head>", text)
-        advice = fill(offer, self.known | here | said)
-        return re.sub(r"((?:\n  .+){3})[\s\S]*", r"\1", advice)  # three offers
+        rows = self.facts + re.findall(r"(?m)^(?!.+\.csv:1: )(.+?):\d+: (.{1,200})", found)
+        return [row for row in rows if len(stems(row[1]) & words) > len(words) / 2]
 
     def _result(self, tool, arguments):
         """Return a call's result. If the call has no result yet, set `next_call` and return ""."""
@@ -2171,17 +2167,21 @@ class Plan:
             return "I know nothing of that: no line has it. Ask: what do you know about me?"
         if not page:
             return text
+        columns = page.partition("\n")[0].count(",")
+        if line and path.endswith(".csv") and line.count(",") < columns:
+            row = ",".join(line.rsplit(None, columns))
+            return f"A row of {path} needs commas. I can:\n  append {row} to {path}"
         return self._result("edit_file", {"path": path, "old_text": old, "new_text": new})
 
 
 def fill(template, known, change=str):
     """`<file> says:` → `a.txt says:`; a line with a <word> that is not known is left out"""
-    lines = [
-        re.sub(WORD, lambda match: change(known[match[1]]), line)
+    # sort a.txt (if <sorting>)
+    return "\n".join(
+        re.sub(WORD, lambda match: change(known[match[1]]), re.sub(r" \(if <\w+>\)$", "", line))
         for line in template.split("\n")
         if all(map(known.get, re.findall(WORD, line)))
-    ]
-    return "\n".join(lines)
+    )
 
 
 def arguments_of(rule, known):

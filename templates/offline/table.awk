@@ -19,7 +19,9 @@ function is_named(column) {  # `grades` in a question also names the column grad
     gsub(/[^a-z0-9]+/, ".", column)
     sub(/s$/, "", column)
     if (asked ~ /how much.*(spen[dt]|paid|pay|cost)/ && column ~ /^(amount|price|cost|euro|sum|total|spent|paid)/) return 1
-    return asked ~ "[^a-z0-9]" column "s?[^a-z0-9]"
+    if (asked ~ "[^a-z0-9]" column "s?[^a-z0-9]") return 1
+    parts = split(column, part, ".")  # `rain` names rain_mm, if no column is called rain
+    for (p = 1; p <= parts; p++) if (length(part[p]) > 2 && asked ~ "[^a-z0-9]" part[p] "s?[^a-z0-9]") return 0.5
 }
 function is_said(text) {  # `forward` and `forwards`, but no number and nothing as short as `in`
     text = tolower(text)
@@ -78,8 +80,9 @@ END {
         print "No match for '" wanted "' in the tables here"
         exit 1
     }
-    none = !known || !best && length(asked) > 20
-    if (none) print "I find no table (*.csv) with a column of numbers that you name." (known ? " I can:" : "")
+    spent = asked ~ /(spen[dt]|paid|pay|cost).* (on|for) / && asked !~ / in total/
+    none = !known || !best && length(asked) > 20 || spent && best < 4
+    if (none) print "I find no table (*.csv) with " (spent ? "a row" : "a column of numbers") " that you name." (known ? " I can:" : "")
     for (i = 1; i <= known; i++) {
         key = keys[i]
         line = key ": highest " high[key] " (" substr(highest[key], 3) "), lowest " low[key] " (" substr(lowest[key], 3) "), average " sum[key] / rows[key] ", sum " sum[key] " of " rows[key] " rows"
