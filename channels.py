@@ -18,6 +18,7 @@ Read this file last. Not covered: turns, sessions, options. The file works alone
 """
 
 import asyncio
+import codecs
 import contextlib
 import contextvars
 import functools
@@ -373,6 +374,7 @@ class BottomLine:
         self.drawn = ""  # what the line shows now
         self.unfinished = ""  # the last line of the printed text; "" if that line has ended
         self._lock = threading.RLock()  # the main thread and the loop's thread both print
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a letter comes in parts
         self._usual = None  # the terminal's settings, while it does not show the keys
 
     def begin(self, what):
@@ -421,7 +423,7 @@ class BottomLine:
         """Take what was typed, until the keyboard has been quiet for so many seconds. Enter queues
         the draft. Pasted lines are one message; if the last of them has no end, it waits for
         Enter."""
-        self.draft = edited(self.draft, self._keys(quiet).decode(errors="replace"))
+        self.draft = edited(self.draft, self._decoder.decode(self._keys(quiet)))
         if self.draft.endswith("\n"):
             if line := self.draft.strip():
                 self.queued.append(line)
@@ -630,6 +632,7 @@ class CLI(Channel):
         self.kinds = kinds
         self.live = self.out.isatty()
         self.bottom = BottomLine(self.err)
+        self.bottom.can_draw &= self.live  # in `nanobot -m hi | cat`, cat prints at any time
         self._streamed = ""  # the text of an unfinished answer so far
 
     async def send(self, message):
@@ -1053,9 +1056,11 @@ class Telegram(Channel):
             texts.append(with_quote(message))
             try:
                 if file := file_in(message):
-                    media.append(await self._save(file))
+                    async with asyncio.timeout(300.0):  # seconds; meanwhile the chat waits
+                        media.append(await self._save(file))
             except (TelegramError, Refused, OSError) as failure:
-                texts.append(f"[this message had a file, but it cannot be fetched: {failure}]")
+                why = str(failure) or "it did not come within five minutes"
+                texts.append(f"[this message had a file, but it cannot be fetched: {why}]")
         content = "\n".join(filter(None, texts))
         if not content and not media:
             return None  # an event; for example, somebody joined the group

@@ -330,7 +330,7 @@ class MemoryStore:
             if self.read_facts() != instead_of:
                 return False
             text = text.strip()
-            is_far_too_short = len(instead_of) > 300 and len(text) < len(instead_of) // 2
+            is_far_too_short = len(instead_of) > 100 and len(text) < len(instead_of) // 2
             if not text or is_far_too_short:
                 log.warning("MEMORY.md is not changed: the new text is empty or far too short")
             else:
@@ -901,12 +901,12 @@ class SessionManager:
 
     def latest(self, folder):
         """The key of the newest `typed` conversation at a terminal in `folder`, or "". One that a
-        failure or Ctrl-C ended before its first answer does not count."""
+        failure or Ctrl-C ended before the model said or did anything does not count."""
         for key in self.list_keys():
             first = self.first_line(key)
             if first.get("typed") and first.get("folder") == str(folder):
                 session = self.get(key)
-                if session.saved or session.is_open or any(map(is_answer, session.messages)):
+                if session.saved or session.is_open or len(session.messages) > 1:
                     return key
         return ""
 

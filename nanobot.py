@@ -917,20 +917,15 @@ def run(text: str, session_key: str = "", config: Config | None = None) -> str:
 
 
 async def answer_with_helpers(loop, text, key, on_event=None, later_lines=list):
-    """Answer a message, then wait for all running helpers and answer their reports. The result is
-    the last one; its `requests` and `usage` are those of all these turns."""
+    """Answer a message, then wait for all running helpers and answer their reports."""
     reports = []
-    requests = 0
-    usage = dict(NO_USAGE)
     loop.subagents.report = reports.append
     try:
         while True:
             result = await loop.process_direct(text, key, on_event, later_lines=later_lines)
-            requests += result.requests
-            add_up(usage, result.usage)
             await asyncio.gather(*loop.subagents.of(key), return_exceptions=True)
             if not reports:
-                return replace(result, requests=requests, usage=usage)
+                return result
             text = reports.pop(0).content
     except asyncio.CancelledError:
         loop.stop(key)
@@ -1774,7 +1769,9 @@ class JobRunner:
             loop.context.zone,
             now=lambda: loop.program.now().timestamp(),
             sleep=loop.program.sleep,
-            is_wanted=lambda job: self.is_gateway or job.channel == "cli",
+            is_wanted=lambda job: (
+                self.is_gateway or (job.channel == "cli" and not loop.config.read_only)
+            ),
         )
 
     async def run(self):
@@ -1811,7 +1808,8 @@ class JobRunner:
             # a gateway has no morning at which it begins: it remembers at each system job
             memory.remember_terminals(self.loop.sessions)
             if job.id == "dream":
-                await self._until_quiet()
+                # who has just opened the page would have to wait for the dream
+                await self.loop.program.sleep(600.0)
                 await self.loop.dream.run()
             else:
                 await self._beat()
@@ -1831,16 +1829,6 @@ class JobRunner:
                 await self.tell(
                     channels.InboundMessage("system", "job", chat, told, message_id=run)
                 )
-
-    async def _until_quiet(self):
-        """Wait until no conversation was used for ten minutes, at most two hours: a person who has
-        just opened the page, or is talking, would have to wait for the dream."""
-        sessions = self.loop.sessions
-        for _ in range(12):
-            latest = conversations(sessions)[:1]
-            await self.loop.program.sleep(600.0)
-            if latest == conversations(sessions)[:1]:
-                return
 
     async def _answer(self, key, text, chat="", folder=""):
         """Answer in a new conversation, not saved to the memory. A failure raises RuntimeError."""
@@ -2030,7 +2018,7 @@ COMMANDS = {
     "dream": "read the recent history and save lasting facts in the memory",
     "dream-log": "list the commits of the memory, or show the commit that you name",
     "dream-restore": "undo the last dream, or the commit that you name",
-    "help": "this list",
+    "help": "this list; at a terminal, /quit or Ctrl-D leaves",
 }
 WAITING = ("new", "continue", "undo")  # these commands wait for the end of a running turn
 
@@ -2294,6 +2282,7 @@ class Config:
         self.tools.mcp_servers = self.mcp_servers | self.tools.mcp_servers
         self.path = path_of(USUAL_SETTINGS)
         self.base_url = ""  # from a flag or the environment
+        self.general_key = ""  # the variable OPENAI_API_KEY
         self.read_only = False  # from a flag
 
     @property
@@ -2354,6 +2343,7 @@ def load_config(path=None, environ=os.environ):
             config.providers.setdefault(row.name, ProviderSettings()).api_key = key
     defaults = config.defaults
     config.base_url = environ.get("OPENAI_BASE_URL", "")
+    config.general_key = environ.get("OPENAI_API_KEY", "")
     if config.base_url and defaults.provider in providers.ROWS:
         defaults.provider = "auto"  # environment variables override the settings file
     defaults.model = environ.get("NANOBOT_MODEL") or defaults.model
@@ -2437,7 +2427,9 @@ def make_provider(config, model=""):
     }
     chosen = "" if defaults.provider == "auto" else defaults.provider
     try:
-        endpoint = providers.choose_endpoint(own, model, chosen, config.base_url)
+        endpoint = providers.choose_endpoint(
+            own, model, chosen, config.base_url, config.general_key
+        )
     except ValueError as problem:
         raise ConfigError(str(problem)) from None
     if endpoint:
@@ -2782,8 +2774,11 @@ class Talk:
     def run(self):
         """Answer one message, or hold a conversation. Returns the exit status."""
         self.begin_day()
-        if lacks_model(self.loop):
-            self.tell_no_model()
+        told = self.folder / "told-no-model"  # once a day in each folder: the answers say it, too
+        now = f"{self.day} {self.loop.program.folder}"
+        if lacks_model(self.loop) and self.loop.memory.text_of(told) != now:
+            self.terminal.note(template("no_model"))
+            memory.write_atomically(told, now)
         status = self.converse() if self.is_conversation else self.answer_once()
         self.terminal.bottom.begin("the memory (Ctrl-C leaves it for next time)")
         with contextlib.suppress(KeyboardInterrupt):  # a later turn does the cancelled memory work
@@ -2873,9 +2868,12 @@ class Talk:
             try:
                 answer = self.terminal.bottom.ask(
                     f"The project has instructions: {project}. Follow them? [y/N] "
-                )
-                project.keep(answer.strip().lower() in ("y", "yes"))
-            except EOFError:  # Ctrl-D: not now
+                ).strip()
+                if answer.lower() in ("y", "yes", "n", "no", ""):
+                    project.keep(answer.lower() in ("y", "yes"))
+                else:
+                    self.terminal.bottom.draft = answer  # it was meant as a message
+            except (EOFError, KeyboardInterrupt):  # not now
                 self.terminal.note("")
         elif project.is_unknown:
             self.terminal.note(
@@ -2889,14 +2887,6 @@ class Talk:
         if self.day != today:
             self.day = today
             self.background.complete(logged(self.morning_work(), "the memory"))
-
-    def tell_no_model(self):
-        """Once a day in each folder; the answers of the offline model say it, too."""
-        told = self.folder / "told-no-model"
-        now = f"{self.day} {self.loop.program.folder}"
-        if self.loop.memory.text_of(told) != now:
-            self.terminal.note(template("no_model"))
-            memory.write_atomically(told, now)
 
     async def morning_work(self):
         """Show the reports. Write entries about earlier conversations, so that the next request has
@@ -2974,7 +2964,7 @@ def undo_command(arguments):
     keys = [
         change["session"]
         for change in tools.kept_changes(turn.undo)
-        if change["folder"] == str(turn.cwd) and change["session"].startswith("cli:")
+        if change["folder"] == str(turn.cwd)
     ]
     if not keys:
         raise ConfigError(NOTHING_TO_UNDO)
@@ -2982,7 +2972,7 @@ def undo_command(arguments):
         # the last one has the newest change
         show(asyncio.run(loop.process_direct("/undo", keys[-1])).final_content)
     except memory.SessionBusy:
-        raise ConfigError("A prompt has this conversation open: type /undo there.") from None
+        raise ConfigError("A program has this conversation open: type /undo there.") from None
 
 
 def onboard_command(arguments):
@@ -3022,10 +3012,8 @@ def status_rows(loop):
     yield "workspace", loop.workspace, ""
     yield "model", *asyncio.run(model_and_problem(loop.provider))
     sandbox = loop.config.tools.exec.sandbox
-    if sandbox:
-        yield "sandbox", sandbox, tools.sandbox_problem()
-    else:
-        yield "sandbox", "off: commands run with all your rights", ""
+    state = sandbox or "off: commands run with all your rights"
+    yield "sandbox", state, sandbox and tools.sandbox_problem()
     telegram = loop.config.channels.telegram  # the token is never printed
     state = "off: put a token into channels.telegram.token"
     problem = None

@@ -727,26 +727,30 @@ class Endpoint:
 
 
 def choose_endpoint(
-    settings: dict[str, Endpoint], model: str = "", provider: str = "", base_url: str = ""
+    settings: dict[str, Endpoint],
+    model: str = "",
+    provider: str = "",
+    base_url: str = "",
+    general_key: str = "",
 ):
     """Choose the row, the address and the key from `settings` (row name → endpoint).
 
     The first of these decides the row: a maker's base URL, `provider`, any other base URL, `model`.
-    A row's key and headers never reach another row's host, but the user's own server also gets
-    OPENAI_API_KEY. Returns None if no row is usable. Raises ValueError for a wrong setting."""
+    A row's key and headers never reach another row's host. `general_key` is the variable
+    OPENAI_API_KEY, which the user's own server gets, too. Returns None if no row is usable. Raises
+    ValueError for a wrong setting."""
     if provider and provider not in ROWS:
         names = ", ".join(ROWS)
         raise ValueError(f"There is no provider {provider!r}. There are: {names}, offline, human.")
     known = {row.name: replace(settings.get(row.name) or Endpoint(row)) for row in PROVIDERS}
-    general_key = known["openai"].api_key
+    key = known["openai"].api_key
     for row in PROVIDERS:  # OPENAI_API_KEY=sk-or-… contains a key of OpenRouter
-        if row.key_prefix and general_key.startswith(row.key_prefix):
-            known[row.name].api_key = general_key
+        if row.key_prefix and key.startswith(row.key_prefix):
+            known[row.name].api_key = key
             known["openai"].api_key = ""
     host = row_of_address(base_url)  # "custom" if there is no base URL
-    is_makers = bool(host.env_key)  # the address of a provider that has keys
-    is_own_server = bool(base_url) and not is_makers
-    if is_makers:
+    is_own_server = base_url and not host.env_key
+    if host.env_key:  # the address of a provider that has keys
         spec = host
     elif provider:
         spec = ROWS[provider]
@@ -1703,13 +1707,6 @@ def keyless_json(named):
     write = json.JSONEncoder(ensure_ascii=False, default=vars).encode  # vars: of an LLMResponse
     # the groups of KEYS are what stays, like `password=`
     return lambda event: keys.sub(r"\1\2\3[key]", write(event))
-
-
-def recorded_answer(event):
-    """For tests: ScriptedProvider(recorded_answer(event) for event in events if …)"""
-    answer = LLMResponse(**event["answer"])
-    answer.tool_calls = [ToolCallRequest(**call) for call in answer.tool_calls]
-    return answer
 
 
 # ---- You are the model ----

@@ -1457,9 +1457,11 @@ def check_command(command: str, turn: Turn, *, confined: bool = False):
     or to the agent's records. If the fence is on, existing paths outside the allowed folders are
     refused. A recursive delete may only name things below the working folder, unless the command
     is `confined` to a sandbox."""
-    programs = programs_of(command)
+    programs = programs_of(re.sub(HOME, "~", command))
     written = set()
+    named = set()
     here = turn.cwd.resolve()  # where the next program runs; None: unknown
+    folder = ""  # the same as it was typed, also outside of the working folder
     found = ["."]  # what the last `find` has found; `rm {}` deletes it
     for number, words in enumerate(programs, 1):
         rest = itertools.dropwhile(lambda word: re.fullmatch(PREFIX, word), words)
@@ -1476,6 +1478,7 @@ def check_command(command: str, turn: Turn, *, confined: bool = False):
             programs[number:number] = programs_of(script)  # these programs run next
         if name in ("cd", "pushd", "popd"):
             here = real_path(names[0], here, turn) if names else None
+            folder = os.path.join(folder, *names[:1])
         if name == "find":  # a b -type f → a, b; . -name c → ./found*
             before_tests = itertools.takewhile(lambda word: word[:1] not in "-(!", arguments)
             found = list(before_tests) or ["."]
@@ -1494,14 +1497,15 @@ def check_command(command: str, turn: Turn, *, confined: bool = False):
         if re.match(WRITES_LAST, line):
             outputs = names[-1:]
         for word in outputs:
-            if not word.startswith("/"):  # on Windows, `join` would make C:/dev/null of /dev/null
-                word = os.path.join(here or "", word)
+            # ~/x is expanded by turn.path; on Windows, `join` would make C:/dev/null of /dev/null
+            if word[0] not in "/~":
+                word = os.path.join(folder, word)
             written.add(word)
         if "/" in names and name not in ("awk", "cut", "sed", "tr"):
             words.append("/.")  # `ls /`: HARMLESS lets a lone slash pass, as in `cut -d /`
+        named.update(words, (os.path.join(folder, word) for word in words))
     check_paths(written, turn, writes=True)
-    named = {word for words in programs for word in words}  # as typed; `written` has whole paths
-    check_paths(named - written, turn, writes=False)
+    check_paths(named, turn, writes=False)
 
 
 def real_path(name, here, turn):
@@ -1582,8 +1586,7 @@ def check_paths(words, turn, *, writes):
 
 def paths_in(word):
     """Find the paths in a word, like -I/usr/lib, --file=~/x, host:/etc, {a,b}, /etc/pass*"""
-    word = re.sub(HOME, "~", re.sub(URL, "", word))
-    for part in set(re.split(BETWEEN_PATHS, word)):
+    for part in set(re.split(BETWEEN_PATHS, re.sub(URL, "", word))):
         path, *pattern = re.split(r"[*?\[$]", part, maxsplit=1)
         path = path[: path.rfind("/") + 1] if pattern else path  # /etc/ from /etc/pass*
         if not re.fullmatch(HARMLESS, path):
@@ -2369,6 +2372,8 @@ class MCPServer:
             self.scope = None
             self.problem = f"MCP server {self.name} is still starting; its tools are added later"
             self.task = asyncio.create_task(self._serve())
+        if self.retry_at:
+            patience = 0.0  # it has failed before: no turn waits for it again
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.ready.wait(), self.started + patience - time.monotonic())
 

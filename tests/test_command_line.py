@@ -329,9 +329,7 @@ def test_a_one_shot_waits_for_its_helpers_and_tells_what_they_found():
         return call("spawn", task="dig") if last["role"] == "user" else "A helper digs."
 
     with LLM(script):
-        status, out, err = nanobot("-m", "dig")
-    assert (status, out) == (0, "A helper digs.\nIt found gold.\n")
-    assert "3 requests · " in err, "the two turns: the helper's own requests are not of this talk"
+        assert nanobot("-m", "dig")[:2] == (0, "A helper digs.\nIt found gold.\n")
 
 
 @pytest.mark.parametrize("words", ["read a.txt", "replace a with b", "hello"])

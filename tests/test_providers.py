@@ -118,8 +118,8 @@ def settings(**keys):
 CHOICES = [
     (  # a base URL wins over the row's address
         {"openai": Endpoint(ROWS["openai"], "sk-1", "http://127.0.0.1:8/v1")},
-        {"provider": "openai", "base_url": "http://127.0.0.1:9/v1"},
-        ("openai", "sk-1", "http://127.0.0.1:9/v1", "gpt-5-mini"),
+        {"provider": "openai", "base_url": "http://127.0.0.1:9/v1", "general_key": "sk-2"},
+        ("openai", "sk-2", "http://127.0.0.1:9/v1", "gpt-5-mini"),
     ),
     (
         settings(openrouter="sk-or-1"),
@@ -144,6 +144,7 @@ LOCAL = "http://127.0.0.1:9/v1"
 FOREIGN_HOSTS = [  # the row that has a key, and what is asked for
     ("openai", {"provider": "ollama"}),
     ("openai", {"provider": "custom"}),
+    ("openai", {"base_url": LOCAL}),  # a key of the settings file; the variable is meant for it
     ("openai", {"provider": "openai", "base_url": "https://openrouter.ai/api/v1"}),
     ("openrouter", {"provider": "openrouter", "base_url": "https://api.openai.com/v1"}),
     ("openrouter", {"base_url": "https://openrouter.ai.evil.example/v1"}),

@@ -77,7 +77,8 @@ def problem_of(rules: str, names: list[str]) -> str:
 
 
 def title_for(sentence: str, rules: Any) -> str:
-    return rules.match(sentence)[0].get("title", "")
+    rule, _ = next(rules.matches(sentence))
+    return rule.get("title", "")
 
 
 def spoken(sentence: str) -> str:
