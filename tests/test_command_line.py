@@ -940,7 +940,8 @@ def test_undo_says_which_turn_it_takes_back_and_how_each_file_is_then(tmp_path):
     for folder in (a, b):
         folder.mkdir()
         for text in ("create {}.txt with hello", "change hello to bye in {}.txt"):
-            said = ("--offline", "-s", folder.name, "-m", text.format(folder.name))
+            key = "web:page" if folder == a else folder.name
+            said = ("--offline", "-s", key, "-m", text.format(folder.name))
             assert nanobot(*said, cwd=folder)[0] == 0
     for kept in (Path.home() / ".nanobot" / "undo").iterdir():  # two hours pass
         change = json.loads(kept.read_bytes().partition(b"\n")[0])
@@ -1059,8 +1060,9 @@ def test_the_projects_instructions_are_followed_if_the_user_allows_this_version(
         assert "AGENTS.md is not followed. To allow it: nanobot trust" in err
         terminal = Terminal(cwd=deep)
         terminal.expect("instructions: ", question)
-        terminal.answered("y")
-        terminal.answered("hi", "ok")
+        terminal.say("hi", "> hi")  # a message is no answer: it stands in the prompt
+        terminal.say("", question)
+        terminal.answered("y", "ok")
         rules.write_text("Use tabs. Or so.", encoding="utf-8")
         terminal.say("changed", question)
         wait_for_report("Shall I?")  # this question is shown, then the other one again

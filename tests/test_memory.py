@@ -240,6 +240,17 @@ def test_every_key_has_a_file_of_its_own_and_the_one_used_last_is_listed_first(t
         assert contents(loaded(tmp_path, key).messages) == [f"in {key!a} \u2028 \x85 ? \0"]
 
 
+def test_a_turn_that_was_stopped_after_it_had_begun_is_the_latest_conversation(tmp_path):
+    sessions = SessionManager(tmp_path)
+    session = sessions.get("cli:a")
+    session.origin = {"folder": "/p", "typed": True}
+    session.append({"role": "user", "content": "hi"})
+    session.end_open_turn("it was stopped")
+    assert sessions.latest("/p") == ""
+    session.append({"role": "assistant", "content": "Half an ans", "cut": "it was stopped"})
+    assert sessions.latest("/p") == "cli:a"
+
+
 # ---- Damage ----
 # A whole conversation: a part is in the memory, a turn has calls, `/new` is behind some messages.
 

@@ -1776,6 +1776,9 @@ def test_any_other_recursive_delete_is_refused(turn, command):
         "mv $HOME/* x",
         "chmod -R 777 /",
         "cd sessions && echo x > a.jsonl",
+        "cd sub && echo x > ../sessions/a.jsonl",
+        "echo x > ~/config.json",
+        "cd ~ && cat config.json",
         "sed -Ei s/a/b/ memory/history.jsonl a.txt",
     ],
 )
@@ -1809,6 +1812,7 @@ def test_what_destroys_a_machine_or_the_agents_records_is_refused(turn, command)
         "grep -F ';' shutdown",
         "mv ~/a.txt .",
         "rm -rf sub && mkdir sub",
+        "cd sub && cat ../a.txt b.txt > ../c.txt",
         "cat <<A > a.txt; cat <<B > b.txt\nit's\nA\nrm -rf /\nB\n",
         "cat > a.txt <<A\nit's\nA\ncat > b.txt <<B\nrm -rf ~\nB\nrm -rf sub",
         "git add " + "sub/b.txt " * 900,
@@ -1823,6 +1827,7 @@ def test_what_people_mean_passes(turn, command):
     "command",
     [
         "cat ../out/gold.txt",
+        "cd sub && cat ../../out/gold.txt",
         "cat '~root'",
         "cat file:///etc/passwd",
         "ls /",
