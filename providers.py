@@ -727,18 +727,13 @@ class Endpoint:
 
 
 def choose_endpoint(
-    settings: dict[str, Endpoint],
-    model: str = "",
-    provider: str = "",
-    base_url: str = "",
-    general_key: str = "",
+    settings: dict[str, Endpoint], model="", provider="", base_url="", general_key=""
 ):
     """Choose the row, the address and the key from `settings` (row name → endpoint).
 
     The first of these decides the row: a maker's base URL, `provider`, any other base URL, `model`.
-    A row's key and headers never reach another row's host. `general_key` is the variable
-    OPENAI_API_KEY, which the user's own server gets, too. Returns None if no row is usable. Raises
-    ValueError for a wrong setting."""
+    A row's key and headers never reach another row's host; the user's own server gets `general_key`
+    (OPENAI_API_KEY). Returns None if no row is usable. Raises ValueError for a wrong setting."""
     if provider and provider not in ROWS:
         names = ", ".join(ROWS)
         raise ValueError(f"There is no provider {provider!r}. There are: {names}, offline, human.")
