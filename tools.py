@@ -1454,12 +1454,10 @@ BEFORE_PATTERN = r"[^*?\[{]*(/|$)|"
 
 def check_command(command: str, turn: Turn, *, confined: bool = False):
     """Raise Refused for a FATAL program, a fork bomb, a file with API keys, or a write to a device
-    or to the agent's records. If the fence is on, existing paths outside the allowed folders are
-    refused. A recursive delete may only name things below the working folder, unless the command
-    is `confined` to a sandbox."""
+    or to the agent's records, and with a fence for existing paths outside of it. A recursive delete
+    may only name things below the working folder, unless `confined` to a sandbox."""
     programs = programs_of(re.sub(HOME, "~", command))
-    written = set()
-    named = set()
+    written, named = set(), set()
     here = turn.cwd.resolve()  # where the next program runs; None: unknown
     folder = ""  # the same as it was typed, also outside of the working folder
     found = ["."]  # what the last `find` has found; `rm {}` deletes it
@@ -1497,10 +1495,8 @@ def check_command(command: str, turn: Turn, *, confined: bool = False):
         if re.match(WRITES_LAST, line):
             outputs = names[-1:]
         for word in outputs:
-            # ~/x is expanded by turn.path; on Windows, `join` would make C:/dev/null of /dev/null
-            if word[0] not in "/~":
-                word = os.path.join(folder, word)
-            written.add(word)
+            # turn.path expands ~/x; on Windows, `join` would make C:/dev/null of /dev/null
+            written.add(word if word[0] in "/~" else os.path.join(folder, word))
         if "/" in names and name not in ("awk", "cut", "sed", "tr"):
             words.append("/.")  # `ls /`: HARMLESS lets a lone slash pass, as in `cut -d /`
         named.update(words, (os.path.join(folder, word) for word in words))
