@@ -25,6 +25,7 @@ import ast
 import asyncio
 import contextlib
 import difflib
+import functools
 import gc
 import json
 import logging
@@ -1813,6 +1814,9 @@ MARKS = {"[": "(?:", "]": ")?", "(": "(?:", ")": ")", "|": "|", "...": r"[^\w\s]
 ENDING = "(?:ies|ing|ed|es|ys|e|s|y)"  # of a word: grades, grade, graded
 
 
+compiled = functools.cache(re.compile)  # the cache of `re` itself is too small for the sentences
+
+
 class Rules:
     """The parsed rules file. A <word> in a sentence or a field is a placeholder, like <file>.
 
@@ -1897,7 +1901,7 @@ class Rules:
         # no rule is for a text of more than 1,000 characters
         head = re.match(r"(?s).{0,1000}?(?=\n\n|\Z)|", text)[0]
         corrected = re.sub(TYPED_WORD, lambda word: nearest(word[0], self.vocabulary), head)
-        for spoken in (head, corrected):
+        for spoken in dict.fromkeys((head, corrected)):
             for cut in (self.kinds["between"], self.kinds["after_then"], "(?!)"):
                 steps = [next(self.matches(part)) for part in re.split(cut, spoken, maxsplit=6)]
                 tools = {rule.get("tool", "") for rule, _ in steps if "reads" not in rule}
@@ -1911,7 +1915,7 @@ class Rules:
         spoken = re.sub(self.kinds["after"], "", text.strip())
         spoken = re.sub(self.kinds["before"], "", spoken)
         for regex, rule in self.sentences:
-            found = re.fullmatch(regex, f" {spoken}")
+            found = compiled(regex).fullmatch(f" {spoken}")
             if found and rule:
                 yield rule, found.groupdict("")
         yield self.otherwise, {}
@@ -2108,13 +2112,12 @@ class Plan:
             for step in ["", *steps]
             for _, words in self.rules.matches(step or self.question)
         ]
+        templates = re.split(r"\n| \| ", self.rules.otherwise.get("can", ""))
         offers = []
-        for line in re.split(r"\n| \| ", self.rules.otherwise.get("can", "")):
-            for words in wishes:
-                offer = fill(line, words)
-                if len(offers) < 3 and offer not in (self.question, *offers):
-                    found = self.rules.find(offer, self.request.read_only)
-                    offers += [] if any("offer" in rule for rule, _ in found) else [offer]
+        for offer in dict.fromkeys(fill(each, words) for each in templates for words in wishes):
+            if len(offers) < 3 and offer not in ("", self.question):
+                found = self.rules.find(offer, self.request.read_only)
+                offers += [] if any("offer" in rule for rule, _ in found) else [offer]
         return "\n  ".join([fill(text, known) + "\nI can:", *offers])
 
     def _lines_about(self, named):
