@@ -2056,7 +2056,7 @@ NOTHING_TO_UNDO = (
 
 def undo(loop, session):
     """Undo the last turn that changed files. The user's next message tells the model."""
-    changes = tools.last_changes(loop.turn(session.key).undo, session.key)
+    changes = tools.last_changes(loop.turn(session.key))
     if not changes:
         return NOTHING_TO_UNDO
     # an earlier version kept no words, and a turn that goes on after a restart has none
@@ -2963,7 +2963,7 @@ def undo_command(arguments):
     turn = loop.turn("cli:undo")
     keys = [
         change["session"]
-        for change in tools.kept_changes(turn.undo)
+        for change in tools.kept_changes(turn)
         if change["folder"] == str(turn.cwd)
     ]
     if not keys:

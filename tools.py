@@ -414,7 +414,6 @@ def read_file(
 def write_file(path: str, content: str, *, turn: Turn) -> ToolResult:
     """Write a whole file; missing folders are created. To change a part, use edit_file."""
     real = turn.path(path, write=True)
-    data = content.encode(errors="replace")
     old = read_bytes(real) if real.exists() else b""
     lines = len(lines_of(old))
     lines_read = turn.lines_read(real, old)
@@ -423,9 +422,16 @@ def write_file(path: str, content: str, *, turn: Turn) -> ToolResult:
             f"{real} has {lines:,} lines, of which {lines_read:,} were read.\n"
             "Read the rest first, or use edit_file."
         )
+    before, mark, line_end = text_of_file(real, old)
+    if re.search("[\udc80-\udcff]", before):
+        raise ToolError(f"{real} is not UTF-8: characters would be lost.\nUse edit_file.")
+    if line_end == "\r\n":
+        content = content.replace("\r\n", "\n")
+    data = mark + content.replace("\n", line_end).encode(errors="replace")
     note = change_file(turn, real, old, data)
     text = f"Wrote {len(content):,} characters to {real}.{note}"
-    return ToolResult(text, shown=diff(plain_text(old), plain_text(data), path)[0] + note)
+    shown, _ = diff(before.removesuffix("\n"), content.removesuffix("\n"), path)
+    return ToolResult(text, shown=shown + note)
 
 
 # ======== Second reading: how tools cope with real models, file systems and servers ========
@@ -869,13 +875,7 @@ def rewrite(path, turn, change):
     """Apply `change` to a text file; returns the diff. BOM, CRLF and invalid UTF-8 are kept."""
     real = turn.path(path, write=True)
     data = read_bytes(real)
-    if data.startswith(UTF16_MARKS):
-        raise ToolError(f"{real} is UTF-16.\nChange it with exec (iconv), or use write_file.")
-    mark = UTF8_MARK if data.startswith(UTF8_MARK) else b""
-    text = data.removeprefix(mark).decode(errors="surrogateescape")
-    # CRLF, if all lines end with it
-    line_end = "\r\n" if text.count("\r\n") == text.count("\n") > 0 else "\n"
-    before = text.replace(line_end, "\n")
+    before, mark, line_end = text_of_file(real, data)
     after = change(before)
     new = mark + after.replace("\n", line_end).encode(errors="surrogateescape")
     note = change_file(turn, real, data, new)
@@ -883,17 +883,38 @@ def rewrite(path, turn, change):
     return ToolResult(told + note, shown=shown + note)
 
 
+def text_of_file(path, data):
+    """The text of a file, and what a change must keep: b"\\xef\\xbb\\xbfone\\r\\n" → ("one\\n", the
+    BOM, "\\r\\n"). Invalid UTF-8 becomes surrogates."""
+    if data.startswith(UTF16_MARKS):
+        raise ToolError(f"{path} is UTF-16.\nChange it with exec (iconv).")
+    mark = UTF8_MARK if data.startswith(UTF8_MARK) else b""
+    text = data.removeprefix(mark).decode(errors="surrogateescape")
+    # CRLF, if all lines end with it
+    line_end = "\r\n" if text.count("\r\n") == text.count("\n") > 0 else "\n"
+    return text.replace(line_end, "\n"), mark, line_end
+
+
 def diff(before, after, name):
     """Returns the difference for people (the count "+3 −1", then at most 12 lines), and for the
     model."""
-    if len(before) + len(after) > 2_000_000:  # the comparison would take seconds
-        return "changed", "Changed. The file is too large for a diff."
     old = before.split("\n") if before else []  # an empty file has no line that could go
-    lines = list(
-        difflib.unified_diff(old, after.split("\n"), f"a/{name}", f"b/{name}", lineterm="", n=2)
-    )
+    new = after.split("\n")
+    # If a large file repeats its lines, a comparison takes minutes. So the equal lines at the start
+    # and at the end are left out, but not the two lines beside the change, which are shown.
+    start = max(len(os.path.commonprefix([old, new])) - 2, 0)
+    end = max(len(os.path.commonprefix([old[:start:-1], new[:start:-1]])) - 2, 0)
+    if len(old) + len(new) - 2 * (start + end) > 10_000:
+        return "changed", "Changed. The change is too large for a diff."
+    parts = [lines[start : len(lines) - end] for lines in (old, new)]
+    lines = list(difflib.unified_diff(*parts, f"a/{name}", f"b/{name}", lineterm="", n=2))
     signs = [line[:1] for line in lines[2:]]  # lines[:2] name the file: "--- a/x.py", "+++ b/x.py"
     text = "\n".join(lines).encode(errors="replace").decode()  # invalid bytes become `?`
+    text = re.sub(  # the numbers of the whole file: @@ -3,5 +3,5 @@
+        r"(?m)^@@ -(\d+)(.*) \+(\d+)",
+        lambda match: f"@@ -{int(match[1]) + start}{match[2]} +{int(match[3]) + start}",
+        text,
+    )
     shown = [f"+{signs.count('+')} −{signs.count('-')}", *text.split("\n")[2:14]]
     return "\n".join(shown).rstrip(), shorten(text, 4_000) or "(the text is the same)"
 
@@ -939,6 +960,7 @@ def change_file(turn, path, old, new):
     note = ""
     old_was_read = turn.lines_read(path, old) == len(lines_of(old))
     change = {
+        "workspace": str(turn.workspace),
         "session": turn.session_key,
         "turn": turn.started,
         "asked": turn.asked,
@@ -986,19 +1008,23 @@ def forget_old_changes(kept):
             entry.unlink()
 
 
-def kept_changes(store):
-    """What `change_file` has kept, oldest first: {"session", "turn", "folder", "path", "file" …}"""
+def kept_changes(turn):
+    """What `change_file` has kept in this workspace, oldest first: {"session", "turn", "folder",
+    "path", "file" …}"""
     changes = []
-    for entry in sorted(store.glob("undo-*")):
+    for entry in sorted(turn.store("undo").glob("undo-*")):
         with contextlib.suppress(OSError, ValueError), open(entry, "rb") as file:
-            changes.append(json.loads(file.readline()) | {"file": entry})
+            # an earlier version kept no workspace
+            change = {"workspace": str(turn.workspace), **json.loads(file.readline())}
+            if change["workspace"] == str(turn.workspace):
+                changes.append(change | {"file": entry})
     return changes
 
 
-def last_changes(store, session):
+def last_changes(turn):
     """The changes by the session's last turn that changed files, oldest first; [] if none is kept:
     no turn has changed a file, or everything is undone already."""
-    changes = [change for change in kept_changes(store) if change["session"] == session]
+    changes = [each for each in kept_changes(turn) if each["session"] == turn.session_key]
     return [change for change in changes if change["turn"] == changes[-1]["turn"]]
 
 
@@ -1007,15 +1033,19 @@ LEFT_ALONE = "left alone, because something else has changed it since"
 
 def take_back(changes):
     """Undo the changes of a turn. Returns what was done with each file: {"a.txt": "deleted again",
-    "b.txt": "as it was before", "c.txt": LEFT_ALONE}"""
+    "b.txt": "as it was before", "c.txt": "left alone, …; its old version is …/undo-1-2-left"}"""
     outcomes = {}
     for path in sorted({change["path"] for change in changes}):
         of_file = [change for change in changes if change["path"] == path]
-        shown = os.path.relpath(path, of_file[0]["folder"])
-        outcomes[shown] = restore(Path(path), of_file)
-    if {*outcomes.values()} != {LEFT_ALONE}:
-        for change in changes:
-            change["file"].unlink(missing_ok=True)
+        oldest = of_file[0]
+        outcome = restore(Path(path), of_file)
+        if outcome == LEFT_ALONE and not oldest["is_new"]:
+            left = oldest["file"].with_name(f"{oldest['file'].name}-left")
+            left.write_bytes(oldest["file"].read_bytes().partition(b"\n")[2])
+            outcome += f"; its old version is {left}"
+        for change in of_file:
+            change["file"].unlink()
+        outcomes[os.path.relpath(path, oldest["folder"])] = outcome
     return outcomes
 
 
@@ -1161,8 +1191,8 @@ def find_files(turn, path, glob):
 
 
 def walk(folder, parents="", ignored=None):
-    """Yield each file below a folder: its name in the first folder, like src/app.py, and its
-    `os.DirEntry`. Links are not followed."""
+    """Yield each file and each unreadable folder below a folder: its name in the first folder, like
+    src/app.py, and its `os.DirEntry`. Links are not followed."""
     try:
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
     except OSError:  # skip a folder that cannot be read
@@ -1176,6 +1206,8 @@ def walk(folder, parents="", ignored=None):
         if entry.is_file(follow_symlinks=False):
             yield name, entry
         elif entry.is_dir(follow_symlinks=False):
+            if not os.access(entry.path, os.R_OK):
+                yield f"{name}/", entry  # a search names what it cannot read
             yield from walk(entry.path, f"{name}/", ignored)
 
 
@@ -1570,6 +1602,10 @@ def without_here_documents(command):
 
 def check_paths(words, turn, *, writes):
     """Raise ToolError if a path in the words may not be written, or exists and may not be read."""
+    for pattern in words:  # ~/.nanobot/*.json
+        full = os.path.join(turn.cwd, os.path.expanduser(pattern[:4_096]))
+        if any(secret.match(full) for secret in turn.secret):
+            raise Refused(f"{pattern} names a file that holds keys.\nAsk the user to look.")
     for path in {path for word in words for path in paths_in(word)}:
         if turn.cwd.drive:  # in Git's bash, /c/x is C:/x
             path = re.sub(r"^/([A-Za-z])(?=/)", r"\1:", path)

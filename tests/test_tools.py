@@ -789,7 +789,20 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_other(turn):
 def test_a_file_in_utf_16_is_read_but_not_edited_as_something_else(turn):
     (turn.cwd / "x").write_bytes("größe = 1\r\nzwei\r\n".encode("utf-16"))
     assert read(turn, "x").text == "1| größe = 1\n2| zwei"
-    assert "UTF-16" in edit(turn, "x", "zwei", "drei").text
+    assert (
+        "UTF-16" in edit(turn, "x", "zwei", "drei").text and "UTF-16" in write(turn, "x", "").text
+    )
+
+
+def test_write_file_keeps_bom_and_line_ends_and_refuses_what_it_would_lose(turn):
+    for before, after in (
+        (b"\xef\xbb\xbfa\r\nb\r\n", b"\xef\xbb\xbfa\r\nc\r\n"),
+        (b"caf\xe9\n", b"caf\xe9\n"),
+    ):
+        (turn.cwd / "x").write_bytes(before)
+        read(turn, "x")
+        write(turn, "x", "a\nc\r\n")
+        assert (turn.cwd / "x").read_bytes() == after
 
 
 def test_an_edit_writes_through_a_link(turn):
@@ -849,6 +862,21 @@ def test_edit_file_changes_the_passage_and_nothing_else(turn, before, old, new, 
     (turn.cwd / "x").write_bytes(before)
     assert edit(turn, "x", old, new).text.startswith("--- a/x")
     assert (turn.cwd / "x").read_bytes() == after
+
+
+def test_the_diff_of_a_change_makes_the_same_change_also_in_a_large_file(turn):
+    if not shutil.which("patch"):
+        pytest.skip("there is no patch program")
+    choose = random.Random(3).choices
+    for size in [*range(1, 40), 90_000]:
+        lines = choose("abc", k=size)
+        before = "\n".join(lines) + "\n"
+        at = size // 2
+        after = "\n".join([*lines[:at], *choose("abc", k=2), *lines[at + 1 :]]) + "\n"
+        (turn.cwd / "x").write_text(before, newline="\n")
+        _, told = tools.diff(before, after, "x")
+        subprocess.run(["patch", "-s", "x"], input=f"{told}\n".encode(), cwd=turn.cwd, check=True)
+        assert (turn.cwd / "x").read_text() == after
 
 
 @pytest.mark.parametrize(
@@ -1772,6 +1800,7 @@ def test_any_other_recursive_delete_is_refused(turn, command):
         "echo x > $HOME/config.json",
         "cp {keys} x",
         "tar c {tmp}/home/config.json",
+        "cat {tmp}/home/*.json",
         "mv ~ /tmp/x",
         "mv $HOME/* x",
         "chmod -R 777 /",
@@ -2368,7 +2397,7 @@ LEFT = "left alone, because something else has changed it since"
 
 
 def undo(turn) -> dict[str, str]:
-    return tools.take_back(tools.last_changes(turn.store("undo"), turn.session_key))
+    return tools.take_back(tools.last_changes(turn))
 
 
 def test_the_last_turn_that_changed_files_is_taken_back_to_the_byte(turn):
@@ -2383,10 +2412,20 @@ def test_the_last_turn_that_changed_files_is_taken_back_to_the_byte(turn):
     edit(second, "run.sh", "uno", "eins")
     write(second, "deep/er/new.txt", "new")
     assert undo(replace(turn, session_key="telegram:7")) == {}
+    assert undo(replace(turn, workspace=turn.workspace.parent)) == {}
     assert undo(turn) == {"run.sh": BACK, os.path.join("deep", "er", "new.txt"): GONE}
     assert state_of(turn.cwd) == middle
     assert undo(turn) == {"run.sh": BACK} and undo(turn) == {}
     assert state_of(turn.cwd) == before
+
+
+def test_the_old_version_of_what_is_left_alone_is_kept_and_earlier_turns_can_be_undone(turn):
+    edit(replace(turn, started="1"), "sub/b.txt", "text", "agent")
+    edit(replace(turn, started="2"), "a.txt", "text", "agent")
+    (turn.cwd / "a.txt").write_text("the user's")
+    outcome, _, old = undo(turn)["a.txt"].partition("; its old version is ")
+    assert outcome == LEFT and content(Path(old)).startswith(b"text of ws/a.txt")
+    assert undo(turn) == {os.path.join("sub", "b.txt"): BACK}
 
 
 def test_what_has_changed_since_is_left_alone_and_named(turn):
@@ -2449,7 +2488,7 @@ def call(name, **arguments):
     return asyncio.run(registry.execute(name, arguments)).text
 call("write_file", path="a.txt", content="two")
 call("exec", command="seq 90000")
-changes = tools.last_changes(registry.turn.store("undo"), "cli:direct")
+changes = tools.last_changes(registry.turn)
 print(tools.take_back(changes), os.path.exists("a.txt"))
 print(oct(os.stat(tools.temporary_folder()).st_mode)[-3:], os.listdir(tools.temporary_folder()))
 """
