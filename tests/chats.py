@@ -80,11 +80,9 @@ class Chats:
         await self.bus.close(1.0)
         await self.loop.close(5.0)
 
-    async def say(
-        self, text: str, chat: str = "1", id_: str = "", media=(), speaker: str = ""
-    ) -> None:
+    async def say(self, text: str, chat: str = "1", id_: str = "", speaker: str = "") -> None:
         id_ = id_ or f"m{next(IDS)}"
-        await self.bus.publish(InboundMessage("desk", "7", chat, text, media, id_, speaker=speaker))
+        await self.bus.publish(InboundMessage("desk", "7", chat, text, (), id_, speaker=speaker))
 
     def finals(self, chat: str = "1") -> list[str]:
         """The answers that arrived in a chat; an empty one only notes that a turn has ended."""

@@ -15,7 +15,6 @@ if sys.argv[1:] == ["mute"]:
     sys.exit()
 
 from mcp.server import MCPServer  # noqa: E402
-from mcp_types import CallToolResult  # noqa: E402
 
 server = MCPServer("test")
 
@@ -37,11 +36,6 @@ async def wait(seconds: float) -> str:
         Path(os.environ["WAITING_FILE"]).touch()
     await asyncio.sleep(seconds)
     return "waited"
-
-
-@server.tool(structured_output=False)
-def structured() -> CallToolResult:
-    return CallToolResult(content=[], structured_content={"degrees": 21, "city": "Zürich"})
 
 
 def dotted() -> str:

@@ -120,24 +120,6 @@ def test_an_event_is_tried_once_and_what_fails_behind_a_delivery_sends_nothing_t
     assert "a delivery could not be recorded: No space left" in caplog.text
 
 
-def test_a_channel_that_fails_stops_no_other_and_one_that_hangs_does_not_hold_the_end(caplog):
-    class Deaf(Talk):
-        async def start(self, bus: MessageBus) -> None:
-            raise ConnectionError("no such host")
-
-        async def send(self, message: OutboundMessage) -> None:
-            await asyncio.Event().wait()
-
-    async def test(bus: MessageBus) -> None:
-        bus.send(OutboundMessage("deaf", "1", "never"))
-        bus.send(to("ann", "hello"))
-        await settled(phone.texts)
-
-    phone = Talk()
-    talk(test, Deaf("deaf"), phone)
-    assert "deaf: the channel has stopped listening: no such host" in caplog.text
-
-
 # ---- What came from a model is made harmless ----
 
 

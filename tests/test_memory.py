@@ -640,47 +640,6 @@ def test_what_the_next_gateway_does_with_a_killed_turn(tmp_path, what, lines, re
     assert ("not answered: interrupted" in str(model.asked[-1].messages)) is (resumes == 2)
 
 
-def test_a_gateway_that_ends_writes_no_end_and_its_turn_goes_on_at_the_next_start(tmp_path):
-    gate = Gate()
-
-    async def work(chats):
-        await chats.say("<q>")
-        await gate.reached.wait()
-        await chats.say("<r>")
-
-    async def both(chats):
-        await chats.answered(2)
-        await chats.at_rest()
-
-    serve(tmp_path, Model(lambda request: gate.wait()), work)
-    model = Model(lambda request: " ".join(tokens_in(said(request.messages))))
-    assert serve(tmp_path, model, both).finals() == ["<q>", "<q> <r>"]
-    assert chat(tmp_path, model) == [] and len(model.asked) == 2
-
-
-def test_stop_ends_a_turn_for_good_and_continue_takes_it_up(tmp_path):
-    gate = Gate()
-
-    def talk(request):
-        is_first = len(model.asked) == 1
-        return call("slow") if is_first else " ".join(tokens_in(said(request.messages)))
-
-    async def work(chats):
-        await chats.say("<a>")
-        await gate.reached.wait()
-        await chats.say("/stop")
-        await chats.answered(1)
-        await chats.until(lambda: not chats.loop.turns.tasks)
-
-    model = Model(talk)
-    chats = serve(tmp_path, model, work, waiting_tool(gate))
-    assert chats.finals() == ["Stopped; resume with /continue."]
-    assert chat(tmp_path, model) == [] and len(model.asked) == 1, (
-        "a restart does not begin it again"
-    )
-    assert chat(tmp_path, model, "/continue", "<b>") == ["<a>", "<a> <b>"]
-
-
 def test_a_thousand_ids_are_remembered_whatever_went_into_the_memory(tmp_path):
     session = loaded(tmp_path, CHAT)
     for n in range(1_001):
@@ -931,12 +890,6 @@ def test_every_request_fits_is_lawful_and_keeps_what_the_user_said_in_this_turn(
             assert sent.count("<said>") == before.count("<said>"), "what was said stays"
             lawful = legal(request.messages)
             assert legal(lawful) == lawful
-
-
-def test_of_a_question_that_is_too_long_by_itself_nothing_is_said_to_be_left_out():
-    question = user("word " * 9_000)
-    request = Governed([question], 1_000, question)
-    assert (request.messages, request.notes) == ([question], [])
 
 
 SAMPLES = json.loads((DATA / "token_counts.json").read_text(encoding="utf-8"))

@@ -201,21 +201,6 @@ def test_of_the_calls_that_a_local_model_writes_only_those_run_that_it_means(gro
             assert result.final_content == hook.shown.rstrip(), text
 
 
-@pytest.mark.parametrize(
-    ("written", "problem"),
-    [
-        ('{"name": "exec", "arguments": {"command": "rm a", "dry_run": true}}', "unexpected"),
-        ('<tool_call>{"name": "exec", "arguments": {}}</tool_call>', "command is required"),
-    ],
-)
-def test_a_call_written_with_wrong_arguments_does_not_run_and_the_model_is_told(written, problem):
-    ran, hook = [], Watching()
-    with FakeLLM([written, "done"]) as server:
-        result = ask_local(server, ran, hook)
-    assert ran == [] and result.final_content == "done"
-    assert problem in server.bodies[1]["messages"][-1]["content"]
-
-
 def not_thought(text: str) -> str:
     """Without thoughts and tags at the start of a line (no row has one in a code fence)."""
     text = re.sub(r"(?ms)^[ \t]*<think>.*?</think>|^</think>", "", text).strip()
@@ -521,16 +506,6 @@ def test_a_stopped_turn_has_ended_whatever_its_tools_do_and_keeps_the_finished_r
 # ---- The runner: limits and sizes ----
 
 
-def test_usage_adds_up_and_a_size_is_what_the_endpoint_counted_or_an_estimate():
-    counts = {"prompt_tokens": 10, "completion_tokens": 2}
-    first = LLMResponse(None, [call("look")], "tool_calls", counts)
-    last = LLMResponse("done", usage=counts | {"prompt_tokens": 20, "cached_tokens": 8})
-    result, _ = run([first, last], [look])
-    total = {"prompt_tokens": 30, "completion_tokens": 4, "cached_tokens": 8, "total_tokens": 34}
-    assert total.items() <= result.usage.items() and result.context_tokens == 20
-    assert run(["ok"], messages=[question("word " * 400)])[0].context_tokens > 300
-
-
 SYSTEM = {"role": "system", "content": "be"}
 
 
@@ -777,24 +752,6 @@ def journal(loop: AgentLoop, key: str = "cli:direct") -> list[dict]:
     return [line for line in lines_of(loop.sessions.path(key)) if "role" in line]
 
 
-def test_a_turn_is_told_step_by_step(tmp_path):
-    folder = tmp_path / "workspace" / "sub"
-    calls = [call("list_dir", f"c{n}", path=str(folder)) for n in range(2)]
-    loop = make_loop(tmp_path, [LLMResponse("Let me.", calls, "tool_calls"), "an answer"])
-    folder.mkdir()
-    hint = ("tool_hint", 'list_dir("sub") · 1 line')
-    assert ask(loop, "hello")[1] == [
-        ("delta", "Let"),
-        ("delta", " me."),
-        ("progress", "Let me."),
-        hint,
-        hint,
-        ("delta", "an"),
-        ("delta", " answer"),
-        ("final", "an answer"),
-    ]
-
-
 @pytest.mark.parametrize(
     ("command", "hint"),
     [
@@ -828,12 +785,6 @@ def test_the_model_is_told_what_the_user_took_back(tmp_path):
         ask(loop, text)
     told = users(loop.provider.requests[-1])[-1]
     assert ', undo: Undo of "make" (a moment ago): a.txt: deleted again.' in told
-
-
-def test_the_registry_of_a_program_is_not_changed(tmp_path):
-    registry = ToolRegistry([look])
-    agent(settings_for(tmp_path), Script([]), registry)
-    assert list(parameters_by_name(registry.get_definitions())) == ["look"]
 
 
 def test_a_session_may_overwrite_what_it_has_read_since_new(tmp_path):
@@ -1706,19 +1657,6 @@ def run_job(chats: Chats, name: str, chat: str = "desk:1"):
     channel, chat_id = chat.split(":")
     job = CronJob("j1", "stretch", channel=channel, chat_id=chat_id)
     return JobRunner(chats.loop, chats.bus.publish).run_job(job, name)
-
-
-def test_a_dream_begins_ten_minutes_after_the_page_was_opened(tmp_path):
-    async def sleep(seconds):
-        asked.append(seconds)
-
-    asked = []
-    model = Model(lambda request: asked.append(users(request)[-1]) or "[SKIP]")
-    loop = agent(settings_for(tmp_path), model)
-    loop.program.sleep = sleep
-    loop.memory.append_history("Something happened.")
-    asyncio.run(JobRunner(loop, print).run_job(CronJob("dream", channel="system"), "dream@1"))
-    assert asked[0] == 600.0 and "Something happened." in asked[1]
 
 
 @pytest.mark.parametrize("fails", [False, True])

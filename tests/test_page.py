@@ -25,7 +25,6 @@ from test_command_line import (
     needs_terminal,
     of_kind,
     prompt,
-    record_everything,
     said_by,
     settings,
     start,
@@ -636,42 +635,6 @@ def test_no_width_scrolls_sideways_and_a_long_header_leaves_the_message_box_in_v
     )
     assert tab.run("document.documentElement.scrollWidth") <= width
     assert tab.run("byId('write').getBoundingClientRect().bottom <= innerHeight")
-
-
-@pytest.mark.slow
-def test_a_recorded_run_opens_without_a_server(browser, folder):
-    nanobot("trace", "mistake", "--html", "run.html")
-    tab = opened(browser, (folder / "run.html").as_uri())
-    shown = tab.run("document.querySelector('main').textContent")
-    assert shown.count("✓") == 2 and "✗ failed" in shown and "window" not in shown
-    for words in (
-        "The programYou sent nothing",
-        "(nothing: no text, no call)",
-        "new (nothing)",
-        "no tools",
-    ):
-        assert words in shown
-
-
-@needs_terminal
-@pytest.mark.slow
-def test_helpers_memory_steps_shortened_and_healed_requests_are_shown(browser, folder):
-    record_everything(folder)
-    nanobot("trace", "t.jsonl", "--html", "run.html")
-    tab = opened(browser, (folder / "run.html").as_uri())
-    shown = tab.run("document.querySelector('main').textContent")
-    words = (
-        "Helper, step 1",
-        "Memoryrequest to ",
-        "The helper has looked.",
-        "↻ local, test-model: temperature is left out",
-        "remembered: temperature is left out",
-        "tool results cut",
-        "arguments that ran",
-        "this is a",
-    )
-    assert [each for each in words if each not in shown] == [] and "cannot be shown" not in shown
-    assert answers(tab) == 4
 
 
 STRANGE = "</script><img src=x onerror=\"document.title='owned'\">"
