@@ -541,13 +541,15 @@ def test_a_readline_that_lacks_functions_does_not_end_the_conversation(tmp_path,
 @needs_terminal
 def test_a_conversation_at_the_prompt():
     half = Reply("half \x1b[31mof it\u202e", finish_reason="length")
-    with LLM(["Hello, human.", half, BOOM, "Good-bye."]) as server:
+    hello = Reply("Hello, human.", usage={"prompt_tokens": 1_234})
+    with LLM([hello, half, BOOM, LOOK, "Good-bye."]) as server:
         terminal = Terminal()
         terminal.expect(" is an agent: it answers, and ", " · test-model · a new conv", "> ")
-        terminal.answered("hi", "Hello, human.", "· context ")
+        terminal.answered("hi", "Hello, human.", "· context 1,234 of ")
         terminal.answered("/model Qwen/Qwen3", "The model is Qwen/Qwen3.")
         terminal.answered("two", "half \\x1b[31mof it\\u202e", "boom")
-        terminal.answered("bye", "Good-bye.")
+        terminal.answered("bye", "Let me look.", "\r\n", "list_dir()", "Good-bye.")
+        assert terminal.everything.count("Let me look.") == 1
         assert [body["model"] for body in server.bodies[:2]] == ["test-model", "Qwen/Qwen3"]
         terminal.close("/exit\n")
         terminal = Terminal()  # who comes back is greeted more briefly

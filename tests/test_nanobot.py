@@ -1371,16 +1371,10 @@ def a_fault_of_ours():
     raise ValueError("a fault of ours")
 
 
-LIMIT = "so far\n\n(the limit of steps (maxToolIterations) is reached; ask the agent to go on)"
 NO_REASON = "Sorry, that failed: the endpoint ended its answer with an error"
 TOLD_IN_A_CHAT = {
     "half an answer": (lambda n: [cut("half"), GONE][n], "half\n\nSorry, that failed: it is gone"),
     "an end with an error and no text": (lambda n: LLMResponse(None, [], "error"), NO_REASON),
-    "the limit of steps": (lambda n: call("list_dir", path=f"/{n}") if n < 6 else "so far", LIMIT),
-    "a call that fails for ever": (
-        lambda n: call("gone"),
-        "I had to stop: gone failed: There is no tool",
-    ),
     "a mistake in our code": (
         lambda n: a_fault_of_ours(),
         "Sorry, that failed: ValueError: a fault of ours",
@@ -1406,7 +1400,7 @@ def test_every_turn_ends_with_an_answer_or_with_what_went_wrong_and_the_others_g
             assert chats.finals(what)[0].startswith(said)
         await chats.until(lambda: "Traceback" in caplog.text)  # for us, behind the answer
 
-    serve(tmp_path, script, work, max_tool_iterations=6)
+    serve(tmp_path, script, work)
 
 
 def test_a_session_that_another_program_holds_is_answered_when_it_lets_go(tmp_path, caplog):
