@@ -1293,11 +1293,15 @@ def test_onboard_writes_settings_and_workspace_and_touches_nothing_twice(tmp_pat
     file = Path.home() / ".nanobot" / "config.json"
     status, out, _ = nanobot("onboard")
     assert status == 0 and str(file) in out and str(workspace()) in out
-    modes = [path.stat().st_mode & 0o777 for path in (file, file.parent)]
-    assert os.name != "posix" or modes == [0o600, 0o700]
+    soul, kept = workspace() / "SOUL.md", workspace() / "sessions" / "cli%3Adirect.jsonl"
+    soul.write_text("mine")
+    nanobot("--offline", "hi", *DIRECT)
+    places = (file, kept, file.parent, kept.parent, workspace())
+    modes = [path.stat().st_mode & 0o777 for path in places]
+    assert os.name != "posix" or modes == [0o600, 0o600, 0o700, 0o700, 0o700]
     assert json.loads(file.read_text())["agents"]["defaults"]["maxTokens"] == 8_192
     file.write_text('{"agents": {"defaults": {"model": "mine"}}}')
-    assert nanobot("onboard")[0] == 0 and "mine" in file.read_text()
+    assert nanobot("onboard")[0] == 0 and "mine" in file.read_text() and soul.read_text() == "mine"
     assert nanobot("onboard", "--config", "c/d.json", "--workspace", "w")[0] == 0
     assert (tmp_path / "c" / "d.json").exists() and (tmp_path / "w" / "SOUL.md").exists()
 

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import itertools
 import json
-import os
 import random
 import re
 import shutil
@@ -1017,19 +1016,6 @@ def test_of_many_facts_the_newest_are_in_the_prompt(tmp_path):
     loop.memory.facts.write_text(facts, encoding="utf-8")
     prompt = prompt_of(loop)
     assert "fact 19999:" in prompt and "fact 9999:" not in prompt and len(prompt) < 20_000
-
-
-def test_a_workspace_is_private_filled_once_and_never_overwritten(tmp_path):
-    home = make_loop(tmp_path, workspace=str(tmp_path / "a" / "b")).workspace
-    files = sorted(path.relative_to(home).as_posix() for path in home.rglob("*.md"))
-    assert files == ["AGENTS.md", "SOUL.md", "TOOLS.md", "USER.md", "memory/MEMORY.md"]
-    (home / "SOUL.md").write_text("mine", encoding="utf-8")
-    loop = make_loop(tmp_path, ["ok"], workspace=str(home))
-    assert (home / "SOUL.md").read_text(encoding="utf-8") == "mine"
-    ask(loop, "hello")
-    path = loop.sessions.path("cli:direct")
-    modes = [each.stat().st_mode & 0o777 for each in (home, path.parent, path)]
-    assert os.name != "posix" or modes == [0o700, 0o700, 0o600]
 
 
 # ---- Settings ----
