@@ -823,7 +823,10 @@ def test_a_person_can_be_the_model_and_leave_in_mid_turn(tmp_path):
     terminal.say("what is in a.txt?", *asked, "model> ")
     terminal.say('read_file {"path": "a.txt", "colour": 1}', "colour", "model> ")
     before = len(terminal.everything)
-    terminal.say('read_file("a.txt")', "---- tool ----", "\\x1b[31mred\\u202e", "model> ")
+    call_of_file = f'read_file("{tmp_path}/a.txt")'
+    terminal.say(
+        call_of_file, 'read_file("a.txt") · ', "---- tool ----", "\\x1b[31mred\\u202e", "model> "
+    )
     terminal.answered("It is red.")
     terminal.say("thank you", "thank you", "model> ")
     assert "---- system ----" not in terminal.everything[before:], "only what is new is shown"

@@ -1052,7 +1052,8 @@ def test_no_file_that_a_command_planted_gets_into_a_request_or_holds_it_up(
     model = Model(lambda request: "[MEMORY] x" if "# History" in str(request.messages) else "Fine.")
     loop = make_loop(tmp_path / "ws", model)
     loop.config.gateway.heartbeat.enabled = True
-    loop.program.sleep = lambda seconds: asyncio.sleep(0)
+    loop.program.sleep = lambda seconds: asyncio.sleep(0, slept.append(seconds))
+    slept = []
     loop.memory.append_history("Something happened.")
     path = loop.workspace / place
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -1068,6 +1069,7 @@ def test_no_file_that_a_command_planted_gets_into_a_request_or_holds_it_up(
                 await runner.run_job(job, "name")
 
     asyncio.run(asyncio.wait_for(work(), 60))
+    assert slept == [600.0], "who has just opened the page does not wait for a dream"
     assert model.asked and "sk-secret" not in str([request.messages for request in model.asked])
     assert all(len(str(request.messages)) < 100_000 for request in model.asked)
 
