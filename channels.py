@@ -447,9 +447,10 @@ class BottomLine:
         return data
 
     def take_back(self):
-        """What was queued goes into the next prompt, where the user can change it."""
-        self.draft = "\n".join([*self.queued, self.draft]).strip()
-        self.queued.clear()
+        """Queued messages go into the next prompt, where the user can change them; commands run."""
+        messages = [line for line in self.queued if not line.startswith("/")]
+        self.draft = "\n".join([*messages, self.draft]).strip()
+        self.queued = [line for line in self.queued if line not in messages]
 
     def draw(self):
         with self._lock:

@@ -917,15 +917,24 @@ def run(text: str, session_key: str = "", config: Config | None = None) -> str:
 
 
 async def answer_with_helpers(loop, text, key, on_event=None, later_lines=list):
-    """Answer a message, then wait for all running helpers and answer their reports."""
+    """Answer a message, then wait for all running helpers and answer their reports. The last answer
+    is returned, with the requests and the usage of all."""
     reports = []
+    requests = 0
+    usage = dict(NO_USAGE)
     loop.subagents.report = reports.append
     try:
         while True:
             result = await loop.process_direct(text, key, on_event, later_lines=later_lines)
-            await asyncio.gather(*loop.subagents.of(key), return_exceptions=True)
+            requests += result.requests
+            add_up(usage, result.usage)
+            helpers = loop.subagents.of(key)
+            if helpers and on_event:
+                note = f"waiting for {memory.counted(len(helpers), 'helper')}"
+                await on_event(channels.OutboundMessage("cli", key, note, "tool_hint"))
+            await asyncio.gather(*helpers, return_exceptions=True)
             if not reports:
-                return result
+                return replace(result, requests=requests, usage=usage)
             text = reports.pop(0).content
     except asyncio.CancelledError:
         loop.stop(key)
@@ -1777,15 +1786,20 @@ class JobRunner:
     async def run(self):
         """Run due jobs until cancelled, but only while no other program holds the lock `jobs`."""
         loop = self.loop
+        tries = 0
         while True:
-            with (
-                contextlib.suppress(memory.SessionBusy),
-                memory.locked(loop.state_folder / "jobs.lock", "another program runs the jobs"),
-            ):
-                # a terminal stops running jobs as soon as a gateway starts
-                await self.clock.run(
-                    lambda: self.is_gateway or not is_held(loop.workspace, "gateway")
-                )
+            try:
+                with memory.locked(loop.state_folder / "jobs.lock", "another program runs them"):
+                    # a terminal stops running jobs as soon as a gateway starts
+                    await self.clock.run(
+                        lambda: self.is_gateway or not is_held(loop.workspace, "gateway")
+                    )
+            except memory.SessionBusy:
+                tries += 1
+                if self.is_gateway and tries == 30:  # seconds
+                    log.warning(
+                        "The jobs wait for a stopped `nanobot`: end it, or continue it (fg)."
+                    )
             await loop.program.sleep(1.0)
 
     def add_system_jobs(self):
@@ -2858,6 +2872,8 @@ class Talk:
             return 0
         if result.error or not terminal.live:  # a terminal already shows `final_content`
             complain(result.error or result.final_content)
+        if self.is_conversation and loop.sessions.get(self.key).unfinished:
+            terminal.note("/continue resumes the turn")
         return 1
 
     def follow_project(self):

@@ -329,7 +329,9 @@ def test_a_one_shot_waits_for_its_helpers_and_tells_what_they_found():
         return call("spawn", task="dig") if last["role"] == "user" else "A helper digs."
 
     with LLM(script):
-        assert nanobot("-m", "dig")[:2] == (0, "A helper digs.\nIt found gold.\n")
+        status, out, err = nanobot("-m", "dig")
+    assert (status, out) == (0, "A helper digs.\nIt found gold.\n")
+    assert "waiting for 1 helper" in err and "3 requests · " in err
 
 
 @pytest.mark.parametrize("words", ["read a.txt", "replace a with b", "hello"])
@@ -608,6 +610,7 @@ def test_what_is_typed_during_a_turn_reaches_it_and_is_never_lost():
 
     with LLM(script) as server:
         lines = [call("list_dir"), "One.", "Two.", Reply("Never shown.", delay=60), "Five."]
+        lines.append(error(400, "it is refused"))
         terminal = prompt(*DIRECT)
         terminal.type("begin\n")
         type_during(1, "tabs, grüße", "/help", "after it")
@@ -615,11 +618,12 @@ def test_what_is_typed_during_a_turn_reaches_it_and_is_never_lost():
         terminal.type("stop me\n")
         type_during(4, "kept", "/status")
         terminal.type("\x03")
-        terminal.expect("stopped", "> kept", "/status")
+        terminal.expect("stopped", "> /status", "session", "> kept")
         terminal.answered("\x15new", "Five.")  # Ctrl-U: what was typed can be edited, and dropped
+        terminal.answered("fail", "it is refused", "/continue resumes the turn")
         terminal.close()
         sent = [texts_sent(body)[-1] for body in server.bodies]
-    assert sent == ["begin", "tabs, grüße", "after it", "stop me", "new"]
+    assert sent == ["begin", "tabs, grüße", "after it", "stop me", "new", "fail"]
     assert said_by("user") == sent
 
 

@@ -1714,6 +1714,20 @@ def test_a_job_of_a_terminal_runs_in_its_folder_and_is_not_lost_if_the_folder_is
     serve(tmp_path, echo, work)
 
 
+def test_a_gateway_says_that_a_stopped_prompt_holds_the_jobs(tmp_path, caplog):
+    naps = [True] * 40 + [False]
+
+    async def sleep(seconds):
+        if not naps.pop(0):
+            raise EOFError
+
+    loop = make_loop(tmp_path)
+    loop.program.sleep = sleep
+    with nanobot.memory.locked(loop.state_folder / "jobs.lock"), pytest.raises(EOFError):
+        asyncio.run(JobRunner(loop, print).run())
+    assert caplog.text.count("(fg)") == 1
+
+
 def test_stop_in_a_chat_stops_the_job_that_runs_for_it(tmp_path):
     gate = Gate()
 
