@@ -1714,6 +1714,12 @@ def test_a_job_of_a_terminal_runs_in_its_folder_and_is_not_lost_if_the_folder_is
     serve(tmp_path, echo, work)
 
 
+def test_the_registry_of_a_program_is_not_changed(tmp_path):
+    registry = ToolRegistry([look])
+    agent(settings_for(tmp_path), Script([]), registry)
+    assert list(parameters_by_name(registry.get_definitions())) == ["look"]
+
+
 def test_a_gateway_says_that_a_stopped_prompt_holds_the_jobs(tmp_path, caplog):
     naps = [True] * 40 + [False]
 

@@ -1009,6 +1009,16 @@ def test_grep_shows_what_was_asked_for(tree, arguments, text):
     assert call(tree, "grep", pattern="TODO", glob="main.*", **arguments).text == text
 
 
+@posix
+def test_a_search_names_a_folder_that_cannot_be_read(turn):
+    if os.geteuid() == 0:
+        pytest.skip("root may read every folder")
+    (turn.cwd / "sub").chmod(0)
+    text = call(turn, "grep", pattern="text").text
+    (turn.cwd / "sub").chmod(0o755)
+    assert text.startswith("NOT searched: sub/ (Permission denied)")
+
+
 def test_grep_sees_the_lines_that_read_file_shows(turn):
     (turn.cwd / "x").write_bytes(b"\xef\xbb\xbfone\r\n\r\nt\xffo\x0b\xc5\xbf\n")
     for pattern, flag, shown in (
