@@ -1155,9 +1155,7 @@ class Dream:
         if not findings:
             return "completed" if "[SKIP]" in answer else "failed"
         skills = [
-            f"- {skill.name}: {skill.description} ({skill.path})"
-            for skill in self.skills.load()
-            if not skill.problem
+            f"- {skill.name}: {skill.description} ({skill.path})" for skill in self.skills.load()
         ]
         question = "\n\n".join(["# Findings", *findings, *files, "# Skills", *skills])
         result = await self.run_agent(request(self.edit_prompt, question), self.refuse)
@@ -1313,7 +1311,6 @@ class Skill:
     text: str = ""  # without the front matter
     always: bool = False  # if True, the whole text is in every system prompt
     missing: list[str] = field(default_factory=list)  # missing programs and variables
-    problem: str = ""  # why the file cannot be read; an unreadable skill is in no prompt
 
 
 class SkillsLoader:
@@ -1324,18 +1321,17 @@ class SkillsLoader:
         self.read = read
 
     def load(self):
-        """All skills. For an unreadable skill, `problem` says why."""
+        """All skills whose file can be read; a warning names each other file once."""
         paths = {}
         for folder in reversed(self.folders):
             paths |= {path.parent.name: path for path in folder.glob("*/SKILL.md")}
-        return [self._read(paths[name]) for name in sorted(paths)]
-
-    def _read(self, path):
-        try:
-            return skill_of(path, self.read(path))
-        except (OSError, ValueError) as problem:
-            warn_once(f"{path} is left out: {problem}")
-            return Skill(path.parent.name, path, problem=str(problem))
+        skills = []
+        for _, path in sorted(paths.items()):
+            try:
+                skills.append(skill_of(path, self.read(path)))
+            except (OSError, ValueError) as problem:
+                warn_once(f"{path} is left out: {problem}")
+        return skills
 
 
 warn_once = cache(log.warning)  # channels.py has one, too: these files do not import each other

@@ -1132,8 +1132,6 @@ def skill_parts(skills):
     active = []
     listed = []
     for skill in skills:
-        if skill.problem:
-            continue
         if skill.always and not skill.missing:
             active.append(f"## {skill.name}\n\n{skill.text}")
         else:
@@ -3026,9 +3024,8 @@ def status_rows(loop):
     for name, fault in asyncio.run(loop.mcp.check()).items():
         yield f"mcp {name}", "connected", fault
     for skill in loop.skills.load():
-        why = skill.problem or ", ".join(skill.missing)
-        if why:
-            yield f"skill {skill.name}", f"not used: {why}", None
+        if skill.missing:
+            yield f"skill {skill.name}", f"not used: {', '.join(skill.missing)}", None
 
 
 async def model_and_problem(provider):
