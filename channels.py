@@ -1405,7 +1405,9 @@ class CronJob:
         return self.at or f"{self.cron_expr} {self.tz}".strip() or f"every {self.every_seconds} s"
 
 
-def zone_named(name, default):
+def zone_named(name, default=None):
+    """The zone, or the default if there is no name. None is the zone of the machine: `datetime`
+    knows its summer time. (`astimezone().tzinfo` would be only the offset of one moment.)"""
     try:
         return zoneinfo.ZoneInfo(name) if name else default
     except (KeyError, ValueError, OSError):  # "Mars/Olympus", "../x", "Europe"
@@ -1460,9 +1462,9 @@ warn_once = functools.cache(log.warning)  # the clock asks once a second
 
 @dataclass
 class CronService:
-    """`run()` awaits `fire(job, name)` for each job that is due, if `is_wanted(job)`. Each run has
-    a unique `name`. If the program is killed, the run is repeated with the same name. `now()` gives
-    seconds since 1970."""
+    """`tick()`, called once a second, starts a task that awaits `fire(job, name)` for each job that
+    is due, if `is_wanted(job)`. Each run has a unique `name`. If the program is killed, or the task
+    is cancelled, the run is repeated with the same name. `now()` gives seconds since 1970."""
 
     store: JobStore
     fire: Callable
@@ -1484,16 +1486,6 @@ class CronService:
             except Exception as problem:
                 warn_once(f"cron: {str(row)[:100]} is no job: {problem}")
         return jobs
-
-    async def run(self, may_go_on: Callable = lambda: True):
-        """Check the clock and the jobs file once a second, while `may_go_on()` is true. At the
-        end, cancel the running jobs: they are run again later, with the same names."""
-        try:
-            while may_go_on():
-                await self.tick()
-                await self.sleep(1)
-        finally:
-            await end_all(self.running.values())
 
     async def tick(self):
         """Start all jobs that are due. Of several missed runs of a job, one is made up for."""
@@ -1622,13 +1614,6 @@ class CronService:
         task = f"{job.channel}:{job.chat_id} · {job.message}".rstrip(" ·:")
         failed = f" · failed: {job.error}" if job.error else ""
         return f"{job.id} · {job.schedule()} · {coming} · {task}{failed}"
-
-
-def machine_zone():
-    """The zone that TZ names, or None: `datetime` then uses the zone of the machine, and the system
-    knows its summer time. (`astimezone().tzinfo` would be only the offset of one moment.)"""
-    with contextlib.suppress(CronError):  # TZ=CET-1CEST has no name
-        return zone_named(os.environ.get("TZ", "").lstrip(":"), None)
 
 
 # ---- Heartbeat ----

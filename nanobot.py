@@ -589,7 +589,7 @@ class ContextBuilder:
     ):
         self.memory = memory
         self.skills = skills
-        self.zone = channels.zone_named(config.defaults.timezone, channels.machine_zone())
+        self.zone = channels.zone_named(config.defaults.timezone)
         self.program = program
         self.memory_tokens = config.defaults.budget // 4  # limit for MEMORY.md in the prompt
         self.read_only = template("read_only") if config.read_only else ""
@@ -1780,10 +1780,13 @@ class JobRunner:
                 contextlib.suppress(memory.SessionBusy),
                 memory.locked(loop.state_folder / "jobs.lock", "another program runs the jobs"),
             ):
-                # a terminal stops running jobs as soon as a gateway starts
-                await self.clock.run(
-                    lambda: self.is_gateway or not is_held(loop.workspace, "gateway")
-                )
+                try:
+                    # a terminal stops running jobs as soon as a gateway starts
+                    while self.is_gateway or not is_held(loop.workspace, "gateway"):
+                        await self.clock.tick()
+                        await loop.program.sleep(1.0)
+                finally:  # they are run again later, with the same names
+                    await channels.end_all(self.clock.running.values())
             await loop.program.sleep(1.0)
 
     def add_system_jobs(self):
