@@ -87,9 +87,6 @@ class MessageBus:
         self.channels[channel.name] = channel
         self._listening.append(asyncio.create_task(channel.listen(self)))
 
-    def shows_deltas(self, channel: str) -> bool:
-        return getattr(self.channels.get(channel), "shows_deltas", False)
-
     def publish(self, message: InboundMessage) -> asyncio.Future:
         """Queue a message. The future is done after `confirm()`, when the message is on disk."""
         message.stored = asyncio.Future()

@@ -679,7 +679,7 @@ class AgentLoop:
         self.consolidator, self.dream = memory_work(self)
         self.cost = CostTrackingHook(config.prices, self.provider.model)
         self.hooks = [self.cost, LoggingHook(), *hooks]
-        self.can_ask = lambda turn: turn.channel != "cron"  # can a user be asked to approve calls?
+
         self.turns = RunningTurns(self.sessions)
         # helpers, jobs and work in the background
         self.subagents = SubagentManager(partial(helper_answer, self))
@@ -816,9 +816,9 @@ class AgentLoop:
         )
 
     def hooks_for(self, turn: tools.Turn) -> list[AgentHook]:
-        """The hooks of a turn and of its helpers. If no user can be asked, another ApprovalHook
-        stands in for the one that asks: it denies each call that needs approval."""
-        if self.can_ask(turn):
+        """The hooks of a turn and of its helpers. In jobs and in Telegram, no user can be asked to
+        approve calls: an ApprovalHook that denies them stands in for the one that asks."""
+        if turn.channel not in ("cron", "telegram"):
             return self.hooks
         denies = ApprovalHook(self.tools, None)
         return [denies if isinstance(hook, ApprovalHook) else hook for hook in self.hooks]
@@ -1609,7 +1609,7 @@ class Conversation:
             self._send_answers(session.undelivered[-1:], session)
             return
         loop = self.loop
-        shows_deltas = self.bus.shows_deltas(self.chat[0])
+        shows_deltas = self.bus.channels[self.chat[0]].shows_deltas
         events = EventHook(self.emit, loop.turn(self.key), loop.program.streaming, shows_deltas)
         result = await loop.answer(session, events, lines, partial(self._arrived, session))
         self._deliver(session, result)
@@ -3207,7 +3207,7 @@ def connect_page(loop, page, arguments):
             page.chats[chat_id] = False  # it does not pause
     page.memory = lambda: loop.context.parts(loop.turn("web:page"))
     loop.listeners.append(page.show)
-    loop.can_ask = lambda turn: turn.channel == "web"
+
     let_agent_ask(loop, page.ask, arguments.approve, True)
 
 
