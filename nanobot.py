@@ -62,13 +62,6 @@ HERE = Path(__file__).resolve().parent
 DATA = HERE if (HERE / "templates").is_dir() else HERE / "nanobot_data"  # nanobot_data: in wheels
 
 Media = Iterable[Path]  # files attached to a message
-NO_USAGE = {
-    "prompt_tokens": 0,
-    "completion_tokens": 0,
-    "total_tokens": 0,
-    "cached_tokens": 0,
-    "estimated": False,
-}
 WITHHELD = ("content_filter", "refusal")  # values of `finish_reason`
 
 # ---- The input and the result of a run ----
@@ -105,7 +98,6 @@ class AgentRunResult:
     stop_reason: str = ""  # completed, max_iterations, error, tool_error or empty
     tool_events: list[dict] = field(default_factory=list)  # name, arguments, is_error, result
     error: str | None = None
-    model: str = ""
     requests: int = 0  # number of requests; a step sends two requests if the first is too long
     context_tokens: int = 0  # size of the last request, in tokens
 
@@ -124,7 +116,7 @@ class AgentHookContext:
     messages: list[dict]
     iteration: int = 0  # steps so far
     response: providers.LLMResponse = field(default_factory=providers.LLMResponse)
-    usage: providers.Usage = field(default_factory=lambda: providers.Usage(NO_USAGE))
+    usage: providers.Usage = field(default_factory=lambda: providers.token_counts(0, 0))
     model: str = ""
 
 
@@ -272,12 +264,7 @@ class AgentRunner:
             if spec.keeps_half_answer:
                 self._keep_half_answer(state, "it was stopped")
             raise
-        return replace(
-            state.result,
-            messages=state.messages,
-            usage=state.usage,
-            model=state.model,
-        )
+        return replace(state.result, messages=state.messages, usage=state.usage)
 
     def prepare(self, state: RunState):
         """Choose the tools of the next request: none if the model must answer in words. They are
@@ -576,24 +563,19 @@ def batches(
 # ---- The system prompt and the messages of a request ----
 
 
+@dataclass
 class ContextBuilder:
     """Builds the system prompt and the user's message. Prompt caches need a system prompt without
     the current time, so the user's message has it."""
 
-    def __init__(
-        self,
-        config: Config,
-        memory: memory.MemoryStore,
-        skills: memory.SkillsLoader,
-        program: Program,
-    ):
-        self.memory = memory
-        self.skills = skills
-        self.zone = channels.zone_named(config.defaults.timezone)
-        self.program = program
-        self.memory_tokens = config.defaults.budget // 4  # limit for MEMORY.md in the prompt
-        self.read_only = template("read_only") if config.read_only else ""
-        self.project = ""  # the project's own instructions, if the user has allowed them
+    config: Config
+    memory: memory.MemoryStore
+    skills: memory.SkillsLoader
+    program: Program
+    project: str = ""  # the project's own instructions, if the user has allowed them
+
+    def __post_init__(self):
+        self.zone = channels.zone_named(self.config.defaults.timezone)
 
     def system_prompt(self, turn: tools.Turn) -> str:
         return PART_END.join(self.parts(turn).values())
@@ -605,15 +587,14 @@ class ContextBuilder:
         own = partial(own_text, turn)
         parts = {
             "identity": identity(turn, own(turn.workspace / "IDENTITY.md")),
-            "Read-only": self.read_only,
+            "Read-only": template("read_only") if self.config.read_only else "",
         }
         for name in ("AGENTS.md", "SOUL.md", "USER.md", "TOOLS.md"):
             parts[name] = titled(f"## {name}", own(turn.workspace / name))
         if turn.channel in ("cli", "web"):  # not in a job, and not in a chat
             parts["Project"] = self.project
-        parts["Memory"] = titled(
-            "# Memory", memory.fitted(own(self.memory.facts), self.memory_tokens)
-        )
+        most = self.config.defaults.budget // 4  # tokens
+        parts["Memory"] = titled("# Memory", memory.fitted(own(self.memory.facts), most))
         parts |= skill_parts(self.skills.load())
         parts["Recent History"] = titled(
             "# Recent History", "\n".join(self.memory.recent_history())
@@ -989,10 +970,10 @@ NOT_ANSWERED = ("error", "tool_error", "empty")  # values of `stop_reason` if th
 
 
 def add_up(total, usage):
-    for name in ("prompt_tokens", "completion_tokens", "cached_tokens"):
+    """Add the counts of a request; `total["estimated"]` becomes the number of estimated ones."""
+    for name in total:
         total[name] += usage.get(name, 0)
     total["total_tokens"] = total["prompt_tokens"] + total["completion_tokens"]
-    total["estimated"] |= usage.get("estimated", False)
 
 
 def tool_message(call, text):
@@ -1238,7 +1219,7 @@ class CostTrackingHook(AgentHook):
 
     def __init__(self, prices, model):
         self.price = prices.get(model)
-        self.total = dict(NO_USAGE)
+        self.total = providers.token_counts(0, 0)
 
     async def after_iteration(self, context):
         add_up(self.total, context.response.usage)
@@ -1662,9 +1643,13 @@ def report_line(line):
 
     {"role": "assistant", "report": "reminder", "id": "j1@1795443848", "content": "Stretch!", …}
     """
-    kind = "reminder" if line.get("sender") == "job" else "message"
-    report = {"role": "assistant", "report": kind}
-    return report | {name: line[name] for name in ("id", "content", "timestamp")}
+    return {
+        "role": "assistant",
+        "report": "reminder" if line.get("sender") == "job" else "message",
+        "id": line["id"],
+        "content": line["content"],
+        "timestamp": line["timestamp"],
+    }
 
 
 def text_for_chat(result):
