@@ -131,7 +131,8 @@ class Session:
     def _take_message(self, message):
         self.highest = max(self.highest, message["n"])
         self.messages.append(message)
-        ends_turn = is_answer(message)
+        is_whole = not message.get("tool_calls") and "cut" not in message
+        ends_turn = message["role"] == "assistant" and is_whole
         if ends_turn and message.get("content"):
             self.undelivered.append(message)
         if "report" in message:
@@ -159,7 +160,6 @@ class Session:
                                                    [2026-11-23 10:00, reminder: stretch!]\\n\\nb"
         """
         sent = self.summary_messages()
-        has_begun = False
         previous = {}
         reports = deque(maxlen=50)  # the last ones since the previous user message
         for message in [*self.conversation(), *later]:
@@ -168,13 +168,11 @@ class Session:
                 continue
             notes = []
             if message["role"] == "user":
-                has_begun = True
                 quotes = [quoted(report, 2_500 // len(reports)) for report in reports]
                 notes = [self.gap_after(previous), *quotes]
                 reports.clear()
-            if has_begun:  # skip the first turn if its user message is lost
-                sent.append(as_sent(message, *notes))
-                previous = message
+            sent.append(as_sent(message, *notes))
+            previous = message
         if previous.get("cut"):  # `/continue`
             text = f"{self.gap_after(previous)} Go on where the answer stops."
             sent.append({"role": "user", "content": text})
@@ -233,13 +231,6 @@ class Session:
                 if tokens >= excess:
                     break
         return end
-
-
-def is_answer(message: dict) -> bool:
-    """Does this message end its turn? True for a complete assistant message without calls."""
-    if message.get("tool_calls") or "cut" in message:
-        return False
-    return message["role"] == "assistant"
 
 
 def quoted(report: dict, most: int) -> str:

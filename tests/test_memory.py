@@ -450,7 +450,7 @@ GAPS = [
         [user("a"), answer("b", cut="it was stopped")],
         ["a", "b", "[the answer above broke off: it was stopped] Go on where the answer stops."],
     ),
-    ("a rest without its question is left out", [answer("b"), result("c1", "x"), user("c")], ["c"]),
+    ("a rest without its question stays", [answer("b"), user("c")], ["b", "c"]),
 ]
 
 
