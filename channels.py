@@ -110,16 +110,6 @@ class MessageBus:
         if len(waiting) == 1:  # otherwise, `deliver` is running already
             self._deliveries[key] = asyncio.create_task(deliver(channel, waiting, self._sleep))
 
-    def stop_sending(self, channel: str, chat_id: str) -> bool:
-        """Send no more parts of a long answer of which the chat has some parts already. Returns
-        False if there is none. An answer of which nothing has arrived is kept: it may wait for the
-        end of an outage."""
-        waiting = self._waiting[channel, chat_id, False]
-        if not waiting or waiting[0].parts_sent == 0:
-            return False
-        waiting[0].parts_sent = sys.maxsize  # `Channel.send` sees no part left, and returns
-        return True
-
     async def close(self, seconds: float = 5.0):
         """Wait at most `seconds` for the delivery of queued messages, then stop the channels."""
         deliveries = self._deliveries.values()
@@ -1112,9 +1102,7 @@ class Telegram(Channel):
                 "allow_sending_without_reply": True,
             }
         parts = [*split_html(as_html(message.content)), *map(Path, message.media)]
-        # `MessageBus.stop_sending` ends this loop: it makes `parts_sent` huge
-        while message.parts_sent < len(parts):
-            part = parts[message.parts_sent]
+        for part in parts[message.parts_sent :]:
             if isinstance(part, str):
                 await self._send_text(part, target)
             else:

@@ -1499,14 +1499,7 @@ class Conversation:
     async def obey(self, command, text):
         """Answer a command, also during a turn. If the command fails, the chat gets the error."""
         try:
-            # the turn has ended, but a long answer may still be on its way, part by part
-            can_stop_answer = command == "stop" and not self.loop.sessions.get(self.key).is_open
-            if can_stop_answer and self.bus.stop_sending(*self.chat):
-                self._send(
-                    "Stopped: the rest of the answer is not sent. The journal has all of it."
-                )
-            else:
-                await self.loop.process_direct(text, self.key, self.emit)
+            await self.loop.process_direct(text, self.key, self.emit)
         except Exception as problem:
             self._send(f"Sorry, /{command} failed: {problem}")
             raise
