@@ -15,7 +15,7 @@ import pytest
 
 import nanobot
 from conftest import lines_of, need_bash
-from chats import Chats, Desk, Gate, Model, serve_chats, waiting_tool
+from chats import Chats, Gate, Model, serve_chats, waiting_tool
 from chats import said as said_by_user
 from fake_llm import FakeLLM, Raw, Reply, error
 from fake_llm import call as ask_for
