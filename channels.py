@@ -1095,10 +1095,9 @@ class Telegram(Channel):
         if message.kind == "final":
             self._stop_typing(message.chat_id)
         target = {"chat_id": message.chat_id}
-        # "17/123456": message 17, and the bot's id
-        if own := re.fullmatch(r"(\d+)/\d+", message.reply_to):
+        if message.reply_to:  # "17/123456": message 17, and the bot's id
             target["reply_parameters"] = {
-                "message_id": int(own[1]),
+                "message_id": int(message.reply_to.partition("/")[0]),
                 "allow_sending_without_reply": True,
             }
         parts = [*split_html(as_html(message.content)), *map(Path, message.media)]

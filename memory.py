@@ -239,7 +239,7 @@ def quoted(report: dict, most: int) -> str:
 
     [2026-11-23 10:00, reminder: stretch!]
     """
-    moment = report.get("timestamp", "")[:16].replace("T", " ")
+    moment = report["timestamp"][:16].replace("T", " ")
     text = fitted(report["content"], most).replace("\n", "\n    ")
     return f"[{moment}, {report['report']}: {text}]"
 
@@ -301,7 +301,7 @@ class MemoryStore:
         self.folder = workspace / "memory"
         self.facts = self.folder / "MEMORY.md"
         self.history = self.folder / "history.jsonl"
-        self.archive = self.folder / "history-archive.jsonl"
+
         self.lock = self.folder / ".lock"
 
     def text_of(self, path: Path) -> str:
@@ -377,7 +377,7 @@ class MemoryStore:
             entries = self.entries()
             old = [entry for entry in entries[:-keep] if entry["cursor"] <= self.dream_cursor]
             if old:
-                append_lines(self.archive, old)
+                append_lines(self.folder / "history-archive.jsonl", old)
                 write_atomically(self.history, as_lines(entries[len(old) :]))
 
 

@@ -2257,12 +2257,14 @@ class Config:
     gateway: GatewaySettings = field(default_factory=GatewaySettings)
     mcp_servers: dict[str, MCPSettings] = field(default_factory=dict)  # copied from other programs
 
+    # no keys of the file, because they have no annotation
+    base_url = ""  # from a flag or the environment
+    general_key = ""  # the variable OPENAI_API_KEY
+    read_only = False  # from a flag
+
     def __post_init__(self):
         self.tools.mcp_servers = self.mcp_servers | self.tools.mcp_servers
         self.path = path_of(USUAL_SETTINGS)
-        self.base_url = ""  # from a flag or the environment
-        self.general_key = ""  # the variable OPENAI_API_KEY
-        self.read_only = False  # from a flag
 
     @property
     def defaults(self):

@@ -1000,7 +1000,7 @@ def test_programs_that_write_the_history_at_once_lose_and_double_nothing(tmp_pat
         memory.archive_old(keep=10)
     for program in programs:
         program.communicate()
-    entries = lines_of(memory.archive) + memory.entries()
+    entries = lines_of(memory.folder / "history-archive.jsonl") + memory.entries()
     texts = [f"{name}.{n}" for name in "ab" for n in range(60)]
     assert sorted(contents(entries)) == sorted(["before", *texts])
     assert len({entry["cursor"] for entry in entries}) == 121
