@@ -207,17 +207,16 @@ class RunState(AgentHookContext):
         if self.spec.hook.wants_streaming:
             await self.spec.hook.on_stream(held + piece)
 
-    def with_warning(self, call: providers.ToolCallRequest, result: tools.ToolResult):
+    def add_warning(self, call: providers.ToolCallRequest, result: tools.ToolResult):
         """Append a warning to the result if this is the third step, or a later one, in which this
         call had this outcome. All failures of a call count as the same outcome."""
         outcome = None if result.is_error else [result.text, result.images]
         this_call = lines_of_json([call.name, call.arguments, outcome])
         self.outcomes[-1].add(this_call)
         times = sum(this_call in step for step in self.outcomes)
-        if times < 3:
-            return result
-        warning = "same_failure" if result.is_error else "same_result"
-        return replace(result, text=f"{result.text}\n{template(warning, count=times)}")
+        if times >= 3:
+            warning = "same_failure" if result.is_error else "same_result"
+            result.text += f"\n{template(warning, count=times)}"
 
     @property
     def goes_in_circles(self):
@@ -410,7 +409,7 @@ class AgentRunner:
             result = await spec.tools.execute(call.name, call.arguments, spec.turn)
         if result.is_error:
             state.failure = f"{call.name} failed: {result.text}"
-        result = state.with_warning(call, result)
+        state.add_warning(call, result)
         text = result.text
         state.result.tool_events.append(
             {
