@@ -1510,7 +1510,7 @@ class CronService:
     def _shown(self, moment):
         return f"{datetime.fromtimestamp(moment).astimezone(self.zone):%a %Y-%m-%d %H:%M %Z}"
 
-    def add_system(self, id, every_seconds, enabled=True):
+    def add_system(self, id, every_seconds, enabled):
         """Add a system job, or change its settings. The tool `cron` lists, but never removes it."""
         self.store.edit(
             id,

@@ -412,8 +412,8 @@ class Consolidator:
     sessions: "SessionManager"
     ask: Callable  # awaited with (messages, tools) → the answer, as from LLMProvider.chat
     prompt: str
-    budget: int = 56_320  # maximum number of tokens in a request
-    window: int = 100  # maximum number of messages that are not in the long-term memory
+    budget: int  # maximum number of tokens in a request
+    window: int  # maximum number of messages that are not in the long-term memory
     one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def make_room(self, session: Session, tokens: int) -> str:
@@ -1097,8 +1097,8 @@ class Dream:
     find_prompt: str
     edit_prompt: str
     skills: "SkillsLoader"
-    budget: int = 56_320  # maximum number of tokens in a request
-    max_batch: int = 20  # maximum number of history entries per dream
+    budget: int  # maximum number of tokens in a request
+    max_batch: int  # maximum number of history entries per dream
     failures: int = 0  # number of failed dreams about the same entries
 
     async def run(self):
@@ -1298,10 +1298,10 @@ class Skill:
 
     name: str
     path: Path
-    description: str = ""
-    text: str = ""  # without the front matter
-    always: bool = False  # if True, the whole text is in every system prompt
-    missing: list[str] = field(default_factory=list)  # missing programs and variables
+    description: str
+    text: str  # without the front matter
+    always: bool  # if True, the whole text is in every system prompt
+    missing: list[str]  # missing programs and variables
 
 
 class SkillsLoader:
