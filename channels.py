@@ -75,7 +75,7 @@ class InboundMessage:
 
 class MessageBus:
     def __init__(self, sleep: Callable = asyncio.sleep):
-        self.channels: dict[str, Channel] = {}
+        self.channels = {}  # name → Channel
         self._inbound = asyncio.Queue()  # of InboundMessage
         self._listening = []  # tasks
         self._waiting = defaultdict(deque)  # (channel, chat id, is it a file?) → messages

@@ -1173,15 +1173,14 @@ class Dream:
 # ---- Git commits of dreams and consolidations: show the changes, or undo them ----
 
 OUTSIDE = "edited by you or the agent"
+COMMITTED = (*DREAM_FILES, "skills")  # an older version's repositories have the history, too
+ATTRIBUTES = "* !text !eol !diff !filter !ident !working-tree-encoding\n"  # replaces the user's
 LAST_DREAM = "HEAD^{/^dream:}"
 UNKNOWN = "there is no such commit, or no dream yet. /dream-log lists the commits."
 
 
 class MemoryRepository:
     """A git repository. It is not named `.git`, so that the workspace is not a submodule."""
-
-    files = (*DREAM_FILES, "skills")  # an older version's repositories have the history, too
-    attributes = "* !text !eol !diff !filter !ident !working-tree-encoding\n"  # replaces the user's
 
     def __init__(self, workspace):
         self.workspace = workspace
@@ -1222,12 +1221,12 @@ class MemoryRepository:
         """Commit the files. Returns `1 file changed, 2 insertions(+)`, or "". Raises OSError."""
         if not (self.folder / "HEAD").exists():
             self.git("init", "-q")
-            write_atomically(self.folder / "info" / "attributes", self.attributes)
+            write_atomically(self.folder / "info" / "attributes", ATTRIBUTES)
         (self.folder / "index.lock").unlink(missing_ok=True)  # a killed git has left it
         self.git("add", "-u")  # changed and deleted files
-        names = [name for name in self.files if (self.workspace / name).exists()]
+        names = [name for name in COMMITTED if (self.workspace / name).exists()]
         self.git("add", "-f", "--", *names)
-        told = self.git("diff", "--cached", "--shortstat", "--", *self.files).strip()
+        told = self.git("diff", "--cached", "--shortstat", "--", *COMMITTED).strip()
         if told:
             self.git("commit", "-q", "-m", f"{subject}: {told}")
         return told
@@ -1271,7 +1270,7 @@ class MemoryRepository:
                     f"--output={patch}",
                     f"{sha or LAST_DREAM}^0",
                     "--",
-                    *self.files,
+                    *COMMITTED,
                     why=UNKNOWN,
                 )
                 files = [self.workspace / name for name in self.git("ls-files", "-z").split("\0")]
