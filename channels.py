@@ -1051,7 +1051,6 @@ class Telegram(Channel):
         content = "\n".join(filter(None, texts))
         if not content and not media:
             return None  # an event; for example, somebody joined the group
-        speaker = "" if is_private else name_of(sender)
         return InboundMessage(  # another bot can use the same `message_id`, so add the bot's id
             self.name,
             str(sender["id"]),
@@ -1059,7 +1058,7 @@ class Telegram(Channel):
             content,
             media,
             message_id=f"{messages[0]['message_id']}/{self.bot['id']}",
-            speaker=speaker,
+            speaker="" if is_private else name_of(sender),
         )
 
     async def _save(self, file):

@@ -1743,7 +1743,6 @@ class JobRunner:
             self.run_job,
             loop.context.zone,
             now=lambda: loop.program.now().timestamp(),
-            sleep=loop.program.sleep,
             is_wanted=lambda job: (
                 self.is_gateway or (job.channel == "cli" and not loop.config.read_only)
             ),
@@ -2093,7 +2092,7 @@ def status_text(loop, turn):
 def preview(loop, turn, *later):
     """Build the next request, with the messages `later`. Nothing is sent, and nothing is saved."""
     history = loop.sessions.get(turn.session_key).history(*later)
-    spec = loop.run_spec(history, EventHook(None, turn, loop.program.streaming))
+    spec = loop.run_spec(history, EventHook(None, turn, False))
     state = RunState(spec.messages, spec=spec)
     loop.runner.prepare(state)
     return loop.runner.govern(state)
