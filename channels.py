@@ -75,7 +75,7 @@ class InboundMessage:
 
 class MessageBus:
     def __init__(self, sleep: Callable = asyncio.sleep):
-        self.channels: dict[str, Channel] = {}
+        self.channels = {}  # name → Channel
         self._inbound = asyncio.Queue()  # of InboundMessage
         self._listening = []  # tasks
         self._waiting = defaultdict(deque)  # (channel, chat id, is it a file?) → messages
@@ -86,9 +86,6 @@ class MessageBus:
         """Start to receive messages from the channel, and to send messages to the channel."""
         self.channels[channel.name] = channel
         self._listening.append(asyncio.create_task(channel.listen(self)))
-
-    def shows_deltas(self, channel: str) -> bool:
-        return getattr(self.channels.get(channel), "shows_deltas", False)
 
     def publish(self, message: InboundMessage) -> asyncio.Future:
         """Queue a message. The future is done after `confirm()`, when the message is on disk."""
@@ -112,16 +109,6 @@ class MessageBus:
         waiting.append(message)
         if len(waiting) == 1:  # otherwise, `deliver` is running already
             self._deliveries[key] = asyncio.create_task(deliver(channel, waiting, self._sleep))
-
-    def stop_sending(self, channel: str, chat_id: str) -> bool:
-        """Send no more parts of a long answer of which the chat has some parts already. Returns
-        False if there is none. An answer of which nothing has arrived is kept: it may wait for the
-        end of an outage."""
-        waiting = self._waiting[channel, chat_id, False]
-        if not waiting or waiting[0].parts_sent == 0:
-            return False
-        waiting[0].parts_sent = sys.maxsize  # `Channel.send` sees no part left, and returns
-        return True
 
     async def close(self, seconds: float = 5.0):
         """Wait at most `seconds` for the delivery of queued messages, then stop the channels."""
@@ -1065,7 +1052,6 @@ class Telegram(Channel):
         content = "\n".join(filter(None, texts))
         if not content and not media:
             return None  # an event; for example, somebody joined the group
-        speaker = "" if is_private else name_of(sender)
         return InboundMessage(  # another bot can use the same `message_id`, so add the bot's id
             self.name,
             str(sender["id"]),
@@ -1073,7 +1059,7 @@ class Telegram(Channel):
             content,
             media,
             message_id=f"{messages[0]['message_id']}/{self.bot['id']}",
-            speaker=speaker,
+            speaker="" if is_private else name_of(sender),
         )
 
     async def _save(self, file):
@@ -1109,16 +1095,13 @@ class Telegram(Channel):
         if message.kind == "final":
             self._stop_typing(message.chat_id)
         target = {"chat_id": message.chat_id}
-        # "17/123456": message 17, and the bot's id
-        if own := re.fullmatch(r"(\d+)/\d+", message.reply_to):
+        if message.reply_to:  # "17/123456": message 17, and the bot's id
             target["reply_parameters"] = {
-                "message_id": int(own[1]),
+                "message_id": int(message.reply_to.partition("/")[0]),
                 "allow_sending_without_reply": True,
             }
         parts = [*split_html(as_html(message.content)), *map(Path, message.media)]
-        # `MessageBus.stop_sending` ends this loop: it makes `parts_sent` huge
-        while message.parts_sent < len(parts):
-            part = parts[message.parts_sent]
+        for part in parts[message.parts_sent :]:
             if isinstance(part, str):
                 await self._send_text(part, target)
             else:
@@ -1406,7 +1389,9 @@ class CronJob:
         return self.at or f"{self.cron_expr} {self.tz}".strip() or f"every {self.every_seconds} s"
 
 
-def zone_named(name, default):
+def zone_named(name, default=None):
+    """The zone, or the default if there is no name. None is the zone of the machine: `datetime`
+    knows its summer time. (`astimezone().tzinfo` would be only the offset of one moment.)"""
     try:
         return zoneinfo.ZoneInfo(name) if name else default
     except (KeyError, ValueError, OSError):  # "Mars/Olympus", "../x", "Europe"
@@ -1461,9 +1446,9 @@ warn_once = functools.cache(log.warning)  # the clock asks once a second
 
 @dataclass
 class CronService:
-    """`run()` awaits `fire(job, name)` for each job that is due, if `is_wanted(job)`. Each run has
-    a unique `name`. If the program is killed, the run is repeated with the same name. `now()` gives
-    seconds since 1970."""
+    """`tick()`, called once a second, starts a task that awaits `fire(job, name)` for each job that
+    is due, if `is_wanted(job)`. Each run has a unique `name`. If the program is killed, or the task
+    is cancelled, the run is repeated with the same name. `now()` gives seconds since 1970."""
 
     store: JobStore
     fire: Callable
@@ -1485,16 +1470,6 @@ class CronService:
             except Exception as problem:
                 warn_once(f"cron: {str(row)[:100]} is no job: {problem}")
         return jobs
-
-    async def run(self, may_go_on: Callable = lambda: True):
-        """Check the clock and the jobs file once a second, while `may_go_on()` is true. At the
-        end, cancel the running jobs: they are run again later, with the same names."""
-        try:
-            while may_go_on():
-                await self.tick()
-                await self.sleep(1)
-        finally:
-            await end_all(self.running.values())
 
     async def tick(self):
         """Start all jobs that are due. Of several missed runs of a job, one is made up for."""
@@ -1535,7 +1510,7 @@ class CronService:
     def _shown(self, moment):
         return f"{datetime.fromtimestamp(moment).astimezone(self.zone):%a %Y-%m-%d %H:%M %Z}"
 
-    def add_system(self, id, every_seconds, enabled=True):
+    def add_system(self, id, every_seconds, enabled):
         """Add a system job, or change its settings. The tool `cron` lists, but never removes it."""
         self.store.edit(
             id,
@@ -1623,13 +1598,6 @@ class CronService:
         task = f"{job.channel}:{job.chat_id} · {job.message}".rstrip(" ·:")
         failed = f" · failed: {job.error}" if job.error else ""
         return f"{job.id} · {job.schedule()} · {coming} · {task}{failed}"
-
-
-def machine_zone():
-    """The zone that TZ names, or None: `datetime` then uses the zone of the machine, and the system
-    knows its summer time. (`astimezone().tzinfo` would be only the offset of one moment.)"""
-    with contextlib.suppress(CronError):  # TZ=CET-1CEST has no name
-        return zone_named(os.environ.get("TZ", "").lstrip(":"), None)
 
 
 # ---- Heartbeat ----

@@ -131,7 +131,8 @@ class Session:
     def _take_message(self, message):
         self.highest = max(self.highest, message["n"])
         self.messages.append(message)
-        ends_turn = is_answer(message)
+        is_whole = not message.get("tool_calls") and "cut" not in message
+        ends_turn = message["role"] == "assistant" and is_whole
         if ends_turn and message.get("content"):
             self.undelivered.append(message)
         if "report" in message:
@@ -159,7 +160,6 @@ class Session:
                                                    [2026-11-23 10:00, reminder: stretch!]\\n\\nb"
         """
         sent = self.summary_messages()
-        has_begun = False
         previous = {}
         reports = deque(maxlen=50)  # the last ones since the previous user message
         for message in [*self.conversation(), *later]:
@@ -168,13 +168,11 @@ class Session:
                 continue
             notes = []
             if message["role"] == "user":
-                has_begun = True
                 quotes = [quoted(report, 2_500 // len(reports)) for report in reports]
                 notes = [self.gap_after(previous), *quotes]
                 reports.clear()
-            if has_begun:  # skip the first turn if its user message is lost
-                sent.append(as_sent(message, *notes))
-                previous = message
+            sent.append(as_sent(message, *notes))
+            previous = message
         if previous.get("cut"):  # `/continue`
             text = f"{self.gap_after(previous)} Go on where the answer stops."
             sent.append({"role": "user", "content": text})
@@ -235,20 +233,13 @@ class Session:
         return end
 
 
-def is_answer(message: dict) -> bool:
-    """Does this message end its turn? True for a complete assistant message without calls."""
-    if message.get("tool_calls") or "cut" in message:
-        return False
-    return message["role"] == "assistant"
-
-
 def quoted(report: dict, most: int) -> str:
     """A report as the user's next message quotes it, with `most` tokens of its text. All lines
     after the first are indented, so that they cannot pass for the user's.
 
     [2026-11-23 10:00, reminder: stretch!]
     """
-    moment = report.get("timestamp", "")[:16].replace("T", " ")
+    moment = report["timestamp"][:16].replace("T", " ")
     text = fitted(report["content"], most).replace("\n", "\n    ")
     return f"[{moment}, {report['report']}: {text}]"
 
@@ -310,7 +301,7 @@ class MemoryStore:
         self.folder = workspace / "memory"
         self.facts = self.folder / "MEMORY.md"
         self.history = self.folder / "history.jsonl"
-        self.archive = self.folder / "history-archive.jsonl"
+
         self.lock = self.folder / ".lock"
 
     def text_of(self, path: Path) -> str:
@@ -386,7 +377,7 @@ class MemoryStore:
             entries = self.entries()
             old = [entry for entry in entries[:-keep] if entry["cursor"] <= self.dream_cursor]
             if old:
-                append_lines(self.archive, old)
+                append_lines(self.folder / "history-archive.jsonl", old)
                 write_atomically(self.history, as_lines(entries[len(old) :]))
 
 
@@ -421,8 +412,8 @@ class Consolidator:
     sessions: "SessionManager"
     ask: Callable  # awaited with (messages, tools) → the answer, as from LLMProvider.chat
     prompt: str
-    budget: int = 56_320  # maximum number of tokens in a request
-    window: int = 100  # maximum number of messages that are not in the long-term memory
+    budget: int  # maximum number of tokens in a request
+    window: int  # maximum number of messages that are not in the long-term memory
     one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def make_room(self, session: Session, tokens: int) -> str:
@@ -1106,8 +1097,8 @@ class Dream:
     find_prompt: str
     edit_prompt: str
     skills: "SkillsLoader"
-    budget: int = 56_320  # maximum number of tokens in a request
-    max_batch: int = 20  # maximum number of history entries per dream
+    budget: int  # maximum number of tokens in a request
+    max_batch: int  # maximum number of history entries per dream
     failures: int = 0  # number of failed dreams about the same entries
 
     async def run(self):
@@ -1155,9 +1146,7 @@ class Dream:
         if not findings:
             return "completed" if "[SKIP]" in answer else "failed"
         skills = [
-            f"- {skill.name}: {skill.description} ({skill.path})"
-            for skill in self.skills.load()
-            if not skill.problem
+            f"- {skill.name}: {skill.description} ({skill.path})" for skill in self.skills.load()
         ]
         question = "\n\n".join(["# Findings", *findings, *files, "# Skills", *skills])
         result = await self.run_agent(request(self.edit_prompt, question), self.refuse)
@@ -1184,15 +1173,14 @@ class Dream:
 # ---- Git commits of dreams and consolidations: show the changes, or undo them ----
 
 OUTSIDE = "edited by you or the agent"
+COMMITTED = (*DREAM_FILES, "skills")  # an older version's repositories have the history, too
+ATTRIBUTES = "* !text !eol !diff !filter !ident !working-tree-encoding\n"  # replaces the user's
 LAST_DREAM = "HEAD^{/^dream:}"
 UNKNOWN = "there is no such commit, or no dream yet. /dream-log lists the commits."
 
 
 class MemoryRepository:
     """A git repository. It is not named `.git`, so that the workspace is not a submodule."""
-
-    files = (*DREAM_FILES, "skills")  # an older version's repositories have the history, too
-    attributes = "* !text !eol !diff !filter !ident !working-tree-encoding\n"  # replaces the user's
 
     def __init__(self, workspace):
         self.workspace = workspace
@@ -1233,12 +1221,12 @@ class MemoryRepository:
         """Commit the files. Returns `1 file changed, 2 insertions(+)`, or "". Raises OSError."""
         if not (self.folder / "HEAD").exists():
             self.git("init", "-q")
-            write_atomically(self.folder / "info" / "attributes", self.attributes)
+            write_atomically(self.folder / "info" / "attributes", ATTRIBUTES)
         (self.folder / "index.lock").unlink(missing_ok=True)  # a killed git has left it
         self.git("add", "-u")  # changed and deleted files
-        names = [name for name in self.files if (self.workspace / name).exists()]
+        names = [name for name in COMMITTED if (self.workspace / name).exists()]
         self.git("add", "-f", "--", *names)
-        told = self.git("diff", "--cached", "--shortstat", "--", *self.files).strip()
+        told = self.git("diff", "--cached", "--shortstat", "--", *COMMITTED).strip()
         if told:
             self.git("commit", "-q", "-m", f"{subject}: {told}")
         return told
@@ -1282,7 +1270,7 @@ class MemoryRepository:
                     f"--output={patch}",
                     f"{sha or LAST_DREAM}^0",
                     "--",
-                    *self.files,
+                    *COMMITTED,
                     why=UNKNOWN,
                 )
                 files = [self.workspace / name for name in self.git("ls-files", "-z").split("\0")]
@@ -1309,11 +1297,10 @@ class Skill:
 
     name: str
     path: Path
-    description: str = ""
-    text: str = ""  # without the front matter
-    always: bool = False  # if True, the whole text is in every system prompt
-    missing: list[str] = field(default_factory=list)  # missing programs and variables
-    problem: str = ""  # why the file cannot be read; an unreadable skill is in no prompt
+    description: str
+    text: str  # without the front matter
+    always: bool  # if True, the whole text is in every system prompt
+    missing: list[str]  # missing programs and variables
 
 
 class SkillsLoader:
@@ -1324,18 +1311,17 @@ class SkillsLoader:
         self.read = read
 
     def load(self):
-        """All skills. For an unreadable skill, `problem` says why."""
+        """All skills whose file can be read; a warning names each other file once."""
         paths = {}
         for folder in reversed(self.folders):
             paths |= {path.parent.name: path for path in folder.glob("*/SKILL.md")}
-        return [self._read(paths[name]) for name in sorted(paths)]
-
-    def _read(self, path):
-        try:
-            return skill_of(path, self.read(path))
-        except (OSError, ValueError) as problem:
-            warn_once(f"{path} is left out: {problem}")
-            return Skill(path.parent.name, path, problem=str(problem))
+        skills = []
+        for _, path in sorted(paths.items()):
+            try:
+                skills.append(skill_of(path, self.read(path)))
+            except (OSError, ValueError) as problem:
+                warn_once(f"{path} is left out: {problem}")
+        return skills
 
 
 warn_once = cache(log.warning)  # channels.py has one, too: these files do not import each other

@@ -62,13 +62,6 @@ HERE = Path(__file__).resolve().parent
 DATA = HERE if (HERE / "templates").is_dir() else HERE / "nanobot_data"  # nanobot_data: in wheels
 
 Media = Iterable[Path]  # files attached to a message
-NO_USAGE = {
-    "prompt_tokens": 0,
-    "completion_tokens": 0,
-    "total_tokens": 0,
-    "cached_tokens": 0,
-    "estimated": False,
-}
 WITHHELD = ("content_filter", "refusal")  # values of `finish_reason`
 
 # ---- The input and the result of a run ----
@@ -105,7 +98,6 @@ class AgentRunResult:
     stop_reason: str = ""  # completed, max_iterations, error, tool_error or empty
     tool_events: list[dict] = field(default_factory=list)  # name, arguments, is_error, result
     error: str | None = None
-    model: str = ""
     requests: int = 0  # number of requests; a step sends two requests if the first is too long
     context_tokens: int = 0  # size of the last request, in tokens
 
@@ -124,7 +116,7 @@ class AgentHookContext:
     messages: list[dict]
     iteration: int = 0  # steps so far
     response: providers.LLMResponse = field(default_factory=providers.LLMResponse)
-    usage: providers.Usage = field(default_factory=lambda: providers.Usage(NO_USAGE))
+    usage: providers.Usage = field(default_factory=lambda: providers.token_counts(0, 0))
     model: str = ""
 
 
@@ -215,17 +207,16 @@ class RunState(AgentHookContext):
         if self.spec.hook.wants_streaming:
             await self.spec.hook.on_stream(held + piece)
 
-    def with_warning(self, call: providers.ToolCallRequest, result: tools.ToolResult):
+    def add_warning(self, call: providers.ToolCallRequest, result: tools.ToolResult):
         """Append a warning to the result if this is the third step, or a later one, in which this
         call had this outcome. All failures of a call count as the same outcome."""
         outcome = None if result.is_error else [result.text, result.images]
         this_call = lines_of_json([call.name, call.arguments, outcome])
         self.outcomes[-1].add(this_call)
         times = sum(this_call in step for step in self.outcomes)
-        if times < 3:
-            return result
-        warning = "same_failure" if result.is_error else "same_result"
-        return replace(result, text=f"{result.text}\n{template(warning, count=times)}")
+        if times >= 3:
+            warning = "same_failure" if result.is_error else "same_result"
+            result.text += f"\n{template(warning, count=times)}"
 
     @property
     def goes_in_circles(self):
@@ -272,12 +263,7 @@ class AgentRunner:
             if spec.keeps_half_answer:
                 self._keep_half_answer(state, "it was stopped")
             raise
-        return replace(
-            state.result,
-            messages=state.messages,
-            usage=state.usage,
-            model=state.model,
-        )
+        return replace(state.result, messages=state.messages, usage=state.usage)
 
     def prepare(self, state: RunState):
         """Choose the tools of the next request: none if the model must answer in words. They are
@@ -423,7 +409,7 @@ class AgentRunner:
             result = await spec.tools.execute(call.name, call.arguments, spec.turn)
         if result.is_error:
             state.failure = f"{call.name} failed: {result.text}"
-        result = state.with_warning(call, result)
+        state.add_warning(call, result)
         text = result.text
         state.result.tool_events.append(
             {
@@ -576,24 +562,19 @@ def batches(
 # ---- The system prompt and the messages of a request ----
 
 
+@dataclass
 class ContextBuilder:
     """Builds the system prompt and the user's message. Prompt caches need a system prompt without
     the current time, so the user's message has it."""
 
-    def __init__(
-        self,
-        config: Config,
-        memory: memory.MemoryStore,
-        skills: memory.SkillsLoader,
-        program: Program,
-    ):
-        self.memory = memory
-        self.skills = skills
-        self.zone = channels.zone_named(config.defaults.timezone, channels.machine_zone())
-        self.program = program
-        self.memory_tokens = config.defaults.budget // 4  # limit for MEMORY.md in the prompt
-        self.read_only = template("read_only") if config.read_only else ""
-        self.project = ""  # the project's own instructions, if the user has allowed them
+    config: Config
+    memory: memory.MemoryStore
+    skills: memory.SkillsLoader
+    program: Program
+    project: str = ""  # the project's own instructions, if the user has allowed them
+
+    def __post_init__(self):
+        self.zone = channels.zone_named(self.config.defaults.timezone)
 
     def system_prompt(self, turn: tools.Turn) -> str:
         return PART_END.join(self.parts(turn).values())
@@ -605,15 +586,14 @@ class ContextBuilder:
         own = partial(own_text, turn)
         parts = {
             "identity": identity(turn, own(turn.workspace / "IDENTITY.md")),
-            "Read-only": self.read_only,
+            "Read-only": template("read_only") if self.config.read_only else "",
         }
         for name in ("AGENTS.md", "SOUL.md", "USER.md", "TOOLS.md"):
             parts[name] = titled(f"## {name}", own(turn.workspace / name))
         if turn.channel in ("cli", "web"):  # not in a job, and not in a chat
             parts["Project"] = self.project
-        parts["Memory"] = titled(
-            "# Memory", memory.fitted(own(self.memory.facts), self.memory_tokens)
-        )
+        most = self.config.defaults.budget // 4  # tokens
+        parts["Memory"] = titled("# Memory", memory.fitted(own(self.memory.facts), most))
         parts |= skill_parts(self.skills.load())
         parts["Recent History"] = titled(
             "# Recent History", "\n".join(self.memory.recent_history())
@@ -679,7 +659,7 @@ class AgentLoop:
         self.consolidator, self.dream = memory_work(self)
         self.cost = CostTrackingHook(config.prices, self.provider.model)
         self.hooks = [self.cost, LoggingHook(), *hooks]
-        self.can_ask = lambda turn: turn.channel != "cron"  # can a user be asked to approve calls?
+
         self.turns = RunningTurns(self.sessions)
         # helpers, jobs and work in the background
         self.subagents = SubagentManager(partial(helper_answer, self))
@@ -816,9 +796,9 @@ class AgentLoop:
         )
 
     def hooks_for(self, turn: tools.Turn) -> list[AgentHook]:
-        """The hooks of a turn and of its helpers. If no user can be asked, another ApprovalHook
-        stands in for the one that asks: it denies each call that needs approval."""
-        if self.can_ask(turn):
+        """The hooks of a turn and of its helpers. In jobs and in Telegram, no user can be asked to
+        approve calls: an ApprovalHook that denies them stands in for the one that asks."""
+        if turn.channel not in ("cron", "telegram"):
             return self.hooks
         denies = ApprovalHook(self.tools, None)
         return [denies if isinstance(hook, ApprovalHook) else hook for hook in self.hooks]
@@ -921,7 +901,7 @@ async def answer_with_helpers(loop, text, key, on_event=None, later_lines=list):
     is returned, with the requests and the usage of all."""
     reports = []
     requests = 0
-    usage = dict(NO_USAGE)
+    usage = providers.token_counts(0, 0)
     loop.subagents.report = reports.append
     try:
         while True:
@@ -998,10 +978,10 @@ NOT_ANSWERED = ("error", "tool_error", "empty")  # values of `stop_reason` if th
 
 
 def add_up(total, usage):
-    for name in ("prompt_tokens", "completion_tokens", "cached_tokens"):
+    """Add the counts of a request; `total["estimated"]` becomes the number of estimated ones."""
+    for name in total:
         total[name] += usage.get(name, 0)
     total["total_tokens"] = total["prompt_tokens"] + total["completion_tokens"]
-    total["estimated"] |= usage.get("estimated", False)
 
 
 def tool_message(call, text):
@@ -1141,8 +1121,6 @@ def skill_parts(skills):
     active = []
     listed = []
     for skill in skills:
-        if skill.problem:
-            continue
         if skill.always and not skill.missing:
             active.append(f"## {skill.name}\n\n{skill.text}")
         else:
@@ -1249,7 +1227,7 @@ class CostTrackingHook(AgentHook):
 
     def __init__(self, prices, model):
         self.price = prices.get(model)
-        self.total = dict(NO_USAGE)
+        self.total = providers.token_counts(0, 0)
 
     async def after_iteration(self, context):
         add_up(self.total, context.response.usage)
@@ -1529,14 +1507,7 @@ class Conversation:
     async def obey(self, command, text):
         """Answer a command, also during a turn. If the command fails, the chat gets the error."""
         try:
-            # the turn has ended, but a long answer may still be on its way, part by part
-            can_stop_answer = command == "stop" and not self.loop.sessions.get(self.key).is_open
-            if can_stop_answer and self.bus.stop_sending(*self.chat):
-                self._send(
-                    "Stopped: the rest of the answer is not sent. The journal has all of it."
-                )
-            else:
-                await self.loop.process_direct(text, self.key, self.emit)
+            await self.loop.process_direct(text, self.key, self.emit)
         except Exception as problem:
             self._send(f"Sorry, /{command} failed: {problem}")
             raise
@@ -1620,7 +1591,7 @@ class Conversation:
             self._send_answers(session.undelivered[-1:], session)
             return
         loop = self.loop
-        shows_deltas = self.bus.shows_deltas(self.chat[0])
+        shows_deltas = self.bus.channels[self.chat[0]].shows_deltas
         events = EventHook(self.emit, loop.turn(self.key), loop.program.streaming, shows_deltas)
         result = await loop.answer(session, events, lines, partial(self._arrived, session))
         self._deliver(session, result)
@@ -1673,9 +1644,13 @@ def report_line(line):
 
     {"role": "assistant", "report": "reminder", "id": "j1@1795443848", "content": "Stretch!", …}
     """
-    kind = "reminder" if line.get("sender") == "job" else "message"
-    report = {"role": "assistant", "report": kind}
-    return report | {name: line[name] for name in ("id", "content", "timestamp")}
+    return {
+        "role": "assistant",
+        "report": "reminder" if line.get("sender") == "job" else "message",
+        "id": line["id"],
+        "content": line["content"],
+        "timestamp": line["timestamp"],
+    }
 
 
 def text_for_chat(result):
@@ -1777,7 +1752,6 @@ class JobRunner:
             self.run_job,
             loop.context.zone,
             now=lambda: loop.program.now().timestamp(),
-            sleep=loop.program.sleep,
             is_wanted=lambda job: (
                 self.is_gateway or (job.channel == "cli" and not loop.config.read_only)
             ),
@@ -1790,10 +1764,7 @@ class JobRunner:
         while True:
             try:
                 with memory.locked(loop.state_folder / "jobs.lock", "another program runs them"):
-                    # a terminal stops running jobs as soon as a gateway starts
-                    await self.clock.run(
-                        lambda: self.is_gateway or not is_held(loop.workspace, "gateway")
-                    )
+                    await self._work()
             except memory.SessionBusy:
                 tries += 1
                 if self.is_gateway and tries == 30:  # seconds
@@ -1801,6 +1772,15 @@ class JobRunner:
                         "The jobs wait for a stopped `nanobot`: end it, or continue it (fg)."
                     )
             await loop.program.sleep(1.0)
+
+    async def _work(self):
+        """Start due jobs; a terminal stops that, and its running jobs, as soon as a gateway starts."""
+        try:
+            while self.is_gateway or not is_held(self.loop.workspace, "gateway"):
+                await self.clock.tick()
+                await self.loop.program.sleep(1.0)
+        finally:  # they are run again later, with the same names
+            await channels.end_all(self.clock.running.values())
 
     def add_system_jobs(self):
         hours = self.loop.limits.dream.interval_h
@@ -2129,7 +2109,7 @@ def status_text(loop, turn):
 def preview(loop, turn, *later):
     """Build the next request, with the messages `later`. Nothing is sent, and nothing is saved."""
     history = loop.sessions.get(turn.session_key).history(*later)
-    spec = loop.run_spec(history, EventHook(None, turn, loop.program.streaming))
+    spec = loop.run_spec(history, EventHook(None, turn, False))
     state = RunState(spec.messages, spec=spec)
     loop.runner.prepare(state)
     return loop.runner.govern(state)
@@ -2292,12 +2272,14 @@ class Config:
     gateway: GatewaySettings = field(default_factory=GatewaySettings)
     mcp_servers: dict[str, MCPSettings] = field(default_factory=dict)  # copied from other programs
 
+    # no keys of the file, because they have no annotation
+    base_url = ""  # from a flag or the environment
+    general_key = ""  # the variable OPENAI_API_KEY
+    read_only = False  # from a flag
+
     def __post_init__(self):
         self.tools.mcp_servers = self.mcp_servers | self.tools.mcp_servers
         self.path = path_of(USUAL_SETTINGS)
-        self.base_url = ""  # from a flag or the environment
-        self.general_key = ""  # the variable OPENAI_API_KEY
-        self.read_only = False  # from a flag
 
     @property
     def defaults(self):
@@ -3042,9 +3024,8 @@ def status_rows(loop):
     for name, fault in asyncio.run(loop.mcp.check()).items():
         yield f"mcp {name}", "connected", fault
     for skill in loop.skills.load():
-        why = skill.problem or ", ".join(skill.missing)
-        if why:
-            yield f"skill {skill.name}", f"not used: {why}", None
+        if skill.missing:
+            yield f"skill {skill.name}", f"not used: {', '.join(skill.missing)}", None
 
 
 async def model_and_problem(provider):
@@ -3223,7 +3204,7 @@ def connect_page(loop, page, arguments):
             page.chats[chat_id] = False  # it does not pause
     page.memory = lambda: loop.context.parts(loop.turn("web:page"))
     loop.listeners.append(page.show)
-    loop.can_ask = lambda turn: turn.channel == "web"
+
     let_agent_ask(loop, page.ask, arguments.approve, True)
 
 

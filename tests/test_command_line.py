@@ -1329,7 +1329,6 @@ def test_status_has_a_row_for_each_part_and_says_what_is_missing_or_broken(own_h
     assert "nanobot onboard" in rows["settings"] and str(workspace()) in rows["workspace"]
     assert "OPENAI_API_KEY" in rows["model"] and "channels.telegram.token" in rows["telegram"]
     assert rows["sandbox"].startswith("ok off")
-    (workspace() / "skills" / "odd" / "SKILL.md").mkdir(parents=True)
     monkeypatch.setenv("PATH", str(own_home))
     flags = settings(channels={"telegram": {"token": "1:secret"}})
     Path(flags[1]).chmod(0o644)
@@ -1338,7 +1337,9 @@ def test_status_has_a_row_for_each_part_and_says_what_is_missing_or_broken(own_h
     assert advice or os.name != "posix"
     assert rows["telegram"].startswith("BAD ") and "channels.telegram.allowFrom" in rows["telegram"]
     assert rows["skill github"] == "-- not used: program gh" and "skill cron" not in rows
-    assert rows["skill odd"].startswith("-- not used: ")
+    odd = workspace() / "skills" / "odd" / "SKILL.md"
+    odd.mkdir(parents=True)
+    assert f"{odd} is left out: " in nanobot("status")[2]
 
 
 def test_status_and_prompt_show_servers_and_what_was_pasted_from_elsewhere_is_no_error(tmp_path):

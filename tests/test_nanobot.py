@@ -14,7 +14,7 @@ import pytest
 
 import nanobot
 from conftest import lines_of, need_bash
-from chats import Chats, Desk, Gate, Model, serve_chats, waiting_tool
+from chats import Chats, Gate, Model, serve_chats, waiting_tool
 from chats import said as said_by_user
 from fake_llm import FakeLLM, Raw, Reply, error
 from fake_llm import call as ask_for
@@ -1599,26 +1599,6 @@ def test_a_waiting_message_with_odd_files_is_answered_and_its_chat_goes_on(tmp_p
         assert not inbox.path.exists()
 
     serve(tmp_path, echo, work)
-
-
-def test_stop_while_a_long_answer_is_being_sent_sends_no_more_of_it_and_says_so(tmp_path):
-    class Slow(Desk):
-        async def send(self, message):
-            if message.content != "to long":
-                return await super().send(message)
-            while message.parts_sent < 10_000:  # as Telegram's
-                message.parts_sent += 1
-                await asyncio.sleep(0.01)
-
-    async def whole() -> None:
-        loop = agent(settings_for(tmp_path), Model(echo))
-        async with Chats(loop, Slow()) as chats:
-            await chats.say("long")
-            await chats.until(lambda: "to long" in chats.texts() and not loop.turns.tasks)
-            assert "the rest of the answer is not sent" in await told(chats, "/stop")
-            await chats.at_rest()
-
-    asyncio.run(whole())
 
 
 # ---- Jobs ----
