@@ -1774,7 +1774,7 @@ class JobRunner:
             await loop.program.sleep(1.0)
 
     async def _work(self):
-        """Start due jobs; a terminal stops that, and its running jobs, as soon as a gateway starts."""
+        """Start due jobs. A terminal ends that, and its running jobs, once a gateway starts."""
         try:
             while self.is_gateway or not is_held(self.loop.workspace, "gateway"):
                 await self.clock.tick()

@@ -994,17 +994,14 @@ def digest(data):
 
 
 def forget_old_changes(kept):
-    """Forget the changes of old turns. If the turn of `kept` alone has too many, forget the bytes
-    in `kept`: only its record stays, which tells `restore` that an older version is lost."""
+    """Forget the changes of old turns, but none of the turn that `kept` is of."""
     room = UNDO_BYTES
     turn = kept.name.rpartition("-")[0]
     newest_first = sorted(kept.parent.glob("undo-*"), reverse=True)
     for number, entry in enumerate(newest_first):
         room -= entry.stat().st_size
-        if number >= UNDO_CHANGES or room < 0:
-            if entry.name.startswith(turn):
-                kept.write_bytes(kept.read_bytes().partition(b"\n")[0])
-                raise ToolError("this turn has changed too much")
+        is_old = number >= UNDO_CHANGES or room < 0
+        if is_old and not entry.name.startswith(turn):
             entry.unlink()
 
 
@@ -1014,9 +1011,8 @@ def kept_changes(turn):
     changes = []
     for entry in sorted(turn.store("undo").glob("undo-*")):
         with contextlib.suppress(OSError, ValueError), open(entry, "rb") as file:
-            # an earlier version kept no workspace
-            change = {"workspace": str(turn.workspace), **json.loads(file.readline())}
-            if change["workspace"] == str(turn.workspace):
+            change = json.loads(file.readline())
+            if change.get("workspace") == str(turn.workspace):
                 changes.append(change | {"file": entry})
     return changes
 
@@ -1061,9 +1057,7 @@ def restore(path, changes):
         for change in reversed(changes):
             if digest(data) != change["written"]:
                 return LEFT_ALONE
-            _, line_end, data = change["file"].read_bytes().partition(b"\n")
-            if not line_end:
-                return "left alone, because its old version was not kept"
+            data = change["file"].read_bytes().partition(b"\n")[2]
         if path.resolve() != path:  # a folder became a link
             return LEFT_ALONE
         if not changes[0]["is_new"]:

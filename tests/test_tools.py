@@ -2458,22 +2458,20 @@ def test_a_read_only_file_is_not_changed(turn):
     assert fixed.is_error and "read-only" in fixed.text
 
 
-def test_old_versions_are_bounded_and_their_loss_is_said(turn, monkeypatch):
+def test_old_turns_are_forgotten_but_a_turn_is_taken_back_whole(turn, monkeypatch):
     monkeypatch.setattr(tools, "UNDO_CHANGES", 3)
     monkeypatch.setattr(tools, "UNDO_BYTES", 5_000)
     for number in range(5):
-        at = replace(turn, started=f"1{number}")
-        write(at, f"f{number}", "x")
+        write(replace(turn, started=f"1{number}"), f"f{number}", "x")
     assert [undo(turn) for _ in range(4)] == [{"f4": GONE}, {"f3": GONE}, {"f2": GONE}, {}]
-    texts = [write(turn, f"g{n}", "x").text for n in range(4)]
-    assert ["too much" in text for text in texts] == [False] * 3 + [True]
-    not_kept = "left alone, because its old version was not kept"
-    assert undo(turn) == {"g0": GONE, "g1": GONE, "g2": GONE, "g3": not_kept}
+    write(replace(turn, started="16"), "old", "x")
+    for number in range(4):
+        write(turn, f"g{number}", "x")
     (turn.cwd / "big").write_text("x" * 5_001)
-    big = edit(turn, "big", "x" * 5_001, "y")
-    assert "(cannot be undone: " in big.text and "(cannot be undone: " in big.shown
-    edit(turn, "big", "y", "z")  # its first version is lost
-    assert undo(turn) == {"big": not_kept} and (turn.cwd / "big").read_text() == "z"
+    edit(turn, "big", "x" * 5_001, "y")
+    edit(turn, "big", "y", "z")
+    assert undo(turn) == {"big": BACK, "g0": GONE, "g1": GONE, "g2": GONE, "g3": GONE}
+    assert (turn.cwd / "big").stat().st_size == 5_001 and undo(turn) == {}
 
 
 def test_old_versions_are_private(turn):
