@@ -914,8 +914,7 @@ class BotAPI:
 
 
 class Telegram(Channel):
-    """The user's own Telegram bot. Files that people send are saved in `media_folder`.
-    `keep_strangers(text)` gets the ids and names of the last five strangers."""
+    """The user's own Telegram bot. Files that people send are saved in `media_folder`."""
 
     name = "telegram"
     poll_seconds = 50  # if no message arrives within this time, the server returns []
@@ -929,7 +928,6 @@ class Telegram(Channel):
         api_base="https://api.telegram.org",
         group_policy="mention",  # "open": the bot reads all group messages
         media_folder=Path("media"),
-        keep_strangers=log.debug,
         sleep=asyncio.sleep,
     ):
         super().__init__(allow_from)
@@ -937,8 +935,6 @@ class Telegram(Channel):
         self.group_policy = group_policy
         self.media_folder = media_folder
         self.sleep = sleep
-        self.keep_strangers = keep_strangers
-        self._strangers = []  # 8 (Ann), 9 (Bob)
         self.bot = {}  # the bot's id and username, from getMe
         self._offset = 0  # all updates with a lower id are on disk
         self._storing = {}  # update id → task that ends with `confirm()`
@@ -1001,17 +997,14 @@ class Telegram(Channel):
     def _is_new(self, update):
         """True if the update is a message from an allowed person, and is not being stored already.
         Strangers do not even get a refusal, because a refusal shows that the bot runs; the owner
-        finds their ids in the log and in `nanobot status`."""
+        finds their ids in the log."""
         sender = update.get("message", {}).get("from", {})
         if update["update_id"] in self._storing or sender.get("is_bot", True):
             return False
         if self.is_allowed(sender["id"]):
             return True
         stranger = f"{sender['id']} ({name_of(sender)})"
-        if stranger not in self._strangers:
-            self._strangers.append(stranger)
-            log.warning("Telegram: no answer to %s: not in channels.telegram.allowFrom", stranger)
-            self.keep_strangers(", ".join(self._strangers[-5:]))
+        warn_once(f"Telegram: no answer to {stranger}: not in channels.telegram.allowFrom")
         return False
 
     async def _take(self, messages, bus):

@@ -1666,7 +1666,6 @@ def text_for_chat(result):
 # A lock prevents a second gateway, because two gateways could answer the same message twice.
 
 GATEWAY_LOG = logging.getLogger("nanobot.gateway")  # the gateway logs one line per event
-STRANGERS = ".nanobot/strangers.txt"
 SERVED = "A gateway or a page already serves {}. Stop that program, or use another --workspace."
 
 
@@ -1721,7 +1720,6 @@ def open_channels(loop, bus, page):
             channels.Telegram(
                 **vars(telegram),
                 media_folder=loop.state_folder / "media",
-                keep_strangers=partial(memory.write_atomically, loop.workspace / STRANGERS),
             )
         )
     has_users = page or (telegram.token and telegram.allow_from)
@@ -3017,8 +3015,7 @@ def status_rows(loop):
     problem = None
     if telegram.token:
         allowed = ", ".join(map(str, telegram.allow_from))
-        strangers = loop.memory.text_of(loop.workspace / STRANGERS) or "none"
-        state = f"a token is set, allowed: {allowed or 'nobody'}, last strangers: {strangers}"
+        state = f"a token is set, allowed: {allowed or 'nobody'}"
         problem = "" if allowed else "put user ids into channels.telegram.allowFrom"
     yield "telegram", state, problem
     for name, fault in asyncio.run(loop.mcp.check()).items():
