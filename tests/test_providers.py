@@ -1761,6 +1761,7 @@ FOLLOWED = {  # what a class says in a conversation → what the last answer has
     "show only the lines with error": "server.log",
     "tell me a joke / start it": "Which file do you mean?\nI can:\n  run dice.py",
     "show me the ballad": "  read ",
+    "did it work? show me the last lines of list.txt": "- bread 3.5\neggs\nham",
     "turn the volume off": "  set volume to off in s.json",
     "what is 15% of 240 / and 20%?": "20% of 240 = 48",
     "what is 15% of 240 / what about 300": "15% of 300 = 45",
