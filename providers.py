@@ -1801,11 +1801,10 @@ IMPLIED = {  # a rule with this field needs no `tool:`; the first such field cou
     "output_mode": "grep",
     "pattern": "glob",
     "action": "cron",
-    "url": "web_fetch",
 }
 BUILT_IN = (  # filled in here
-    "<result> <Time> <memory> <file> <count> <calls> <last> <rows> <row> <step> <again> <text>"
-    " <note> <errand>"
+    "<result> <Time> <memory> <file> <count> <calls> <last> <rows> <row> <again> <text> <note>"
+    " <errand> <unchanged> <py> <csv> <txt> <md> <json> <noun> <folder>"
 )
 WORD = r"<(\w+)>"
 TYPED_WORD = r"(?<![\w./'’-])[a-z]{3,20}(?![\w/'’-]|\.\w)"  # not the `txt` of a.txt
@@ -1837,7 +1836,7 @@ class Rules:
                 self.problems.append(told)
                 log.warning(told)
                 self.last.clear()  # the rule is left out
-        said = re.findall("(?m)^(?:- |<sum>|<show>|<verb>|<unit>|<said_level>).*", text)
+        said = re.findall("(?m)^(?:- |<(?:sum|show|verb|unit|extreme|said_level)>).*", text)
         self.vocabulary = set(re.findall("[a-z]{3,}", str(said)))
 
     def _read(self, line):
@@ -1857,8 +1856,10 @@ class Rules:
             for sentence in line[2:].split(" | "):
                 self.sentences.append((self._regex(sentence), self.last))
         elif key and self.last:
-            self._check_field(key[1], key[2])
-            self.last[key[1]] = key[2]
+            # a call can stand in one line: pattern: TODO | path: <file>
+            for name, value in re.findall(r"(\w+): ?(.*?)(?: ?\| (?=\w+:)|$)", line):
+                self._check_field(name, value)
+                self.last[name] = value
         elif latest in FIELDS[:6]:
             self.last[latest] += f"\n{line}"
         elif line and self.last:
@@ -1900,19 +1901,23 @@ class Rules:
         """
         # no rule is for a text of more than 1,000 characters
         head = re.match(r"(?s).{0,1000}?(?=\n\n|\Z)|", text)[0]
-        corrected = re.sub(TYPED_WORD, lambda word: nearest(word[0], self.vocabulary), head)
-        for spoken in dict.fromkeys((head, corrected)):
+        for known in ((), self.vocabulary):
             for cut in (self.kinds["between"], self.kinds["after_then"], "(?!)"):
-                steps = [next(self.matches(part)) for part in re.split(cut, spoken, maxsplit=6)]
+                steps = [
+                    next(self.matches(part, known)) for part in re.split(cut, head, maxsplit=6)
+                ]
                 tools = {rule.get("tool", "") for rule, _ in steps if "reads" not in rule}
-                runs = tools <= {"", *read_only} or spoken == text
+                runs = tools <= {"", *read_only} or head == text and not known
                 if runs and not any("offer" in rule for rule, _ in steps):
                     return steps
         return [next(found for found in self.matches(head) if "offer" in found[0])]
 
-    def matches(self, text):
-        """Yield each rule that has a matching sentence, and the values of its <words>."""
-        spoken = re.sub(self.kinds["after"], "", text.strip())
+    def matches(self, text, known=()):
+        """Yield each rule that has a matching sentence, and the values of its <words>. A misspelt
+        word is taken for one of the `known` words.
+        """
+        text = re.sub(TYPED_WORD, lambda word: nearest(word[0], known), text)
+        spoken = re.sub(self.kinds["after"], "", text)
         spoken = re.sub(self.kinds["before"], "", spoken)
         for regex, rule in self.sentences:
             found = compiled(regex).fullmatch(f" {spoken}")
@@ -1922,7 +1927,7 @@ class Rules:
 
     def stems(self, text):
         """`the grades of b.csv` → {"grad", "csv", "b.csv"}: what is meant, without endings"""
-        text = text.lower().replace("to do", "todo").replace("favourite", "favorite")
+        text = text.lower().replace("to do", "todo")
         return {
             re.sub(rf"(?<=\w\w\w){ENDING}$", "", word)
             for word in re.findall(r"[^\W_]+", text) + re.findall(r"[\w-]+\.\w+", text)
@@ -1934,7 +1939,8 @@ def nearest(word, known):
     """`opne` → `open`, `mny` → `many`: the known word that is nearest, or the same word"""
     alike = [each for each in known if each[0] == word[0]]
     swapped = [each for each in alike if sorted(each) == sorted(word)]
-    return [*swapped, *difflib.get_close_matches(word, alike, 1, 0.82), word][0]
+    # prints is not printer
+    return [*swapped, *difflib.get_close_matches(word, alike, 1, 0.84), word][0]
 
 
 def beside_this_file(name=OFFLINE_RULES):
@@ -1950,7 +1956,7 @@ RUNTIME_END = "[/Runtime Context]"
 QUOTED = "(?s)^[\"'`“‘](.+)[\"'`”’]$"
 # tool → pattern for a successful result; any other result is an error
 SUCCESS = {"read_file": r"\d+\| ", "edit_file": "--- |Wrote ", "exec": r"(?s).*Exit code: 0$"}
-NOTHING = "No match for |No file below |There is no folder"
+NOTHING = "No match for |No file below |There is no folder|I know nothing"
 OTHER_SUCCESS = rf"(?!{NOTHING}|Cannot |Error\b|\w+ failed: )"  # also of a project's own tools
 NOISE = (  # not shown to the user
     r"(?m)^\S*MEMORY\.md:\d+: (?:- |# .*\n?)?|^Exit code: 0\Z|\nExit code: \d+\Z| Tell the user\.|"
@@ -1968,7 +1974,7 @@ class Plan:
         self.request = request
         self.rules = rules
         # <words>; `file` is "it", `last` is the last number
-        self.known = dict(file="", last="(which number?)", calls="")
+        self.known = dict(file="", last="(no number)", calls="", unchanged="Nothing was changed.")
         self.results = []  # of the calls in this turn that have a result
         self.matches = {}  # title of a rule → the values of its <words>
         self.said = {}  # the <words> of the last question
@@ -1993,7 +1999,7 @@ class Plan:
                 self.results.append(text)
             elif message["role"] == "user" and (RUNTIME_END in text or not question):
                 runtime, _, typed = text.rpartition(RUNTIME_END)
-                question = f"{question}\n{typed.strip()}".strip()
+                question = f"{question}\n{typed}".strip()
                 self.known |= dict(re.findall("(?m)^(Time): (.*)", runtime))
             elif message["role"] == "assistant" and "tool_calls" not in message:
                 self.matches = {}
@@ -2009,6 +2015,8 @@ class Plan:
     def _run(self, question, typed=False):
         """Apply the rules of a question. Only what was typed can mean another sentence."""
         reports = []
+        if not typed:
+            self.question = question
         for rule, said in self.rules.find(question, self.request.read_only):
             self.matches[rule.get("title")] = said
             means = fill(rule.get("means", "").replace(" | ", "\n"), self.known | self.said | said)
@@ -2018,12 +2026,14 @@ class Plan:
             reports += [self._follow(rule, said, file) for file in self._files(said)]
             if "reads" in rule or rule.get("tool") in self.request.read_only:
                 # what is my average grade in math? → what is my average grade in
-                said["again"] = re.sub(
-                    r"(?i)^(?:the|in|on|for|of|at|with|what|how) \S+$|\s*\S+$", "", question
-                )
-                self.said = said
+                last_words = r"(?i)^(?:the|in|on|for|of|at|with|what|how) \S+$|\s*\S+$"
+                said["again"] = re.sub(last_words, "", question)
             elif "tool" in rule:
                 self.known["calls"] += f"\n- {question}"
+                self.known["unchanged"] = ""
+            else:
+                continue  # what was not understood, or only answered, is no question
+            self.said = said
         return reports
 
     def _files(self, said):
@@ -2037,9 +2047,8 @@ class Plan:
     def _look_up(self, text):
         """`my essay` → `My Essay.md`, if only one name has most words of the text; or "" """
         if self.paths is None:
-            found = (
-                self._result("glob", {"pattern": "*"}) if "glob" in self.request.read_only else ""
-            )
+            has_glob = "glob" in self.request.read_only
+            found = self._result("glob", {"pattern": "*"}) if has_glob else ""
             self.paths = re.findall(r"(?m)^(?!No file|\(there).+", found)
         stems = self.rules.stems
         names = stems(" ".join(self.paths))
@@ -2078,16 +2087,15 @@ class Plan:
             # renamed 'a.txt' -> 'b.txt', or b.txt:3: milk
             named = re.search(r"(?:-> '?|^)([^'\s:,]+\.\w+)(?:[':,]|$)", shown)
             self.known["file"] = named[1] if named else file
-            nothing = "Done." if rule.get("tool") == "exec" else "Nothing yet."
-            known |= {"result": shown or nothing, "count": shown.count("\n") + 1}
-            return fill(rule.get("answer", "<result>"), known).strip() or nothing
+            known |= {"result": shown or "(nothing to show)", "count": shown.count("\n") + 1}
+            return fill(rule.get("answer", "<result>"), known).strip()
         missing = re.search("No such file|There is no folder", result)
         other = self._look_up(file) if missing else file
+        if other not in ("", file) and rule.get("tool") in self.request.read_only:
+            return self._follow(rule, said, other)
         if other != file:
-            if other and rule.get("tool") in self.request.read_only:
-                return self._follow(rule, said, other)
-            return self._advise(f"There is no {file} here.\n<rows>")
-        if not re.match(NOTHING, result):
+            shown = f"There is no {file} here."
+        elif not re.match(NOTHING, result):
             return shown
         return self._advise(f"{shown}\n<rows>")
 
@@ -2096,28 +2104,28 @@ class Plan:
         question, they are the answer: `when is the test` → `notes.md: physics test on Friday`
         """
         named = self._look_up(self.question)
-        rows = self._lines_about(named) if "<rows>" in text else []
-        near, row = [*rows, (self.known["file"], "")][0]
-        file = named or near
-        self.known["file"] = file if file in self.paths else ""  # it may be gone
+        rows = self._lines_about(named)
         lines = "\n".join(map(": ".join, rows[:5]))
-        if lines and re.search(self.rules.kinds["asks"], self.question):
+        if lines and "<rows>" in text and re.search(self.rules.kinds["asks"], self.question):
             return lines
-        path = self.known["file"] and shlex.quote(file)  # it can have spaces
-        known = self.known | {"row": row, "rows": lines, "file": path}
-        # the words of each sentence of `anything else` that matches the question or a step of it
-        steps = re.split(self.rules.kinds["between"], self.question, maxsplit=3)
+        texts = dict(rows)  # a line of each file
+        self.known["file"] = named or self.known["file"]
+        file = self.known["file"] or next(iter(texts), "")
+        # the file, or one of each kind if none is meant; a name can have spaces
+        meant = [path for path in self.paths if file in ("", path)]
+        known = self.known | {Path(path).suffix[1:]: shlex.quote(path) for path in meant}
+        known |= {"row": texts.get(file), "rows": lines, "file": file and shlex.join(meant)}
+        verbs = self.rules.kinds["change"].split("|")  # which can be misspelt
         wishes = [
-            known | words | {"step": step}
-            for step in ["", *steps]
-            for _, words in self.rules.matches(step or self.question)
+            known | words
+            for _, words in self.rules.matches(self.question, verbs)
+            if words.get("old", "").lower() in self.found
         ]
-        templates = re.split(r"\n| \| ", self.rules.otherwise.get("can", ""))
-        offers = []
-        for offer in dict.fromkeys(fill(each, words) for each in templates for words in wishes):
-            if len(offers) < 3 and offer not in ("", self.question):
-                found = self.rules.find(offer, self.request.read_only)
-                offers += [] if any("offer" in rule for rule, _ in found) else [offer]
+        for group in self.rules.otherwise.get("can", "").replace(" | ", "\n").split("\n\n"):
+            made = dict.fromkeys("\n".join(fill(group, words) for words in wishes).split("\n"))
+            offers = [offer for offer in made if offer not in ("", self.question)][:3]
+            if offers:
+                break  # the later groups are for those who get nothing
         return "\n  ".join([fill(text, known) + "\nI can:", *offers])
 
     def _lines_about(self, named):
@@ -2129,9 +2137,10 @@ class Plan:
         common = rf"(?i:(?:\b|_)(?:{'|'.join(sorted(words))}){ENDING}?(?:\b|_))"
         search = {"pattern": common, "output_mode": "content", "path": named}
         found = self._result("grep", search) if words and self.paths else ""
-        # without the head of a table
-        rows = self.facts + re.findall(r"(?m)^(?!.+\.csv:1: )(.+?):\d+: (.{1,200})", found)
-        return [row for row in rows if len(stems(row[1]) & words) > len(words) / 2]
+        self.found = found.lower()  # what is changed must be there
+        # without headings
+        rows = re.findall(r"(?m)^(?!.+\.(?:csv:1: |md:\d+: #))(.+?):\d+: (.{1,200})", found)
+        return [row for row in self.facts + rows if len(stems(row[1]) & words) > len(words) / 2]
 
     def _result(self, tool, arguments):
         """Return a call's result. If the call has no result yet, set `next_call` and return ""."""
@@ -2147,26 +2156,22 @@ class Plan:
         if re.search(rule.get("start", r"^[^|]* is empty\)$"), text):
             return self._result("write_file", {"path": path, "content": line})
         page = "\n".join(re.findall(r"(?m)^\d+\| (.*)$", text))
+        box = re.search(r"(?m)^[-*] \[ \] ", page)  # of a list of tasks
+        if box and line[:1].isalnum():
+            line = box[0] + line
         gone = fill(rule.get("without", "(?!)"), known, re.escape)
         # a line like: - [x] milk
         kept = re.sub(rf"(?m)^[ *-]{{0,9}}(?:\[.?\] )?(?:{gone})[ *-]{{0,9}}(?:\n|\Z)", "", page)
-        old = page
-        new = f"{kept}\n{line}".strip("\n")
-        is_cut = "go on with offset=" in text
-        if "old" in known and (is_cut or kept == page):  # it is only a part of a line
-            old = known["old"]
-            new = ""
-        elif is_cut:
+        if "go on with offset=" in text:
             return "That file is too long for me: I can only read one page."
-        elif kept == page and not line:
-            return "I know nothing of that: no line has it. Ask: what do you know about me?"
+        if kept == page and not line:
+            return "I know nothing of that: no line is just that."
         if not page:
             return text
-        columns = page.partition("\n")[0].count(",")
-        if line and path.endswith(".csv") and line.count(",") < columns:
-            row = ",".join(line.rsplit(None, columns))
-            return f"A row of {path} needs commas. I can:\n  append {row} to {path}"
-        return self._result("edit_file", {"path": path, "old_text": old, "new_text": new})
+        if line and path.endswith(".csv") and "," not in line:
+            return "A row of a table needs commas between its values, like its first line."
+        new = f"{kept}\n{line}".strip("\n")
+        return self._result("edit_file", {"path": path, "old_text": page, "new_text": new})
 
 
 def fill(template, known, change=str):
@@ -2194,11 +2199,11 @@ def arguments_of(rule, known):
 
 def calculate(text):
     """`15% of 240` → `36`; a text that is no sum, or has no result → `(no number: …)`"""
-    signs = beside_this_file("templates/offline/signs.txt")
-    for said, sign in re.findall("(.+) →(?: (.*))?", signs):
+    table = beside_this_file("templates/offline/signs.txt")
+    for said, sign in re.findall("(.+) →(?: (.*))?", table):
         text = re.sub(said, sign, text.lower())  # plus|add → +
     try:
-        text = re.fullmatch(r"[\d\s.+*/()-]+", text)[0]
+        text = re.fullmatch(r"[\d\s.+*/%()-]+", text)[0]
         return f"{eval(text, {'__builtins__': {}}):.15g}"
     except Exception:  # no sum, 1/0, 9.**9.**9., 1.+(), or thousands of brackets
         return "(no number: I know sums like 28 * 4.50, sqrt(81), (3 + 4) / 2)"

@@ -48,6 +48,8 @@ FNR == 1 {
     title = FILENAME
     gsub(/.*\/|\.[^.]*$/, "", title)
     header = $0
+    who = 1  # which meal sold the most: the column `meal` answers, else the first
+    for (i in head) if (said ~ "(which|what|whose|wich) " tolower(head[i]) "s? ") who = i
     next
 }
 {
@@ -64,8 +66,8 @@ FNR == 1 {
         if (comma == ";") sub(/,/, ".", cell[i])
         if (cell[i] !~ /^ *-?[0-9]+(\.[0-9]+)? *$/ || FILENAME in quoted) continue
         points = 2 * is_named(head[i]) + is_named(title)
-        count(FILENAME ", " head[i], cell[1], cell[i] + 0, points)
-        if (chosen) count(FILENAME ", " head[i] ", " chosen, cell[1], cell[i] + 0, points + 4)
+        count(FILENAME ", " head[i], cell[who], cell[i] + 0, points)
+        if (chosen) count(FILENAME ", " head[i] ", " chosen, cell[who], cell[i] + 0, points + 4)
         offer[FILENAME ", " head[i]] = "  the highest " head[i] " in " FILENAME
     }
 }
