@@ -359,6 +359,7 @@ class BottomLine:
         self.what = ""  # what the turn waits for
         self.since = 0.0  # since when it waits
         self.drawn = ""  # what the line shows now
+        self.columns = 0  # the width of the window when it was drawn
         self.unfinished = ""  # the last line of the printed text; "" if that line has ended
         self._lock = threading.RLock()  # the main thread and the loop's thread both print
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a letter comes in parts
@@ -446,6 +447,7 @@ class BottomLine:
                 return
             self.erase()
             self.drawn = line
+            self.columns = self._columns
             if line:
                 self._write(f"{self._way_below()}\r\x1b[K\x1b[2m{line}\x1b[0m")
 
@@ -479,6 +481,8 @@ class BottomLine:
             if self.drawn:
                 # a window that became narrower has broken the line into several rows
                 up = "\x1b[A" * ((width_of(self.drawn) - 1) // self._columns)
+                if self.columns != self._columns:  # the place has moved: go on in a row of its own
+                    self.unfinished = ""
                 back = "\x1b8" if self.unfinished else ""
                 self.drawn = ""
                 self._write(f"{up}\r\x1b[J{back}")

@@ -98,7 +98,6 @@ class AgentRunResult:
     stop_reason: str = ""  # completed, max_iterations, error, tool_error or empty
     tool_events: list[dict] = field(default_factory=list)  # name, arguments, is_error, result
     error: str | None = None
-    requests: int = 0  # number of requests; a step sends two requests if the first is too long
     context_tokens: int = 0  # size of the last request, in tokens
 
     @property
@@ -327,7 +326,6 @@ class AgentRunner:
         spec = state.spec
         on_delta = state.show if spec.hook.wants_streaming else None
         await spec.hook.before_request(request.messages, state.tools)
-        state.result.requests += 1
         response = await self.provider.chat(
             request.messages,
             state.tools,
@@ -897,24 +895,19 @@ def run(text: str, session_key: str = "", config: Config | None = None) -> str:
 
 
 async def answer_with_helpers(loop, text, key, on_event=None, later_lines=list):
-    """Answer a message, then wait for all running helpers and answer their reports. The last answer
-    is returned, with the requests and the usage of all."""
+    """Answer a message, then wait for all running helpers and answer their reports."""
     reports = []
-    requests = 0
-    usage = providers.token_counts(0, 0)
     loop.subagents.report = reports.append
     try:
         while True:
             result = await loop.process_direct(text, key, on_event, later_lines=later_lines)
-            requests += result.requests
-            add_up(usage, result.usage)
             helpers = loop.subagents.of(key)
             if helpers and on_event:
-                note = f"waiting for {memory.counted(len(helpers), 'helper')}"
-                await on_event(channels.OutboundMessage("cli", key, note, "tool_hint"))
+                waiting = "waiting for the helpers"
+                await on_event(channels.OutboundMessage("cli", key, waiting, "tool_hint"))
             await asyncio.gather(*helpers, return_exceptions=True)
             if not reports:
-                return replace(result, requests=requests, usage=usage)
+                return result
             text = reports.pop(0).content
     except asyncio.CancelledError:
         loop.stop(key)
@@ -1223,13 +1216,15 @@ class LoggingHook(AgentHook):
 
 
 class CostTrackingHook(AgentHook):
-    """Adds up tokens. If the settings have a price for the model, `line` also shows the cost."""
+    """Adds up requests and tokens, also those of helpers and of the memory. If the settings have a
+    price for the model, `line` also shows the cost."""
 
     def __init__(self, prices, model):
         self.price = prices.get(model)
-        self.total = providers.token_counts(0, 0)
+        self.total = {"requests": 0, **providers.token_counts(0, 0)}
 
     async def after_iteration(self, context):
+        self.total["requests"] += 1
         add_up(self.total, context.response.usage)
 
     def line(self, usage):
@@ -1350,8 +1345,9 @@ class WaitingHook(AgentHook):
 
 def tool_hint(call):
     """A call in one line: `read_file("a.txt")`, `grep("TODO")`, `$ ls`."""
-    if call.name == "exec":
-        return f"$ {begin_of(call.arguments.get('command', ''), 96)}"
+    command = call.arguments.get("command")
+    if call.name == "exec" and command:
+        return f"$ {begin_of(command, 96)}"
     for name in ("pattern", "path", "message", *call.arguments):  # the first one says most
         if value := call.arguments.get(name):
             return f'{call.name}("{begin_of(value, 300)}")'
@@ -1758,16 +1754,14 @@ class JobRunner:
     async def run(self):
         """Run due jobs until cancelled, but only while no other program holds the lock `jobs`."""
         loop = self.loop
-        tries = 0
         while True:
             try:
                 with memory.locked(loop.state_folder / "jobs.lock", "another program runs them"):
                     await self._work()
             except memory.SessionBusy:
-                tries += 1
-                if self.is_gateway and tries == 30:  # seconds
-                    log.warning(
-                        "The jobs wait for a stopped `nanobot`: end it, or continue it (fg)."
+                if self.is_gateway:
+                    channels.warn_once(
+                        "The jobs wait for an open `nanobot`: if it is stopped, continue it (fg)."
                     )
             await loop.program.sleep(1.0)
 
@@ -1889,6 +1883,7 @@ async def ask_for_memory(loop, run, messages, definitions):
         response = await loop.provider.chat(
             messages, definitions, max_tokens=loop.limits.max_tokens, on_event=run
         )
+        loop.cost.total["requests"] += 1
         add_up(loop.cost.total, response.usage)
         if response.unclear_at is None:
             break
@@ -2747,7 +2742,9 @@ class Talk:
         if not key and (self.is_conversation or arguments.resume):
             key = sessions.latest(folder)
             if not key and arguments.resume:
-                self.terminal.note("There is no conversation in this folder yet: a new one begins.")
+                self.terminal.note(
+                    "Nobody has typed a conversation in this folder yet: a new one begins."
+                )
             elif not self.is_watched:  # a script may have meant its own last message
                 self.terminal.note(f"Continuing {key}, the latest one that a person typed here.")
         key = key or sessions.new_key()
@@ -2838,12 +2835,14 @@ class Talk:
         loop = self.loop
         terminal = self.terminal
         terminal.bottom.begin("the model")
+        before = dict(loop.cost.total)
         work = answer_with_helpers(loop, text, self.key, terminal.send, terminal.take_queued)
         # after a single message, the shell gets what was typed
         result = self.background.complete(work, self.is_conversation)
-        if result.requests:
+        usage = {name: count - before[name] for name, count in loop.cost.total.items()}
+        if usage["requests"]:
             terminal.note(
-                f"{memory.counted(result.requests, 'request')} · {loop.cost.line(result.usage)} · "
+                f"{memory.counted(usage['requests'], 'request')} · {loop.cost.line(usage)} · "
                 f"{loop.limits.share(result.context_tokens)}"
             )
         if result.stop_reason == "max_iterations":

@@ -282,7 +282,7 @@ class ToolRegistry:
             return tool, {}, problem
         params = tool.cast_params(params)
         errors = tool.validate_params(params)
-        problem = f"{name} was not run: {'; '.join(errors)}.\nCorrect the call." if errors else None
+        problem = f"{'; '.join(errors)}.\nThe call was not run: correct it." if errors else None
         return tool, params, problem
 
     async def execute(self, name: str, params, turn: "Turn | None" = None) -> ToolResult:
@@ -425,8 +425,7 @@ def write_file(path: str, content: str, *, turn: Turn) -> ToolResult:
     before, mark, line_end = text_of_file(real, old)
     if re.search("[\udc80-\udcff]", before):
         raise ToolError(f"{real} is not UTF-8: characters would be lost.\nUse edit_file.")
-    if line_end == "\r\n":
-        content = content.replace("\r\n", "\n")
+    content = content.replace(line_end, "\n")
     data = mark + content.replace("\n", line_end).encode(errors="replace")
     note = change_file(turn, real, old, data)
     text = f"Wrote {len(content):,} characters to {real}.{note}"
@@ -904,9 +903,9 @@ def diff(before, after, name):
     # and at the end are left out, but not the two lines beside the change, which are shown.
     start = max(len(os.path.commonprefix([old, new])) - 2, 0)
     end = max(len(os.path.commonprefix([old[:start:-1], new[:start:-1]])) - 2, 0)
-    if len(old) + len(new) - 2 * (start + end) > 10_000:
-        return "changed", "Changed. The change is too large for a diff."
     parts = [lines[start : len(lines) - end] for lines in (old, new)]
+    if max(map(len, parts)) > 5_000:
+        return "changed", "Changed. The change is too large for a diff."
     lines = list(difflib.unified_diff(*parts, f"a/{name}", f"b/{name}", lineterm="", n=2))
     signs = [line[:1] for line in lines[2:]]  # lines[:2] name the file: "--- a/x.py", "+++ b/x.py"
     text = "\n".join(lines).encode(errors="replace").decode()  # invalid bytes become `?`
@@ -997,11 +996,9 @@ def forget_old_changes(kept):
     """Forget the changes of old turns, but none of the turn that `kept` is of."""
     room = UNDO_BYTES
     turn = kept.name.rpartition("-")[0]
-    newest_first = sorted(kept.parent.glob("undo-*"), reverse=True)
-    for number, entry in enumerate(newest_first):
+    for number, entry in enumerate(sorted(kept.parent.glob("undo-*"), reverse=True)):
         room -= entry.stat().st_size
-        is_old = number >= UNDO_CHANGES or room < 0
-        if is_old and not entry.name.startswith(turn):
+        if (number >= UNDO_CHANGES or room < 0) and not entry.name.startswith(turn):
             entry.unlink()
 
 
@@ -1036,7 +1033,7 @@ def take_back(changes):
         oldest = of_file[0]
         outcome = restore(Path(path), of_file)
         if outcome == LEFT_ALONE and not oldest["is_new"]:
-            left = oldest["file"].with_name(f"{oldest['file'].name}-left")
+            left = Path(f"{oldest['file']}-left")
             left.write_bytes(oldest["file"].read_bytes().partition(b"\n")[2])
             outcome += f"; its old version is {left}"
         for change in of_file:

@@ -331,7 +331,7 @@ def test_a_one_shot_waits_for_its_helpers_and_tells_what_they_found():
     with LLM(script):
         status, out, err = nanobot("-m", "dig")
     assert (status, out) == (0, "A helper digs.\nIt found gold.\n")
-    assert "waiting for 1 helper" in err and "3 requests · " in err
+    assert "waiting for the helpers" in err and "4 requests · " in err
 
 
 @pytest.mark.parametrize("words", ["read a.txt", "replace a with b", "hello"])

@@ -845,7 +845,7 @@ def test_a_command_is_answered_without_the_model_and_what_is_none_is_a_question(
         said = "git is not installed"
     assert said.lower() in result.final_content.lower()
     assert (events[-1], result.stop_reason) == (("final", result.final_content), "completed")
-    assert len(loop.provider.requests) == result.requests == (1 if said == "asked" else 0)
+    assert len(loop.provider.requests) == (1 if said == "asked" else 0)
 
 
 def test_files_come_before_the_text_images_as_data_and_the_journal_has_a_line_for_each(tmp_path):
@@ -1701,7 +1701,7 @@ def test_the_registry_of_a_program_is_not_changed(tmp_path):
 
 
 def test_a_gateway_says_that_a_stopped_prompt_holds_the_jobs(tmp_path, caplog):
-    naps = [True] * 40 + [False]
+    naps = [True, True, False]
 
     async def sleep(seconds):
         if not naps.pop(0):
