@@ -1999,7 +1999,7 @@ class Plan:
                 self.results.append(text)
             elif message["role"] == "user" and (RUNTIME_END in text or not question):
                 runtime, _, typed = text.rpartition(RUNTIME_END)
-                question = f"{question}\n{typed}".strip()
+                question = f"{question}\n{typed.strip()}".strip()
                 self.known |= dict(re.findall("(?m)^(Time): (.*)", runtime))
             elif message["role"] == "assistant" and "tool_calls" not in message:
                 self.matches = {}

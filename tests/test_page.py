@@ -613,6 +613,15 @@ def test_the_header_says_which_tool_runs_and_a_stopped_call_says_so(browser, ope
     tab.wait("byId('chat').textContent.includes('Ada')")
     tab.click("Memory")
     tab.wait("byId('files').textContent.includes('Ada')")
+    tab.say("create b.txt with x")
+    tab.wait("byId('chat').textContent.includes('Wrote')")
+    tab.say("/undo")
+    told = "[...document.querySelectorAll('.said')].map((each) => each.textContent).slice(-2)"
+    tab.wait(f"{told}.join().includes('cannot be undone')")
+    assert tab.run("byId('chat').textContent").count("Undo of") == 1
+    assert tab.run(told)[0] == "You/undo"  # above its answer
+    tab.say("/new")
+    tab.wait("byId('chat').textContent.includes('no longer sent')")
     tab.click("Projector")
     tab.do("Page.reload")
     tab.wait("typeof RECORDED !== 'undefined' && document.readyState === 'complete'")
