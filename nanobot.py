@@ -903,8 +903,9 @@ async def answer_with_helpers(loop, text, key, on_event=None, later_lines=list):
             result = await loop.process_direct(text, key, on_event, later_lines=later_lines)
             helpers = loop.subagents.of(key)
             if helpers and on_event:
-                waiting = "waiting for the helpers"
-                await on_event(channels.OutboundMessage("cli", key, waiting, "tool_hint"))
+                await on_event(
+                    channels.OutboundMessage("cli", key, "waiting for the helpers", "tool_hint")
+                )
             await asyncio.gather(*helpers, return_exceptions=True)
             if not reports:
                 return result
