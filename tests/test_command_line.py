@@ -1567,18 +1567,16 @@ def test_a_command_of_a_killed_gateway_is_killed_and_the_model_is_told_to_check_
 ):
     """Before, the command paid, and paid again when the model repeated it."""
     bill, pids = tmp_path / "bill", tmp_path / "pids"
-    pays = f"echo begun >> {bill}; (sleep 3; echo paid >> {bill}) & echo $! $$ > {pids}; wait"
+    pays = f"echo begun >> {bill}; (sleep 90; echo paid >> {bill}) & echo $! $$ > {pids}; wait"
     with FakeTelegram() as telegram, LLM([call("exec", command=pays), "I see."]) as server:
         gateway = Gateway(telegram, hints=False)
         telegram.say("Pay the bill")
         wait_until(lambda: pids.exists() and pids.read_text().strip())
-        begun = time.monotonic()
         gateway.kill()
-        wait_until(lambda: all(is_gone(int(pid)) for pid in pids.read_text().split()), 2.5)
+        wait_until(lambda: all(is_gone(int(pid)) for pid in pids.read_text().split()))
         gateway = Gateway(telegram, hints=False)
         telegram.wait_until(lambda: telegram.texts() == ["I see."])
         gateway.end()
-        time.sleep(max(0, begun + 4 - time.monotonic()))
     assert bill.read_text() == "begun\n" and server.last(1) == UNKNOWN
 
 
