@@ -1006,7 +1006,7 @@ def kept_changes(turn):
     """What `change_file` has kept in this workspace, oldest first: {"session", "turn", "folder",
     "path", "file" …}"""
     changes = []
-    for entry in sorted(turn.store("undo").glob("undo-*")):
+    for entry in sorted(turn.store("undo").glob("undo-*[0-9]")):
         with contextlib.suppress(OSError, ValueError), open(entry, "rb") as file:
             change = json.loads(file.readline())
             if change.get("workspace") == str(turn.workspace):

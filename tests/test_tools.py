@@ -2431,10 +2431,11 @@ def test_the_last_turn_that_changed_files_is_taken_back_to_the_byte(turn):
 
 def test_the_old_version_of_what_is_left_alone_is_kept_and_earlier_turns_can_be_undone(turn):
     edit(replace(turn, started="1"), "sub/b.txt", "text", "agent")
-    edit(replace(turn, started="2"), "a.txt", "text", "agent")
+    (turn.cwd / "a.txt").write_text("[1]\n", newline="\n")
+    edit(replace(turn, started="2"), "a.txt", "1", "2")
     (turn.cwd / "a.txt").write_text("the user's")
     outcome, _, old = undo(turn)["a.txt"].partition("; its old version is ")
-    assert outcome == LEFT and content(Path(old)).startswith(b"text of ws/a.txt")
+    assert outcome == LEFT and content(Path(old)) == b"[1]\n"
     assert undo(turn) == {os.path.join("sub", "b.txt"): BACK}
 
 
