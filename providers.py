@@ -1950,7 +1950,7 @@ def beside_this_file(name=OFFLINE_RULES):
         if path.is_file():
             # table.awk is beside the rules
             return path.read_text("utf-8-sig", "replace").replace("HERE/", f"{path.parent}/")
-    return "## anything else\noffer: The folder templates/offline is missing."
+    return "## anything else\noffer: templates/offline/rules.md is missing."
 
 
 RUNTIME_END = "[/Runtime Context]"

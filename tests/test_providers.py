@@ -1915,7 +1915,7 @@ def test_words_around_the_text_are_not_searched_for(desk):
 def test_a_name_is_found_by_one_of_its_words_and_with_typos(desk):
     (desk.folder / "shopping.txt").write_text("milk\nmilk milk\n")
     assert "1| milk" in desk.ask("wats in teh shoping list")[0]
-    assert desk.ask("how mny lins has it got")[0] == "shopping.txt: 2"
+    assert desk.ask("how mny lins has it got")[0] == "shopping.txt: 2 lines"
     assert (
         desk.ask("how many times does milk come up in it")[0] == "milk is 3 times in shopping.txt."
     )
