@@ -1832,7 +1832,7 @@ class Rules:
             try:
                 self._read(line.rstrip())
             except (ValueError, re.error) as problem:
-                told = f"{OFFLINE_RULES}, line {number}: {problem}"
+                told = f"templates/offline/rules.md, line {number}: {problem}"
                 self.problems.append(told)
                 log.warning(told)
                 self.last.clear()  # the rule is left out
@@ -2105,7 +2105,8 @@ class Plan:
         """Return `text` and three offers: `find test in notes.md`, … If lines have most words of a
         question, they are the answer: `when is the test` → `notes.md: physics test on Friday`
         """
-        named = self._look_up(self.question)
+        # add a task: play the game (not about game.log)
+        named = self._look_up(self.question.partition(": ")[0])
         rows = self._lines_about(named)
         lines = "\n".join(map(": ".join, rows[:5]))
         if lines and "<rows>" in text and re.search(self.rules.kinds["asks"], self.question):
