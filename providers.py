@@ -1832,7 +1832,7 @@ class Rules:
             try:
                 self._read(line.rstrip())
             except (ValueError, re.error) as problem:
-                told = f"{OFFLINE_RULES}, line {number}: {problem}"
+                told = f"templates/offline/rules.md, line {number}: {problem}"
                 self.problems.append(told)
                 log.warning(told)
                 self.last.clear()  # the rule is left out
@@ -1917,10 +1917,10 @@ class Rules:
         word is taken for one of the `known` words.
         """
         text = re.sub(TYPED_WORD, lambda word: nearest(word[0], known), text)
-        spoken = re.sub(self.kinds["after"], "", text)
-        spoken = re.sub(self.kinds["before"], "", spoken)
+        for edge in ("after", "before"):
+            text = re.sub(self.kinds[edge], "", text)
         for regex, rule in self.sentences:
-            found = compiled(regex).fullmatch(f" {spoken}")
+            found = compiled(regex).fullmatch(f" {text}")
             if found and rule:
                 yield rule, found.groupdict("")
         yield self.otherwise, {}
@@ -1937,7 +1937,8 @@ class Rules:
 
 def nearest(word, known):
     """`opne` → `open`, `mny` → `many`: the known word that is nearest, or the same word"""
-    alike = [each for each in known if each[0] == word[0]]
+    # week4.txt is not week3.txt
+    alike = [each for each in known if each[0] == word[0] and word.isalpha()]
     swapped = [each for each in alike if sorted(each) == sorted(word)]
     # prints is not printer
     return [*swapped, *difflib.get_close_matches(word, alike, 1, 0.84), word][0]
@@ -1949,7 +1950,7 @@ def beside_this_file(name=OFFLINE_RULES):
         if path.is_file():
             # table.awk is beside the rules
             return path.read_text("utf-8-sig", "replace").replace("HERE/", f"{path.parent}/")
-    return f"## anything else\noffer: {name} is missing."
+    return "## anything else\noffer: templates/offline/rules.md is missing."
 
 
 RUNTIME_END = "[/Runtime Context]"
@@ -2086,7 +2087,8 @@ class Plan:
         if re.match(SUCCESS.get(rule.get("tool"), OTHER_SUCCESS), result):
             # renamed 'a.txt' -> 'b.txt', or b.txt:3: milk
             named = re.search(r"(?:-> '?|^)([^'\s:,]+\.\w+)(?:[':,]|$)", shown)
-            self.known["file"] = named[1] if named else file
+            if named:
+                self.known["file"] = named[1]
             known |= {"result": shown or "(nothing to show)", "count": shown.count("\n") + 1}
             return fill(rule.get("answer", "<result>"), known).strip()
         missing = re.search("No such file|There is no folder", result)
@@ -2103,7 +2105,8 @@ class Plan:
         """Return `text` and three offers: `find test in notes.md`, … If lines have most words of a
         question, they are the answer: `when is the test` → `notes.md: physics test on Friday`
         """
-        named = self._look_up(self.question)
+        # add a task: play the game (not about game.log)
+        named = self._look_up(self.question.partition(": ")[0])
         rows = self._lines_about(named)
         lines = "\n".join(map(": ".join, rows[:5]))
         if lines and "<rows>" in text and re.search(self.rules.kinds["asks"], self.question):
@@ -2115,10 +2118,10 @@ class Plan:
         meant = [path for path in self.paths if file in ("", path)]
         known = self.known | {Path(path).suffix[1:]: shlex.quote(path) for path in meant}
         known |= {"row": texts.get(file), "rows": lines, "file": file and shlex.join(meant)}
-        verbs = self.rules.kinds["change"].split("|")  # which can be misspelt
+        # a verb can be misspelt
         wishes = [
             known | words
-            for _, words in self.rules.matches(self.question, verbs)
+            for _, words in self.rules.matches(self.question, self.rules.kinds["change"].split("|"))
             if words.get("old", "").lower() in self.found
         ]
         for group in self.rules.otherwise.get("can", "").replace(" | ", "\n").split("\n\n"):

@@ -1508,6 +1508,9 @@ def test_the_offline_model_works_through_a_conversation(desk):
     assert "new.txt" in desk.ask("rename it to my-list.txt")[0]
     assert desk.ask("what's in it?")[0] == "my-list.txt says:\n1| milk\n2| eggs"
     assert "already" in desk.ask("rename it to a.txt")[0] and desk.read("a.txt").startswith("one")
+    assert "no folder photos" in desk.ask("Move my-list.txt to photos")[0]
+    assert "tea" in desk.ask("I like tea, please don't forget that")[0]
+    assert "- The user: I like tea\n" in desk.read("memory/MEMORY.md") + "\n"
     desk.ask("delete my-list.txt")
     assert not (desk.folder / "my-list.txt").exists()
     for name in ("Bob", "Maria"):
@@ -1592,6 +1595,15 @@ def test_the_offline_model_does_sums_by_itself(sentence):
 
 OFFERED = {  # nothing is run: what can be done with these words is offered, or asked for
     "delte a.txt": "  delete a.txt",
+    "make a backup of a.txt": "  copy a.txt to a.txt.bak",
+    "make a foler called photos": "  make a folder called photos",
+    "put a.txt into photos": "  make a folder photos and move a.txt into it",
+    "every monday at 8 tell me to write": "  remind me on monday at 8 to write",
+    "remind me in 10 m to go": "Say when",
+    "Make a new file called c.txt in the docs folder and write: hi you": 'create docs/c.txt with "hi',
+    "A can holds 8 litres. How many cans do we need for 150 litres?": "  150 / 8",
+    "add the match Wolves against Otters, 2:0, on Friday to b.csv": "I know no rule",
+    "please don't forget that": "I do nothing of that",
     "fhqwhgads a.txt": "  how many lines are in a.txt",
     'is "the sea" somewhere near a.txt?': '  find "the sea" in a.txt',
     "whats the avarage grade in docs/b.md": "read docs/b.md",
@@ -1646,7 +1658,7 @@ def test_what_no_rule_has_is_offered_asked_for_or_refused_and_nothing_is_run(des
             line.split()[-1].strip('"') in sentence
         )  # only what was typed may write, delete or run
         harmless = line.startswith(
-            ("how many words", "which file is", "sort ", "copy a.txt to old")
+            ("how many words", "which file is", "sort ", "copy a.txt to ", "make a folder ")
         )
         assert offline(line)[0] in (None, *READ_ONLY) or harmless or typed
 
@@ -1915,7 +1927,7 @@ def test_words_around_the_text_are_not_searched_for(desk):
 def test_a_name_is_found_by_one_of_its_words_and_with_typos(desk):
     (desk.folder / "shopping.txt").write_text("milk\nmilk milk\n")
     assert "1| milk" in desk.ask("wats in teh shoping list")[0]
-    assert desk.ask("how mny lins has it got")[0] == "shopping.txt: 2"
+    assert desk.ask("how mny lins has it got")[0] == "shopping.txt: 2 lines"
     assert (
         desk.ask("how many times does milk come up in it")[0] == "milk is 3 times in shopping.txt."
     )
