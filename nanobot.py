@@ -2852,7 +2852,7 @@ class Talk:
             return 0
         if result.error or not terminal.live:  # a terminal already shows `final_content`
             complain(result.error or result.final_content)
-        if self.is_conversation and loop.sessions.get(self.key).unfinished:
+        if self.is_conversation:
             terminal.note("/continue resumes the turn")
         return 1
 
