@@ -72,6 +72,7 @@ def main(arguments: Any, make_loop: Any) -> int:
     async def turn() -> Any:
         return await loop.process_direct(arguments.message, "cli:walk", drop)
 
+    print("The turn runs. Its steps are shown when it has ended.", file=sys.stderr, flush=True)
     result = follower.follow(lambda: asyncio.run(turn()))
     lines = [*follower.top.lines(-1)[1:], f"\nanswer: {result.final_content or result.error or ''}"]
     print("\n".join(lines).encode("utf-8", "replace").decode())
