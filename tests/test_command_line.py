@@ -596,10 +596,11 @@ def test_what_is_typed_during_a_turn_reaches_it_and_is_never_lost():
     is_typed = threading.Event()
 
     def script(body):
-        if len(server.bodies) in (1, 4):
+        number = len(server.bodies)
+        if number in (1, 4):
             assert is_typed.wait(LONG)
         is_typed.clear()
-        return lines.pop(0)
+        return lines[number - 1]
 
     def type_during(number: int, *texts: str) -> None:
         """Type during the request of this number, then let the model answer."""
