@@ -359,7 +359,7 @@ class BottomLine:
         self.what = ""  # what the turn waits for
         self.since = 0.0  # since when it waits
         self.drawn = ""  # what the line shows now
-        self.columns = 0  # the width of the window when it was drawn
+        self.drawn_width = 0  # the columns of the window when it was drawn
         self.unfinished = ""  # the last line of the printed text; "" if that line has ended
         self._lock = threading.RLock()  # the main thread and the loop's thread both print
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a letter comes in parts
@@ -447,7 +447,7 @@ class BottomLine:
                 return
             self.erase()
             self.drawn = line
-            self.columns = self._columns
+            self.drawn_width = self._columns
             if line:
                 self._write(f"{self._way_below()}\r\x1b[K\x1b[2m{line}\x1b[0m")
 
@@ -481,7 +481,9 @@ class BottomLine:
             if self.drawn:
                 # a window that became narrower has broken the line into several rows
                 up = "\x1b[A" * ((width_of(self.drawn) - 1) // self._columns)
-                if self.columns != self._columns:  # the place has moved: go on in a row of its own
+                if (
+                    self.drawn_width != self._columns
+                ):  # the place has moved: go on in a row of its own
                     self.unfinished = ""
                 back = "\x1b8" if self.unfinished else ""
                 self.drawn = ""
@@ -1007,8 +1009,10 @@ class Telegram(Channel):
             return False
         if self.is_allowed(sender["id"]):
             return True
-        stranger = f"{sender['id']} ({name_of(sender)})"
-        warn_once(f"Telegram: no answer to {stranger}: not in channels.telegram.allowFrom")
+        warn_once(
+            f"Telegram: no answer to {sender['id']} ({name_of(sender)}): "
+            "not in channels.telegram.allowFrom"
+        )
         return False
 
     async def _take(self, messages, bus):

@@ -239,7 +239,7 @@ def quoted(report: dict, most: int) -> str:
 
     [2026-11-23 10:00, reminder: stretch!]
     """
-    moment = report["timestamp"][:16].replace("T", " ")
+    moment = report.get("timestamp", "")[:16].replace("T", " ")
     text = fitted(report["content"], most).replace("\n", "\n    ")
     return f"[{moment}, {report['report']}: {text}]"
 
@@ -301,7 +301,6 @@ class MemoryStore:
         self.folder = workspace / "memory"
         self.facts = self.folder / "MEMORY.md"
         self.history = self.folder / "history.jsonl"
-
         self.lock = self.folder / ".lock"
 
     def text_of(self, path: Path) -> str:

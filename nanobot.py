@@ -657,7 +657,6 @@ class AgentLoop:
         self.consolidator, self.dream = memory_work(self)
         self.cost = CostTrackingHook(config.prices, self.provider.model)
         self.hooks = [self.cost, LoggingHook(), *hooks]
-
         self.turns = RunningTurns(self.sessions)
         # helpers, jobs and work in the background
         self.subagents = SubagentManager(partial(helper_answer, self))
@@ -1713,12 +1712,7 @@ def open_channels(loop, bus, page):
         bus.open(page)
     telegram = loop.config.channels.telegram
     if telegram.token:
-        bus.open(
-            channels.Telegram(
-                **vars(telegram),
-                media_folder=loop.state_folder / "media",
-            )
-        )
+        bus.open(channels.Telegram(**vars(telegram), media_folder=loop.state_folder / "media"))
     has_users = page or (telegram.token and telegram.allow_from)
     if not has_users:
         log.warning("Nobody can reach the agent: set channels.telegram.token and allowFrom.")
@@ -2767,10 +2761,11 @@ class Talk:
         """Answer one message, or hold a conversation. Returns the exit status."""
         self.begin_day()
         told = self.folder / "told-no-model"  # once a day in each folder: the answers say it, too
-        now = f"{self.day} {self.loop.program.folder}"
-        if lacks_model(self.loop) and self.loop.memory.text_of(told) != now:
+        known = self.loop.memory.text_of(told)
+        now = f"{self.day} {self.loop.program.folder}\n"
+        if lacks_model(self.loop) and now not in known:
             self.terminal.note(template("no_model"))
-            memory.write_atomically(told, now)
+            memory.write_atomically(told, known + now)
         status = self.converse() if self.is_conversation else self.answer_once()
         self.terminal.bottom.begin("the memory (Ctrl-C leaves it for next time)")
         with contextlib.suppress(KeyboardInterrupt):  # a later turn does the cancelled memory work
@@ -3201,7 +3196,6 @@ def connect_page(loop, page, arguments):
             page.chats[chat_id] = False  # it does not pause
     page.memory = lambda: loop.context.parts(loop.turn("web:page"))
     loop.listeners.append(page.show)
-
     let_agent_ask(loop, page.ask, arguments.approve, True)
 
 

@@ -1037,7 +1037,7 @@ def take_back(changes):
             left.write_bytes(oldest["file"].read_bytes().partition(b"\n")[2])
             outcome += f"; its old version is {left}"
         for change in of_file:
-            change["file"].unlink()
+            change["file"].unlink(missing_ok=True)
         outcomes[os.path.relpath(path, oldest["folder"])] = outcome
     return outcomes
 

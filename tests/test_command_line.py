@@ -247,6 +247,7 @@ def test_without_a_key_it_says_so_once_a_day_in_each_folder_and_asks_the_offline
         ("agent -m", ".", True),
         ("agent -m", ".", False),
         ("agent -m", tmp_path.parent, True),
+        ("agent -m", ".", False),
     ):
         status, out, err = nanobot(*command.split(), "tell me a joke", cwd=folder)
         told = (status, "takes a real model" in out, "OPENAI_API_KEY" in err)
