@@ -1787,44 +1787,81 @@ def typed(line, tools):
 
 
 # ---- The offline model ----
-# The offline model needs no key and no network. Users can edit the rules in a file. Each
-# sentence of a rule becomes a regular expression. Mistakes are reported with their line numbers.
+# The offline model needs no key and no network. Users can edit its rules in a file. Each sentence
+# of a rule becomes a regular expression. Mistakes are reported with their line numbers.
 
 OFFLINE_RULES = "templates/offline/rules.md"  # nanobot_data/templates/… after pip install
-# the fields of a rule (the first six can have many lines); others are arguments of its tool
+# the fields of a rule (the first four can have many lines); others are arguments of its tool
 FIELDS = re.findall(
-    r"\w+", "answer offer can calculate means without line tool reads title words start"
+    r"\w+",
+    "answer offer can calculate say old new tool reads again line start none title own nearly",
 )
 IMPLIED = {  # a rule with this field needs no `tool:`; the first such field counts
     "command": "exec",
     "line": "edit_file",
+    "old": "edit_file",
     "output_mode": "grep",
     "pattern": "glob",
     "action": "cron",
 }
-BUILT_IN = (  # filled in here
-    "<result> <Time> <memory> <file> <count> <calls> <last> <rows> <row> <again> <text> <note>"
-    " <errand> <unchanged> <py> <csv> <txt> <md> <json> <noun> <folder>"
-)
+READS = {"read_file", "list_dir", "glob", "grep", "web_fetch", "web_search"}
+# <words> that are filled in here
+BUILT_IN = "result Time memory file count last question words row text csv json md py txt".split()
 WORD = r"<(\w+)>"
-TYPED_WORD = r"(?<![\w./'’-])[a-z]{3,20}(?![\w/'’-]|\.\w)"  # not the `txt` of a.txt
-# the signs of a sentence as parts of a regex; `...` stands for any words
-MARKS = {"[": "(?:", "]": ")?", "(": "(?:", ")": ")", "|": "|", "...": r"[^\w\s]*(?:\s+\S+)*?"}
-ENDING = "(?:ies|ing|ed|es|ys|e|s|y)"  # of a word: grades, grade, graded
-
-
+QUOTED = "(?s)^[\"'`“‘](.+)[\"'`”’]$"
+# While rules are compared, a name or a quoted text is one letter: `read a.txt` → `read \uec00`
+MASKED = re.compile(
+    r"""(?ix)(?P<url>https?://[^\s"'>]+)
+    |(?P<a_file>["'`“‘][\w~ ./\\+@-]{1,80}\.[a-z]\w{0,8}["'`”’]|\b[a-z]\w+\ \d+\.[a-z]\w*
+      |(?-i:\b(?:README|LICENSE|Makefile|Dockerfile)\b(?!\.))
+      |(?<![\w.~+@-])(?![\d.]*/[\d.]+(?![\w.])|km/h|m/s|and/or|\.\w+\ files)(?:[a-z]:(?=[/\\]))?
+       (?:[\w~./\\+@-]*\.\d*[a-z]\w*|[\w~.+@-]*[/\\][\w~./\\+@-]*\w)(?![\w/\\]))
+    |(?P<a_folder>(?<![\w.~+@-])[\w~./\\+@-]*\w[/\\](?!\S))
+    |(?P<quoted>"[^"]+"|“[^”]+”|(?<!\w)'[^']+'(?!\w)|‘[^’]+’|`[^`]+`)"""
+)
+FIRST = {  # the first letter for each kind; settings and tables are files, too
+    "url": "\ue000",
+    "a_folder": "\ue400",
+    "quoted": "\ue800",
+    "a_file": "\uec00",
+    "settings": "\uf000",
+    "table": "\uf400",
+}
+KIND = {
+    "/": "a_folder",
+    ".csv": "table",
+    ".json": "settings",
+    ".toml": "settings",
+    ".ini": "settings",
+}
+A_FILE = "[\uec00-\uf7ff]"
+FILES = rf"\s+(?P<files>{A_FILE}(?:(?:\s|[,&]|and|the|file)+{A_FILE})*)"
+SPACE = "\0"  # in a regex: between words; in sentences that write, words like `the` can be there
+ENDING = "(?:ings|ies|ing|ed|es|ys|e|s|y)"  # of a word: grades, grade, graded
+TYPED_WORD = r"(?<![\w'’-])[a-z]{3,20}(?![\w'’-])"
 compiled = functools.cache(re.compile)  # the cache of `re` itself is too small for the sentences
 
 
-class Rules:
-    """The parsed rules file. A <word> in a sentence or a field is a placeholder, like <file>.
+def reads(rule):
+    """Does the rule write, delete and run nothing?"""
+    return "reads" in rule or rule.get("tool", "grep") in READS
 
-    A rule: {"title": "read files", "words": ["<file>"], "tool": "read_file", "path": "<file>"}
+
+class Rules:
+    """The parsed rules file. A <word> in a sentence or a field is a placeholder, like <files>.
+
+    A rule: {"title": "read files", "own": ["<files>"], "tool": "read_file", "path": "<file>"}
     """
 
     def __init__(self, text):
-        self.kinds = defaultdict(lambda: "(?!)")  # {"url": "(?:https?://\\S+)"}
-        self.sentences = []  # (the regex of a sentence, its rule)
+        # the regex of a <word>, and of words that mean the same: show = show|list|…
+        self.kinds = defaultdict(lambda: "(?!)")
+        for kind, first in FIRST.items():
+            self.kinds[kind] = f"[{first}-{chr(ord(first) + 0x3FF)}]"
+        self.kinds |= {"text_file": self.kinds["a_file"], "a_file": A_FILE}
+        self.alike = defaultdict(lambda: "(?!)")
+        self.sentences = []  # (key words of a sentence, its regex, its parts, its rule)
+        self.vocabulary = {}
         self.problems = []
         self.otherwise = {"offer": ""}  # the rule for sentences that no other rule has
         self.last = {}  # the rule of the current line
@@ -1836,31 +1873,33 @@ class Rules:
                 self.problems.append(told)
                 log.warning(told)
                 self.last.clear()  # the rule is left out
-        said = re.findall("(?m)^(?:- |<(?:sum|show|verb|unit|extreme|said_level)>).*", text)
-        self.vocabulary = set(re.findall("[a-z]{3,}", str(said)))
+        self.matches = functools.cache(self.matches)
 
     def _read(self, line):
         """Read one line. Raises ValueError or re.error with a text that describes the mistake."""
-        kind = re.fullmatch(r"<(\w+)>(?: \([^()]*\))?: (.+)", line)  # <files> (a.txt): …
+        kind = re.fullmatch(r"<(\w+)>(?: \([^()]*\))?: (.+)", line)  # <number> (5): …
+        alike = re.fullmatch(r"([a-z][a-z ]*) = (.+)", line)  # show = show|list|print
         key = re.match(r"(\w+): ?(.*)", line)
         latest = ["", *self.last][-1]  # the key of the line above
         if line.startswith("## "):
-            self.last = {"title": line[3:], "words": []}
+            self.last = {"title": line[3:], "own": []}
             if line == "## anything else":
                 self.otherwise = self.last
         elif kind:
             regex = re.sub(WORD, lambda name: self.kinds[name[1]], kind[2])
             re.compile(regex)
             self.kinds[kind[1]] = f"(?:{regex})"
+        elif alike and not self.last:
+            self.alike[alike[1]] += f"|{alike[2]}".replace(" ", r"\s+")  # of one line or more
         elif line.startswith("- ") and self.last:
             for sentence in line[2:].split(" | "):
-                self.sentences.append((self._regex(sentence), self.last))
+                self._add_sentence(sentence)
         elif key and self.last:
             # a call can stand in one line: pattern: TODO | path: <file>
             for name, value in re.findall(r"(\w+): ?(.*?)(?: ?\| (?=\w+:)|$)", line):
                 self._check_field(name, value)
                 self.last[name] = value
-        elif latest in FIELDS[:6]:
+        elif latest in FIELDS[:4]:
             self.last[latest] += f"\n{line}"
         elif line and self.last:
             raise ValueError("this is neither a sentence (- read <file>) nor a field (answer: Hi)")
@@ -1872,76 +1911,120 @@ class Rules:
             raise ValueError(f"unknown key {key}: use tool, answer, offer, line or calculate")
         if key == "tool" and not re.fullmatch(self.kinds["tool"], value):
             raise ValueError(f"there is no tool {value}: if it is your own, add it to <tool>")
-        for word in re.findall(r"<\w+>", value):
-            if word not in [*BUILT_IN.split(), *self.last["words"]]:
-                raise ValueError(f"{word} is in no sentence of this rule: add it to one")
+        for word in re.findall(WORD, value):
+            if word not in [*BUILT_IN, *self.last["own"]]:
+                raise ValueError(f"<{word}> is in no sentence of this rule: add it to one")
 
-    def _regex(self, sentence):
-        """`show [me] <file>` → a regex that matches ` show a.txt` and ` show me "my notes"`."""
+    def _add_sentence(self, sentence):
+        """`show [me] <files>` has three parts: ("show", its regex), …"""
         if sum(map(sentence.count, "[(<")) != sum(map(sentence.count, "])>")):
             raise ValueError(f"`{sentence}`: a bracket is not closed")
         if re.search(r"<(\w+)>.*<\1>", sentence):
             raise ValueError(f"`{sentence}`: the same <word> occurs twice")
-        regex = "(?is)"
-        for token in re.findall(r"[\[\]()|]|[^\s\[\]()|]+", sentence):
-            said = self.kinds.get(f"said_{token}", rf"\s+{re.escape(token)}")
-            if token[0] == "<":
-                if token[1:-1] not in self.kinds:
-                    raise ValueError(f"{token} is not defined above: write <files> or <text>")
-                said = rf"\s+(?P{token}{self.kinds[token[1:-1]]})"
-                self.last["words"].append(token)
-            regex += MARKS.get(token, said)
-        return regex
+        names = "|".join(sorted(self.alike, key=len, reverse=True))
+        word = rf"(?:{names})(?![^\s)\]|])|[^\s()\[\]|]+"
+        parts = []
+        regexes = []
+        keys = set()  # one of these words is in each text that fits: only then a regex is compiled
+        for part in re.findall(rf"\[[^\]]*\]|\([^)]*\)|{word}", sentence):
+            regex = re.sub(rf"\s*({word})", self._regex, part.strip("[]()"))
+            parts.append((part, f"(?:{regex})".replace(SPACE, r"\s+")))
+            regexes.append(f"(?:{regex})?" if part[0] == "[" else f"(?:{regex})")
+            if not keys and part[0] not in "[<.":
+                alike = [self.alike.get(each, each) for each in re.findall(word, part)]
+                keys = set(re.findall(r"\w+", str(alike).lower()))
+        skipped = rf"\s+(?:(?:{self.alike['skipped']})\s+){{0,5}}"
+        regex = "(?is)" + "".join(regexes).replace(SPACE, skipped)
+        self.sentences.append((keys, regex, parts, self.last))
 
-    def find(self, text, read_only):
-        """Find the rule of each step, and its <words>: `list docs and read a.txt` has two steps.
+    def _regex(self, found):
+        """The regex for a word of a sentence"""
+        word = found[1]
+        if word == "...":
+            return r"(?:\s+\S+)*?"
+        if word[0] != "<":
+            said = self.alike.get(word, re.escape(word))
+            self.vocabulary |= dict.fromkeys(re.findall("[a-z]{3,}", said))
+            return rf"{SPACE}(?:{said})(?![\w'’-])"
+        kind = self.kinds.get(word[1:-1])
+        if not kind:
+            raise ValueError(f"{word} is not defined above: write <files> or <text>")
+        self.last["own"].append(word[1:-1])
+        if re.fullmatch(kind, "the x"):  # any text: all of it was meant
+            return rf"\s+(?P{word}{kind})"
+        return rf"{SPACE}(?P{word}{kind})"
 
-        If a step has no rule, nothing runs: the only rule has an `offer` then. Only rules that read
-        run if text is piped in (after a blank line) or words are misspelt.
-        """
-        # no rule is for a text of more than 1,000 characters
-        head = re.match(r"(?s).{0,1000}?(?=\n\n|\Z)|", text)[0]
-        for known in ((), self.vocabulary):
-            for cut in (self.kinds["between"], self.kinds["after_then"], "(?!)"):
-                steps = [
-                    next(self.matches(part, known)) for part in re.split(cut, head, maxsplit=6)
-                ]
-                tools = {rule.get("tool", "") for rule, _ in steps if "reads" not in rule}
-                runs = tools <= {"", *read_only} or head == text and not known
-                if runs and not any("offer" in rule for rule, _ in steps):
-                    return steps
-        return [next(found for found in self.matches(head) if "offer" in found[0])]
+    def matches(self, text):
+        """Return the rules with a sentence that fits, and its <words>: [(rule, {"text": "milk"})]"""
+        before = rf"(?i)^(?:\s*(?:{self.alike['before']})(?!\w)[ ,:.!]*(?=\S))+"
+        after = rf"(?i)(?:[\s,.!?]+(?:{self.alike['after']})|(?<=[^\s.])[,.!?]+\s*|\s*=\s*)+$"
+        text = re.sub(after, "", text.strip())
+        fits = []
+        for each in dict.fromkeys([re.sub(before, "", text), text]):  # "and in b.txt" has its "and"
+            words = set(re.findall(r"\w+", each.lower()))
+            for keys, regex, parts, rule in self.sentences:
+                if keys and keys.isdisjoint(words):
+                    continue
+                if "reads" in rule or rule.get("tool") in READS:
+                    said = self._in_any_order(parts, f" {each}")
+                else:
+                    found = compiled(regex).fullmatch(f" {each}")
+                    said = found and found.groupdict("")
+                if rule and said is not None:
+                    fits.append((rule, said))
+        return sorted(fits, key=lambda fit: ("again" not in fit[0], "offer" in fit[0]))
 
-    def matches(self, text, known=()):
-        """Yield each rule that has a matching sentence, and the values of its <words>. A misspelt
-        word is taken for one of the `known` words.
-        """
-        text = re.sub(TYPED_WORD, lambda word: nearest(word[0], known), text)
-        for edge in ("after", "before"):
-            text = re.sub(self.kinds[edge], "", text)
-        for regex, rule in self.sentences:
-            found = compiled(regex).fullmatch(f" {text}")
-            if found and rule:
-                yield rule, found.groupdict("")
-        yield self.otherwise, {}
+    def _in_any_order(self, parts, text):
+        """Return the <words> of a text that has all parts. Its other words are <text>."""
+        text = re.sub(r"(?i)['’](?:s|re|m|d|ve|ll)\b", "", re.sub(r"(?i)n['’]t\b", " not", text))
+        said = {}
+        for part, regex in parts:
+            if part == "<text>":
+                continue
+            if "<files>" in regex:  # a name; without one, it is the file of the last question
+                regex = FILES
+            found = compiled(f"(?is){regex}").search(text)
+            if found:
+                said |= found.groupdict("")
+                text = f"{text[: found.start()]} |{text[found.end() :]}"
+            elif part[0] != "[":
+                return None
+        others = [word for word in text.replace("|", " ").split() if not self.is_small(word)]
+        if "<text>" in dict(parts):
+            rest = " ".join(others).strip(",.!?;:")
+            is_request = re.search(A_FILE, rest) or self.has("verbs", rest)
+            return said | {"text": rest} if rest and not is_request else None
+        return None if others else said
+
+    def has(self, name, text):
+        """Is one of the words or phrases of `name = …` in the text?"""
+        return compiled(rf"(?i)(?<![\w'’-])(?:{self.alike[name]})(?![\w'’-])").search(text)
+
+    def is_small(self, word):
+        small = rf"(?i)[^\w\ue000-\uf7ff]*(?:{self.alike['small']}|)[^\w\ue000-\uf7ff]*"
+        return compiled(small).fullmatch(word)
 
     def stems(self, text):
-        """`the grades of b.csv` → {"grad", "csv", "b.csv"}: what is meant, without endings"""
-        text = text.lower().replace("to do", "todo")
+        """`the grades of b.csv` → {"grad", "csv"}: what is meant, without endings"""
+        words = re.findall(r"[^\W_]+", re.sub(r"\bto[ -]do\b", "todo", text.lower()))
         return {
-            re.sub(rf"(?<=\w\w\w){ENDING}$", "", word)
-            for word in re.findall(r"[^\W_]+", text) + re.findall(r"[\w-]+\.\w+", text)
-            if not re.fullmatch(self.kinds["common"], word)
+            re.sub(rf"(?<=\w\w\w){ENDING}$", "", word) for word in words if not self.is_small(word)
         }
 
 
+def any_of(words):
+    """The regex for one of the words, with any ending"""
+    return rf"(?i:(?:\b|_)(?:{'|'.join(sorted(words))}){ENDING}?(?:\b|_))"
+
+
 def nearest(word, known):
-    """`opne` → `open`, `mny` → `many`: the known word that is nearest, or the same word"""
+    """`opne` → `open`, `avrage` → `average`: the known word that is nearest, or the same word"""
     # week4.txt is not week3.txt
-    alike = [each for each in known if each[0] == word[0] and word.isalpha()]
+    alike = [each for each in known if each[0] == word[0] and word.isalpha() and len(each) > 3]
     swapped = [each for each in alike if sorted(each) == sorted(word)]
     # prints is not printer
-    return [*swapped, *difflib.get_close_matches(word, alike, 1, 0.84), word][0]
+    near = difflib.get_close_matches(word, alike, 1, 0.85)
+    return word if word in known or len(word) < 4 else [*swapped, *near, word][0]
 
 
 def beside_this_file(name=OFFLINE_RULES):
@@ -1954,13 +2037,12 @@ def beside_this_file(name=OFFLINE_RULES):
 
 
 RUNTIME_END = "[/Runtime Context]"
-QUOTED = "(?s)^[\"'`“‘](.+)[\"'`”’]$"
 # tool → pattern for a successful result; any other result is an error
 SUCCESS = {"read_file": r"\d+\| ", "edit_file": "--- |Wrote ", "exec": r"(?s).*Exit code: 0$"}
-NOTHING = "No match for |No file below |There is no folder|I know nothing"
+NOTHING = "Exit code: 1$|No match for |No file below |There is no folder"
 OTHER_SUCCESS = rf"(?!{NOTHING}|Cannot |Error\b|\w+ failed: )"  # also of a project's own tools
 NOISE = (  # not shown to the user
-    r"(?m)^\S*MEMORY\.md:\d+: (?:- |# .*\n?)?|^Exit code: 0\Z|\nExit code: \d+\Z| Tell the user\.|"
+    r"(?m)^\S*MEMORY\.md:\d+: (?:- )?|^Exit code: 0\Z|\nExit code: \d+\Z| Tell the user\.|"
     r"(?<=') in [\d,]+ files of .*\Z"  # No match for 'x' in 3 files of /home/a.
 )
 
@@ -1974,17 +2056,17 @@ class Plan:
     def __init__(self, request, rules):
         self.request = request
         self.rules = rules
-        # <words>; `file` is "it", `last` is the last number
-        self.known = dict(file="", last="(no number)", calls="", unchanged="Nothing was changed.")
+        self.known = {"file": "", "last": "(no number)"}  # <words>; `file` is "it"
+        self.masks = {}  # a letter → the name or the quoted text that it stands for
         self.results = []  # of the calls in this turn that have a result
-        self.matches = {}  # title of a rule → the values of its <words>
-        self.said = {}  # the <words> of the last question
-        self.next_call = None  # the first call that has no result yet
+        self.last = ({}, {})  # the last rule that read, and its <words>
 
     def answer(self):
         """Return the text of the answer. The text is used only if `next_call` stays None."""
         messages = [as_text(message) for message in self.request.messages]
         prompt = messages[0]["content"]
+        self.next_call = None  # the first call that has no result yet
+        self.matches = {}  # title of a rule → the values of its <words>
         if "save_memory" in parameters_by_name(self.request.tools):
             return ""  # rules can sum up nothing: the history gets the text as it is
         if "[SKIP] if there is nothing to change" in prompt:
@@ -2003,201 +2085,356 @@ class Plan:
                 question = f"{question}\n{typed.strip()}".strip()
                 self.known |= dict(re.findall("(?m)^(Time): (.*)", runtime))
             elif message["role"] == "assistant" and "tool_calls" not in message:
-                self.matches = {}
-                self.next_call = None
-                # without API keys, because its words are looked for
-                self.question = re.sub(KEYS, "", question)[:1_000]
-                self.paths = None  # the files here, once they are needed
-                reports = self._run(question, True)  # an answer for each step and file
+                text = self._answer(question)
                 self.results.clear()
                 question = ""
-        return "\n\n".join(reports)
+        return text
 
-    def _run(self, question, typed=False):
-        """Apply the rules of a question. Only what was typed can mean another sentence."""
-        reports = []
-        if not typed:
-            self.question = question
-        for rule, said in self.rules.find(question, self.request.read_only):
-            self.matches[rule.get("title")] = said
-            means = fill(rule.get("means", "").replace(" | ", "\n"), self.known | self.said | said)
-            if means and typed:
-                reports += self._run(means.partition("\n")[0])
-                continue
-            reports += [self._follow(rule, said, file) for file in self._files(said)]
-            if "reads" in rule or rule.get("tool") in self.request.read_only:
-                # what is my average grade in math? → what is my average grade in
-                last_words = r"(?i)^(?:the|in|on|for|of|at|with|what|how) \S+$|\s*\S+$"
-                said["again"] = re.sub(last_words, "", question)
-            elif "tool" in rule:
-                self.known["calls"] += f"\n- {question}"
-                self.known["unchanged"] = ""
-            else:
-                continue  # what was not understood, or only answered, is no question
-            self.said = said
-        return reports
+    def _answer(self, question):
+        """Follow the first reading of a question that finds something."""
+        # without API keys, because its words are looked for
+        self.known["question"] = re.sub(KEYS, "", question)[:1_000]
+        self.known |= {"result": "", "row": ""}
+        self.next_call = None
+        self.done = {}  # the calls of this question and their results
+        self.paths = None  # the files here, once they are needed
+        self.missed = ""  # No match for 'milk'
+        self.wishes = []  # what was nearly said: rules and their <words>
+        for steps in self._readings(question):
+            known = self.known.copy()
+            self.matches = {}
+            for rule, said in steps:
+                words = {name: self._value(text) for name, text in said.items() if text}
+                self.matches[rule.get("title")] = words
+            reports = [
+                self._follow(rule, said, file) for rule, said in steps for file in self._files(said)
+            ]
+            is_done = any(reports) and not all(reads(rule) for rule, _ in steps)
+            if self.next_call or all(reports) or is_done:
+                break
+            self.known = known  # nothing was found: what else can it mean?
+        else:
+            steps = [(self.rules.otherwise, {})]
+            self.matches = {}
+            reports = [self._advise(self.missed or self.rules.otherwise["offer"])]
+        for rule, said in steps:
+            if rule.keys() & {"tool", "reads", "offer"}:
+                self.last = (rule, said) if "offer" not in rule and reads(rule) else ({}, {})
+        return "\n\n".join(filter(None, reports))
 
-    def _files(self, said):
-        """`a.txt and b.txt` → both; `it` → the file named last; `my essay` → `essay.md`"""
-        if said.get("name"):
-            return [self._look_up(said["name"])]
-        files = re.findall(self.rules.kinds["a_file"], said.get("files", ""), re.IGNORECASE)
-        files = [re.sub(QUOTED, r"\1", file).replace("\\", "/") for file in files]
-        return files or [self.known["file"]]
+    def _readings(self, question):
+        """Yield what a question can mean, best first, each as its steps: [(rule, its <words>)].
+
+        What only reads may be nearly said. Anything else is a wish then, to be offered.
+        """
+        head, _, piped = question.partition("\n\n")
+        if len(head) > 1_000:
+            return
+        text = self.masked(head)
+        is_clear = not piped and not self.rules.has("unsure", text)
+        partial = []
+        refusals = []
+        for version in self._versions(text):
+            may_write = is_clear and version == text
+            for cut in ("(?!)", self.rules.kinds["then"], self.rules.kinds["between"]):
+                fits = [self.rules.matches(part) for part in re.split(cut, version, maxsplit=5)]
+                ways = [[fit] for fit in fits[0]]
+                if len(fits) > 1:
+                    ways = [[self._surest(each) for each in fits if each]]
+                for way in ways:
+                    steps = [step for fit in way if (step := self._again(*fit))]
+                    wishes = [step for step in steps if not reads(step[0])]
+                    if len(steps) < len(fits) and wishes:
+                        self.wishes += steps  # a part of it has no rule
+                    elif len(steps) < len(fits):
+                        partial += [steps] if steps else []
+                    elif any("offer" in rule for rule, _ in steps):
+                        refusals.append(steps)
+                        self.wishes += wishes
+                    elif wishes and not (
+                        may_write and all(self._is_whole(*step) for step in wishes)
+                    ):
+                        self.wishes += wishes
+                    else:
+                        yield steps
+        yield from refusals if self.wishes else [*partial, *refusals]
+
+    def _surest(self, fits):
+        """The first rule of a step that can run"""
+        return next((fit for fit in fits if reads(fit[0]) or self._is_whole(*fit)), fits[0])
+
+    def _again(self, rule, said):
+        """`and warnings?` after `how many errors are in a.log` → the last rule, with these words"""
+        last, words = self.last
+        new = {name: value for name, value in said.items() if value}
+        if "again" not in rule:
+            return rule, said
+        if last and "<question>" not in str(last) and all(map(words.get, new)):
+            return last, words | new
+        return None
+
+    def _is_whole(self, rule, said):
+        """Is all said that the rule needs, and is each text surely a text, and no other wish?"""
+        texts = [said[name] for name in ("content", "new", "value", "note") if said.get(name)]
+        for name in ("files", "settings", "text_file"):
+            if name in rule["own"] and not said.get(name):
+                return False
+        doubts = "several" if rule.get("path") == "<memory>" else "doubtful"
+        return not any(self.rules.has(doubts, text) or re.search(A_FILE, text) for text in texts)
+
+    def _versions(self, text):
+        """Yield the text; and with known words for misspelt ones, and names for described files"""
+        yield text
+        words = self.rules.vocabulary
+        spelled = re.sub(TYPED_WORD, lambda word: nearest(word[0], words), text)
+        nearly = self._named(spelled)
+        if nearly != text:
+            yield nearly
+
+    def masked(self, text):
+        """`read "a b.txt"` → `read \uec00`, one letter for what no rule looks into"""
+        text = re.sub(r"(?i)\bto[ -]do(?= list)", "todo", re.sub("[\ue000-\uf8ff]", "?", text))
+        text = MASKED.sub(lambda found: self._letter(found.lastgroup, found[0]), text)
+        return re.sub(
+            rf"(?i)({A_FILE}|\b(?:list|line|item|row|task|job|there|it))([:,] )", r"\1 \2", text
+        )
+
+    def _letter(self, kind, text):
+        if kind == "a_file":
+            text = text.replace("\\", "/")
+            kind = KIND.get(Path(text).suffix if text[-1] != "/" else "/", kind)
+        letter = chr(ord(FIRST[kind]) + len(self.masks) % 0x3FF)
+        self.masks[letter] = text
+        return letter
+
+    def _named(self, text):
+        """`how long is my essay` → `how long is my \uec00`, which stands for essay.md"""
+        words = text.split(" ")
+        for size in (3, 2, 1):
+            for start in range(len(words)):
+                phrase = words[start : start + size] or [""]
+                path = self._look_up(" ".join(phrase))
+                is_kind = self.rules.has("kinds", phrase[-1])  # the last word: my todo list
+                said = phrase[:-1] if is_kind and size > 1 else phrase
+                is_name = self.rules.stems(phrase[0]) == self.rules.stems(Path(path).stem)
+                if size == 1 and phrase[0].lower() in self.rules.vocabulary and not is_name:
+                    continue  # "did it work?" is not about water_works.txt
+                if path and not any(map(self.rules.is_small, said)):
+                    words[start : start + size] = [self._letter("a_file", path)]
+        return " ".join(words)
 
     def _look_up(self, text):
-        """`my essay` → `My Essay.md`, if only one name has most words of the text; or "" """
+        """`old essay` → `My Old Essay.md`, if only one name has all words of the text; or "" """
         if self.paths is None:
             has_glob = "glob" in self.request.read_only
             found = self._result("glob", {"pattern": "*"}) if has_glob else ""
-            self.paths = re.findall(r"(?m)^(?!No file|\(there).+", found)
-        stems = self.rules.stems
-        names = stems(" ".join(self.paths))
-        said = {nearest(word, names) for word in stems(text)}
-        ranks = {
-            path: (len(said & stems(path)), -len(stems(path)))
-            for path in self.paths
-            if said & stems(Path(path).name)
+            files = re.findall(r"(?m)^(?!No file|\(there).+", found)
+            self.paths = {}  # path → its words: of the name, the folder and the kind
+            for path in [*files, *(f"{Path(file).parent}/" for file in files if "/" in file)]:
+                kind = self.rules.alike[Path(path).suffix[1:] or "subfolder"]
+                self.paths[path] = self.rules.stems(f"{path} {kind}")
+        known = dict.fromkeys(word for words in self.paths.values() for word in words)
+        own = self.rules.vocabulary  # read is not readme
+        said = {word if word in own else nearest(word, known) for word in self.rules.stems(text)}
+        others = {  # how many words of a name were not said
+            path: len(self.rules.stems(Path(path).stem) - said)
+            for path, words in self.paths.items()
+            if said and said <= words
         }
-        best = [path for path in ranks if ranks[path] == max(ranks.values())]
+        best = [path for path in others if others[path] == min(others.values())]
         return best[0] if len(best) == 1 else ""
 
+    def _files(self, said):
+        """The names in `a.txt and b.txt`; or the file named last, also for `it`"""
+        files = [self._value(letter) for letter in re.findall(A_FILE, said.get("files", ""))]
+        return files or [self.known["file"]]
+
+    def _value(self, text):
+        """What the user typed, without quotes around it"""
+        text = re.sub("[\ue000-\uf8ff]", lambda letter: self.masks[letter[0]], text)
+        return re.sub(QUOTED, r"\1", text)
+
+    def _filled(self, template, said, change=str):
+        """`<file> says:` → `a.txt says:`; a line with a <word> that is not known is left out"""
+        known = self.known | {name: self._value(text) for name, text in said.items() if text}
+        return "\n".join(
+            re.sub(WORD, lambda word: change(str(known[word[1]])), line)
+            for line in template.split("\n")
+            if all(map(known.get, re.findall(WORD, line)))
+        )
+
     def _follow(self, rule, said, file):
-        """Apply one rule to one file. Returns the rule's answer, or the error text of a tool."""
+        """Apply one rule to one file. Returns the rule's answer, or the error text of a tool.
+
+        Returns "" if nothing was found.
+        """
         if "offer" in rule:
-            return self._advise(rule["offer"])
-        if "<file>" in str(rule) and not file:
-            return self._advise("Which file do you mean?\n<rows>")
-        self.known["file"] = file
-        known = self.known | {name: re.sub(QUOTED, r"\1", text) for name, text in said.items()}
-        if (
-            rule.get("command", "<command>") != "<command>"  # a rule's own command is for bash
-            and "Windows PowerShell" in str(self.request.tools)
-        ):
-            return "That needs bash, which is part of Git for Windows: install Git (git-scm.com)."
+            return self._advise(rule["offer"], rule.get("say", ""), said)
+        needs_file = any("<file>" in rule.get(name, "") for name in ("path", "command", "answer"))
+        if needs_file and not file:
+            self.missed = self.missed or "Which file do you mean?"
+            return ""
+        self.known |= {"file": file, "words": self._all_of(said.get("text", ""))}
+        change = str
+        if "command" in rule and not rule["command"].endswith("command>"):
+            change = shlex.quote
+            if "Windows PowerShell" in str(self.request.tools):
+                return "That needs bash, a part of Git for Windows: install Git (git-scm.com)."
         result = ""
         if "calculate" in rule:
-            result = calculate(fill(rule["calculate"], known))
-            known["result"] = self.known["last"] = result
-        if "line" in rule:
-            result = self._change_lines(rule, known)
+            self.known["last"] = result = calculate(self._filled(rule["calculate"], said))
+            self.known["result"] = result
+        if "line" in rule or "old" in rule:
+            result = self._edit(rule, said)
         elif "tool" in rule:
-            result = self._result(rule["tool"], arguments_of(rule, known))
+            # an argument whose <words> were not said is left out; an empty one is an empty text
+            texts = {name: self._filled(rule[name], said, change) for name in rule.keys() - FIELDS}
+            arguments = {name: text for name, text in texts.items() if text or not rule[name]}
+            result = self._result(rule["tool"], arguments)
         shown = re.sub(NOISE, "", result).strip()
         if re.match(SUCCESS.get(rule.get("tool"), OTHER_SUCCESS), result):
-            # renamed 'a.txt' -> 'b.txt', or b.txt:3: milk
-            named = re.search(r"(?:-> '?|^)([^'\s:,]+\.\w+)(?:[':,]|$)", shown)
+            # renamed 'a.txt' -> 'b.txt', b.txt:3: milk, --- a/b.txt, or Wrote 4 characters to /b.txt.
+            names = r"(?m)(?:-> '?|^(?:--- a/)?|^Wrote .*[/\\])([^'\s:,/]+\.\w+|\S+/\S+\.\w+)(?:[':,.]|$)"
+            named = re.search(names, shown)
             if named:
                 self.known["file"] = named[1]
-            known |= {"result": shown or "(nothing to show)", "count": shown.count("\n") + 1}
-            return fill(rule.get("answer", "<result>"), known).strip()
-        missing = re.search("No such file|There is no folder", result)
-        other = self._look_up(file) if missing else file
-        if other not in ("", file) and rule.get("tool") in self.request.read_only:
-            return self._follow(rule, said, other)
-        if other != file:
-            shown = f"There is no {file} here."
-        elif not re.match(NOTHING, result):
-            return shown
-        return self._advise(f"{shown}\n<rows>")
-
-    def _advise(self, text):
-        """Return `text` and three offers: `find test in notes.md`, … If lines have most words of a
-        question, they are the answer: `when is the test` → `notes.md: physics test on Friday`
-        """
-        # add a task: play the game (not about game.log)
-        named = self._look_up(self.question.partition(": ")[0])
-        rows = self._lines_about(named)
-        lines = "\n".join(map(": ".join, rows[:5]))
-        if lines and "<rows>" in text and re.search(self.rules.kinds["asks"], self.question):
-            return lines
-        texts = dict(rows)  # a line of each file
-        self.known["file"] = named or self.known["file"]
-        file = self.known["file"] or next(iter(texts), "")
-        # the file, or one of each kind if none is meant; a name can have spaces
-        meant = [path for path in self.paths if file in ("", path)]
-        known = self.known | {Path(path).suffix[1:]: shlex.quote(path) for path in meant}
-        known |= {"row": texts.get(file), "rows": lines, "file": file and shlex.join(meant)}
-        # a verb can be misspelt
-        wishes = [
-            known | words
-            for _, words in self.rules.matches(self.question, self.rules.kinds["change"].split("|"))
-            if words.get("old", "").lower() in self.found
-        ]
-        for group in self.rules.otherwise.get("can", "").replace(" | ", "\n").split("\n\n"):
-            made = dict.fromkeys("\n".join(fill(group, words) for words in wishes).split("\n"))
-            offers = [offer for offer in made if offer not in ("", self.question)][:3]
-            if offers:
-                break  # the later groups are for those who get nothing
-        return "\n  ".join([fill(text, known) + "\nI can:", *offers])
-
-    def _lines_about(self, named):
-        """Return the facts and the lines of files that have most words of the question, best first:
-        [("notes.md", "physics test on Friday")]
-        """
-        stems = self.rules.stems
-        words = set(filter(str.isalpha, stems(self.question) - stems(named)))
-        common = rf"(?i:(?:\b|_)(?:{'|'.join(sorted(words))}){ENDING}?(?:\b|_))"
-        search = {"pattern": common, "output_mode": "content", "path": named}
-        found = self._result("grep", search) if words and self.paths else ""
-        self.found = found.lower()  # what is changed must be there
-        # without headings
-        rows = re.findall(r"(?m)^(?!.+\.(?:csv:1: |md:\d+: #))(.+?):\d+: (.{1,200})", found)
-        return [row for row in self.facts + rows if len(stems(row[1]) & words) > len(words) / 2]
+            self.known |= {"result": shown or "(nothing to show)", "count": shown.count("\n") + 1}
+            return self._filled(rule.get("answer", "<result>"), said).strip()
+        other = self._look_up(Path(file).stem) if "No such file" in result else ""
+        if "No such file" in result and file not in ("", *self.paths):
+            if other not in ("", file) and reads(rule):
+                return self._follow(rule, said, other)
+            if other:
+                self.wishes.append((rule, said | {"files": self._letter("a_file", other)}))
+            return self._advise(f"There is no {file} here.")
+        if re.match(NOTHING, result) and reads(rule):
+            self.missed = self.missed or f"No line of {file or 'the files'} has all of that."
+            return rule.get("none", "")
+        return shown
 
     def _result(self, tool, arguments):
         """Return a call's result. If the call has no result yet, set `next_call` and return ""."""
-        if self.results:
-            return self.results.pop(0)
-        self.next_call = self.next_call or (tool, arguments)
-        return ""
+        call = str((tool, sorted(arguments.items())))
+        if call not in self.done and self.results:
+            if tool not in READS:
+                self.done.clear()  # what was read before is old
+            self.done[call] = self.results.pop(0)
+        if call not in self.done:
+            self.next_call = self.next_call or (tool, arguments)
+        return self.done.get(call, "")
 
-    def _change_lines(self, rule, known):
-        """Append `line` to a file; if `without` is set, remove the lines that are nothing else."""
-        path, line = fill(rule.get("path", ""), known), fill(rule["line"], known)
+    def _all_of(self, text):
+        """The regex for lines that have all words of a text, or exactly what was quoted"""
+        words = self.rules.stems(self._value(text))
+        if not words or re.match("[\ue800-\uebff]", text):
+            return f"(?i:{re.escape(self._value(text))})"
+        return "".join(f"(?=.*{any_of([word])})" for word in sorted(words))
+
+    def _advise(self, text, says="", said=None):
+        """Return `text` or lines that have words of the question, and three sentences that work.
+
+        `says` are the sentences to begin with; then no lines are looked for.
+        """
+        question = self.known["question"]
+        typed = self.masked(question)
+        named = re.findall(A_FILE, typed + self._named(typed))
+        self.rows = rows = (
+            [] if says else self._lines_with(re.sub(f"{A_FILE}|[\ue000-\ue7ff]", " ", typed))
+        )
+        lines = [f"{place.partition(':')[0]}: {line}" for _, place, line in rows]
+        if rows and rows[0][0] == 1 and text != self.rules.otherwise["offer"]:
+            return "\n".join(lines[: sum(part == 1 for part, _, _ in rows)][:30])
+        files = [*map(self._value, named), *(place.rpartition(":")[0] for _, place, _ in rows)]
+        files = [file for file in [*files, self.known["file"]] if file in self.paths]
+        self.about = files[0] if files else ""
+        if named:
+            self.known["file"] = self.about  # explain a.txt → a.txt is "it"
+        offers = self._offers(says, said or {})
+        for rule, words in self.wishes:
+            if not says or self._is_whole(rule, words):
+                offers += self._offers(rule.get("say", ""), words)
+        offers.sort(key=len)  # the shortest is the clearest
+        part = rows[0][0] if rows else 0
+        if part == 1:
+            text = "\n".join(["These lines have these words:", *lines[:8]])
+        elif any(offers) and not says:
+            text = self.rules.otherwise["nearly"]
+        elif rows:
+            text = "\n".join(["These lines have some of the words:", *lines[:8]])
+        offers += self._offers(self.rules.otherwise.get("can", ""), {})
+        new = [offer for offer in dict.fromkeys(offers) if offer not in ("", question)]
+        return "\n  ".join([text if text[-1] == ":" else f"{text}\nI can:", *new[:3]])
+
+    def _lines_with(self, text):
+        """Return the lines that have half of the words or more, the best first, each with the part
+        of the words that it has: [(1.0, "notes.md:2", "physics test on Friday")]
+        """
+        words = self.rules.stems(self._value(text))
+        search = {"pattern": any_of(words), "output_mode": "content"}
+        found = self._result("grep", search) if words and "grep" in self.request.read_only else ""
+        rows = self.facts + re.findall(r"(?m)^(.+?:\d+): (.{1,300})", found)
+        heads = {place[:-2]: line for place, line in rows if place.endswith(".csv:1")}
+        ranked = []
+        for place, line in rows:
+            head = heads.get(place.rpartition(":")[0], "")
+            part = len(words & self.rules.stems(f"{place} {line} {head}")) / len(words or "-")
+            if part > 0.3 and line != head:
+                ranked.append((part, place, line))
+        return sorted(ranked, key=lambda row: -row[0])
+
+    def _offers(self, templates, said):
+        """`delete <file> | read <file>` → two sentences, without those with <words> nobody said;
+        <py> is a file that ends in .py
+        """
+        if re.search(A_FILE, str([said.get(name) for name in ("content", "new", "value")])):
+            return []  # a text with a name in it is more than one wish
+        known = self.known
+        file = self._files(said)[0] if said.get("files") else self.about
+        words = self.rules.stems(self._value(said.get("content") or ""))
+        rows = [row for row in self.rows if words and words <= self.rules.stems(row[2])]
+        rows.sort(key=lambda row: not row[1].startswith(f"{known['file']}:"))
+        if rows and not said.get("files"):
+            file = rows[0][1].rpartition(":")[0]
+        row = ""
+        for _, place, line in (rows or self.rows)[:1]:
+            if place.startswith(f"{file}:"):
+                row = re.sub(r"^[\s*-]*(?:\[.?\] )?", "", line)
+        paths = {path: shlex.quote(path) for path in self.paths if file in ("", path)}
+        self.known = known | {Path(path).suffix[1:]: name for path, name in paths.items()}
+        self.known |= {"file": paths.get(file, file), "row": row}
+        texts = {name: text for name, text in said.items() if name != "files"}
+        filled = self._filled(templates.replace(" | ", "\n"), texts).split("\n")
+        self.known = known
+        return [sentence for sentence in filled if '""' not in sentence]
+
+    def _edit(self, rule, said):
+        """Put `line` behind the text of a file. Or change the one place that matches the regex
+        `old`: its first group stays, and `new` comes after it.
+        """
+        path, line, old, new = (
+            self._filled(rule.get(name, ""), said, re.escape if name == "old" else str)
+            for name in ("path", "line", "old", "new")
+        )
         text = self._result("read_file", {"path": path})
-        if re.search(rule.get("start", r"^[^|]* is empty\)$"), text):
-            return self._result("write_file", {"path": path, "content": line})
         page = "\n".join(re.findall(r"(?m)^\d+\| (.*)$", text))
-        box = re.search(r"(?m)^[-*] \[ \] ", page)  # of a list of tasks
-        if box and line[:1].isalnum():
-            line = box[0] + line
-        gone = fill(rule.get("without", "(?!)"), known, re.escape)
-        # a line like: - [x] milk
-        kept = re.sub(rf"(?m)^[ *-]{{0,9}}(?:\[.?\] )?(?:{gone})[ *-]{{0,9}}(?:\n|\Z)", "", page)
+        if line and re.search(rule.get("start", r"^[^|]* is empty\)$"), text):
+            return self._result("write_file", {"path": path, "content": line})
         if "go on with offset=" in text:
             return "That file is too long for me: I can only read one page."
-        if kept == page and not line:
-            return "I know nothing of that: no line is just that."
         if not page:
             return text
         if line and path.endswith(".csv") and line.count(",") != page.split("\n")[0].count(","):
             return "A row of a table needs commas between its values, like its first line."
+        kept, count = re.subn(f"(?im){old or '()(?!)'}", lambda found: found[1] + new, page)
+        if count != 1 and not line:
+            self.missed = f"I find {count or 'no'} such lines in {Path(path).name}: say one."
+            return self.missed if count else ""
+        # a list of tasks, or another list
+        box = re.search(r"(?m)^(?:[-*] )?\[ \] ", kept) or re.search(r"(?m)^[-*] ", kept)
+        if box and line[:1].isalnum():
+            line = box[0] + line
         new = f"{kept}\n{line}".strip("\n")
         return self._result("edit_file", {"path": path, "old_text": page, "new_text": new})
-
-
-def fill(template, known, change=str):
-    """`<file> says:` → `a.txt says:`; a line with a <word> that is not known is left out"""
-    # sort a.txt (if <sorting>)
-    return "\n".join(
-        re.sub(WORD, lambda match: change(known[match[1]]), re.sub(r" \(if <\w+>\)$", "", line))
-        for line in template.split("\n")
-        if all(map(known.get, re.findall(WORD, line)))
-    )
-
-
-def arguments_of(rule, known):
-    """Fill in a tool's arguments; omit an argument if the user did not say its <words>."""
-    arguments = {}
-    for name, template in rule.items():
-        if name in FIELDS:
-            continue
-        is_put_together = name == "command" and template != "<command>"
-        text = fill(template, known, shlex.quote if is_put_together else str)
-        if text or not template:  # an empty template is an empty text
-            arguments[name] = text
-    return arguments
 
 
 def calculate(text):

@@ -1,13 +1,8 @@
 # The figures of the columns that a question names: asked="who is best in maths" awk -f table.awk a.csv
 # → a.csv, maths: highest 95 (Greta), lowest 45 (Finn), average 74.2857, sum 520 of 7 rows
 # A cell that the question names, too, chooses the rows: "average grade in math" → a.csv, grade, math: …
-# "show the players that are 16": the rows with a cell that is 16
 BEGIN {
     asked = " " tolower(ENVIRON["asked"]) " "
-    wanted = asked  # the last word: who is 16 years old → 16
-    if (asked !~ / (is|are|has|have|plays?|with|aged?) ([a-z]+ )*[a-z0-9._]+ $/ || asked ~ / (sum|total|averages?|avarage|mean|highest|lowest|best|worst|most|least|maximum|minimum|under|below|over|above|less|more|fewer|how) /) wanted = ""
-    sub(/( years?)?( old)? $/, "", wanted)
-    sub(/.* /, "", wanted)
     if (match(asked, /(under|below|less than|fewer than|over|above|more than) -?[0-9.]+/)) limit = substr(asked, RSTART, RLENGTH)
     bound = limit
     sub(/.* /, "", bound)  # under 60 → 60
@@ -19,6 +14,7 @@ function is_named(column) {  # `grades` in a question also names the column grad
     gsub(/[^a-z0-9]+/, ".", column)
     sub(/s$/, "", column)
     if (asked ~ /how much.*(spen[dt]|paid|pay|cost)/ && column ~ /^(amount|price|cost|euro|sum|total|spent|paid)/) return 1
+    if (asked ~ /[^a-z]money[^a-z]/ && column ~ /(euro|price|amount|cost|fee|paid|eur|dollars?)$/) return 1
     if (asked ~ "[^a-z0-9]" column "s?[^a-z0-9]") return 1
     parts = split(column, part, ".")  # `rain` names rain_mm, if no column is called rain
     for (p = 1; p <= parts; p++) if (length(part[p]) > 2 && asked ~ "[^a-z0-9]" part[p] "s?[^a-z0-9]") return 0.5
@@ -48,49 +44,32 @@ FNR == 1 {
     title = FILENAME
     gsub(/.*\/|\.[^.]*$/, "", title)
     header = $0
-    who = 1  # which meal sold the most: the column `meal` answers, else the first
+    who = 0  # which meal sold the most: the column `meal` answers, else the first
     for (i in head) if (said ~ "(which|what|whose|wich) " tolower(head[i]) "s? ") who = i
     next
 }
 {
     cells = split($0, cell, comma)
-    for (i = 1; wanted && i <= cells; i++) {
-        if (tolower(cell[i]) != wanted && tolower(cell[i]) "s" != wanted) continue
-        if (!(FILENAME in matching)) matching[FILENAME] = header
-        matching[FILENAME] = matching[FILENAME] "\n" $0
-        break
-    }
+    for (i = 1; !who && i <= cells; i++) if (cell[i] !~ /^ *[0-9.]+ *$/) who = i  # the first that is no number
     chosen = ""
-    for (i = 1; i <= cells; i++) if (is_said(cell[i])) chosen = cell[i]
+    for (i = 1; i <= cells; i++) if (!limit && is_said(cell[i])) chosen = cell[i]
     for (i = 1; i <= cells; i++) {
         if (comma == ";") sub(/,/, ".", cell[i])
         if (cell[i] !~ /^ *-?[0-9]+(\.[0-9]+)? *$/ || FILENAME in quoted) continue
         points = 2 * is_named(head[i]) + is_named(title)
         count(FILENAME ", " head[i], cell[who], cell[i] + 0, points)
         if (chosen) count(FILENAME ", " head[i] ", " chosen, cell[who], cell[i] + 0, points + 4)
-        offer[FILENAME ", " head[i]] = "  the highest " head[i] " in " FILENAME
     }
 }
 END {
-    for (file in matching) {
-        line = file ":\n" matching[file]
-        sub(/^\.\//, "", line)
-        print line
-    }
-    if (wanted) {
-        for (file in matching) exit
-        print "No match for '" wanted "' in the tables here"
-        exit 1
-    }
     spent = asked ~ /(spen[dt]|paid|pay|cost).* (on|for) / && asked !~ / in total/
     none = !known || !best && length(asked) > 20 || spent && best < 4
-    if (none) print "I find no table (*.csv) with " (spent ? "a row" : "a column of numbers") " that you name." (known ? " I can:" : "")
+    if (none) exit 1
     for (i = 1; i <= known; i++) {
         key = keys[i]
         line = key ": highest " high[key] " (" substr(highest[key], 3) "), lowest " low[key] " (" substr(lowest[key], 3) "), average " sum[key] / rows[key] ", sum " sum[key] " of " rows[key] " rows"
         if (rows[key] == 1 && score[key] > 3) line = key ": " high[key]
         if (limit) line = key ", " limit ":" (found[key] ? found[key] : " none")
-        if (none) line = offer[key]
         gsub(/\.\//, "", line)
         if (score[key] == best + 0) print line
     }
