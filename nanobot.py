@@ -3245,63 +3245,51 @@ SWITCH = {"action": "store_true"}
 FILE = {"metavar": "FILE", "type": path_of}
 
 SESSION = {"metavar": "NUMBER|KEY", "default": ""}
-OPTIONS = (  # rows: commands ("" means all), spellings, help, more settings of argparse
-    ("", "--config", "default: ~/.nanobot/config.json", FILE),
-    ("", "--workspace", "default: ~/.nanobot/workspace", {}),
-    ("", "--model", "", {}),
-    ("", "--base-url", "URL of the endpoint; usually ends in /v1", {}),
-    ("", "--provider", ", ".join([*providers.ROWS, "offline", "human"]), {}),
-    ("", "--offline", "", {"dest": "provider", "action": "store_const", "const": "offline"}),
-    ("", "--logs --verbose", "write log messages to stderr", SWITCH),
-    ("agent", "text", "answer this text, then exit", {"metavar": "TEXT", "nargs": "*"}),
-    ("agent", "-m --message", "", {"metavar": "TEXT", "action": "append", "default": []}),
-    ("agent prompt", "-s --session", "a conversation's number or name", SESSION),
-    (
-        "agent",
-        "-c --continue",
-        "continue this folder's latest conversation",
-        SWITCH | {"dest": "resume"},
+OPTIONS = {  # "commands (none: all) | spellings | help": more settings of argparse
+    "| --config | default: ~/.nanobot/config.json": FILE,
+    "| --workspace | default: ~/.nanobot/workspace": {},
+    "| --model |": {},
+    "| --base-url | URL of the endpoint; usually ends in /v1": {},
+    f"| --provider | {', '.join(providers.ROWS)}, offline, human": {},
+    "| --offline |": {"dest": "provider", "action": "store_const", "const": "offline"},
+    "| --logs --verbose | write log messages to stderr": SWITCH,
+    "agent | text | answer this text, then exit": {"metavar": "TEXT", "nargs": "*"},
+    "agent | -m --message |": {"metavar": "TEXT", "action": "append", "default": []},
+    "agent prompt | -s --session | a conversation's number or name": SESSION,
+    "agent | -c --continue | continue this folder's latest conversation": (
+        SWITCH | {"dest": "resume"}
     ),
-    ("agent", "--no-stream", "do not stream answers", SWITCH),
-    ("agent", "--step", "stop before each request and tool call", SWITCH),
-    ("agent", "-q --quiet", "print nothing but the answer and errors", SWITCH),
-    ("agent web", "--approve", "ask before a tool writes or executes", SWITCH),
-    ("agent prompt web", "--read-only", "only tools that change nothing", SWITCH),
-    (
-        "agent web",
-        "--trace",
-        "append all events",
-        FILE | {"dest": "record", "action": "append", "default": []},
+    "agent | --no-stream | do not stream answers": SWITCH,
+    "agent | --step | stop before each request and tool call": SWITCH,
+    "agent | -q --quiet | print nothing but the answer and errors": SWITCH,
+    "agent web | --approve | ask before a tool writes or executes": SWITCH,
+    "agent prompt web | --read-only | only tools that change nothing": SWITCH,
+    "agent web | --trace | append all events": (
+        FILE | {"dest": "record", "action": "append", "default": []}
     ),
-    (
-        "agent",
-        "--json",
-        "print all events on stdout, the answer on stderr",
-        {"dest": "record", "action": "append_const", "const": 1, "default": []},
+    "agent | --json | print all events on stdout, the answer on stderr": (
+        {"dest": "record", "action": "append_const", "const": 1, "default": []}
     ),
-    ("prompt", "text", "", {"nargs": "?", "default": "Hello!"}),
-    ("sessions", "action", "", {"nargs": "?", "choices": ["show"]}),
-    ("sessions", "show", "", SESSION | {"nargs": "?"}),
-    ("sessions", "--all", "list all sessions, not only the last twenty", SWITCH),
-    ("trust", "answer", "", {"nargs": "?", "choices": ["yes", "no"], "default": "yes"}),
-    ("cron", "action", "", {"nargs": "?", "choices": ["list", "remove"], "default": "list"}),
-    ("cron", "job_id", "job to remove", {"nargs": "?", "default": "", "metavar": "ID"}),
-    ("replay trace", "file", "", FILE),
-    ("replay", "--fast", "without pauses", SWITCH),
-    ("trace", "--html", "write the run as an HTML page", FILE),
-    ("web", "--port", "default: any free port", {"type": int, "default": 0}),
-    ("web", "--no-open", "do not open the browser", SWITCH),
-    ("walk", "-m --message", "", {"metavar": "TEXT", "default": "read a.txt"}),
-    ("walk", "--all", "also show functions of second readings", SWITCH),
-    ("walk", "--short", "only the data and the functions of AgentRunner", SWITCH),
-    ("exercises", "numbers", "", {"nargs": "*", "metavar": "NUMBER"}),
-    (
-        "exercises",
-        "--class",
-        "who solved what: a folder for each student",
-        FILE | {"dest": "folder"},
+    "prompt | text |": {"nargs": "?", "default": "Hello!"},
+    "sessions | action |": {"nargs": "?", "choices": ["show"]},
+    "sessions | show |": SESSION | {"nargs": "?"},
+    "sessions | --all | list all sessions, not only the last twenty": SWITCH,
+    "trust | answer |": {"nargs": "?", "choices": ["yes", "no"], "default": "yes"},
+    "cron | action |": {"nargs": "?", "choices": ["list", "remove"], "default": "list"},
+    "cron | job_id | job to remove": {"nargs": "?", "default": "", "metavar": "ID"},
+    "replay trace | file |": FILE,
+    "replay | --fast | without pauses": SWITCH,
+    "trace | --html | write the run as an HTML page": FILE,
+    "web | --port | default: any free port": {"type": int, "default": 0},
+    "web | --no-open | do not open the browser": SWITCH,
+    "walk | -m --message |": {"metavar": "TEXT", "default": "read a.txt"},
+    "walk | --all | also show functions of second readings": SWITCH,
+    "walk | --short | only the data and the functions of AgentRunner": SWITCH,
+    "exercises | numbers |": {"nargs": "*", "metavar": "NUMBER"},
+    "exercises | --class | who solved what: a folder for each student": (
+        FILE | {"dest": "folder"}
     ),
-)
+}
 
 
 def parser():
@@ -3310,9 +3298,10 @@ def parser():
     commands = main_parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, run in COMMAND_LINE.items():  # allow_abbrev: reject `--app` for `--approve`
         command = commands.add_parser(name, help=run.__doc__, allow_abbrev=False)
-        for names, spellings, about, more in OPTIONS:
+        for row, more in OPTIONS.items():
+            names, spellings, about = row.split("|")
             if name in (names.split() or COMMAND_LINE):
-                command.add_argument(*spellings.split(), help=about, **more)
+                command.add_argument(*spellings.split(), help=about.strip(), **more)
     return main_parser
 
 
