@@ -228,11 +228,11 @@ class RunState(AgentHookContext):
 # ---- The runner: prepare a request, ask the model, run its calls, repeat ----
 
 
+@dataclass
 class AgentRunner:
     """Asks a model and runs its tool calls. Independent of channels, sessions and files."""
 
-    def __init__(self, provider: providers.LLMProvider):
-        self.provider = provider
+    provider: providers.LLMProvider
 
     async def run(self, spec: AgentRunSpec) -> AgentRunResult:
         """Ask the model until the run ends: in at most `max_iterations` + 1 steps. A step sends one
@@ -250,8 +250,7 @@ class AgentRunner:
                 if spec.make_room:  # the caller may remove old turns from the messages
                     size = memory.total_tokens(state.messages) + state.size_of_tools
                     state.messages = await spec.make_room(state.messages, size)
-                request = self.govern(state)
-                response = await self._ask(state, request)
+                response = await self._ask(state, self.govern(state))
                 outcome = verdict(state, response)
                 if outcome == "calls":
                     await self._act(state, response)
@@ -324,7 +323,6 @@ class AgentRunner:
 
     async def _chat(self, state, request):
         spec = state.spec
-        on_delta = state.show if spec.hook.wants_streaming else None
         await spec.hook.before_request(request.messages, state.tools)
         response = await self.provider.chat(
             request.messages,
@@ -332,7 +330,7 @@ class AgentRunner:
             model=spec.model,
             max_tokens=spec.max_tokens,
             temperature=spec.temperature,
-            on_delta=on_delta,
+            on_delta=state.show if spec.hook.wants_streaming else None,
             on_retry=spec.hook.on_retry,
             on_event=partial(spec.on_event, step=state.iteration, total=request.tokens),
             read_only=[
@@ -730,7 +728,7 @@ class AgentLoop:
         """
         images = {}
         text = lines[0]["content"] if lines else ""
-        events.turn = replace(events.turn, asked=first_words(text))
+        events.turn = replace(events.turn, asked=begin_of(text, 50))
         command, _ = slash_command(text)
         if command:
             said = await begin_command(self, command, session, lines[0])
@@ -1062,10 +1060,11 @@ class Project:
         self.file = Path(f"{loop.config.path}.trust")
         self.path, self.text = self._find(loop.turn(session_key))
         self.version = f"{self.path} {hashlib.sha256(self.text.encode()).hexdigest()}"
-        lines = memory.read_records(self.file, partial(memory.has, version=str, follow=bool))
-        answers = {line["version"]: line["follow"] for line in lines}
         # True: follow this version, False: do not, None: the user was not asked about it
-        self.answer = answers.get(self.version)
+        self.answer = None
+        for line in memory.read_records(self.file, partial(memory.has, version=str, follow=bool)):
+            if line["version"] == self.version:
+                self.answer = line["follow"]
 
     def _find(self, turn):
         """The path and the first 16,000 characters of the file; (working folder, "") if there is
@@ -1518,9 +1517,9 @@ class Conversation:
         if session.is_open:
             report_id = f"open@{session.last}"  # the same at each start, so the chat is told once
             was_told = report_id in session.known_ids
-            age = time.time() - session.path.stat().st_mtime
-            one_day = 86_400  # seconds
-            self.is_due = session.resumed < 2 and age < one_day and not was_told
+            one_day_ago = time.time() - 86_400
+            is_recent = session.path.stat().st_mtime > one_day_ago
+            self.is_due = session.resumed < 2 and is_recent and not was_told
             if not self.is_due:
                 text = (
                     "Your last message was not answered: nanobot was interrupted. "
@@ -1849,12 +1848,12 @@ class JobRunner:
 def memory_work(loop):
     """Connect the memory to the model, the tools and the limits from the settings."""
     settings = loop.limits
-    ask = partial(ask_for_memory, loop, RunEvents(loop.listeners, "memory"))
+    remembering = RunEvents(loop.listeners, "memory")
     dreaming = RunEvents(loop.listeners, "dream")
     consolidator = memory.Consolidator(
         loop.memory,
         loop.sessions,
-        ask,
+        partial(ask_for_memory, loop, remembering),
         template("consolidate"),
         settings.budget,
         settings.memory_window,
@@ -1989,19 +1988,6 @@ async def helper_answer(loop, task, turn):
 
 # ---- Slash commands ----
 
-COMMANDS = {
-    "start": "say what nanobot can do",
-    "new": "start a new conversation; the journal keeps the old one",
-    "stop": "stop this chat's turn, helpers and jobs; in a terminal press Ctrl-C instead",
-    "continue": "resume a turn that was interrupted",
-    "undo": "take back the file changes of the last turn that changed files",
-    "status": "version, model, tokens, context, uptime",
-    "model": "say which model answers, or use the one that you name until the program ends",
-    "dream": "read the recent history and save lasting facts in the memory",
-    "dream-log": "list the commits of the memory, or show the commit that you name",
-    "dream-restore": "undo the last dream, or the commit that you name",
-    "help": "this list; at a terminal, /quit or Ctrl-D leaves",
-}
 WAITING = ("new", "continue", "undo")  # these commands wait for the end of a running turn
 
 
@@ -2055,10 +2041,8 @@ async def answer_command(loop, command, argument, turn):
     """Run a command that does not wait for the end of a running turn. Returns its answer."""
     repository = memory.MemoryRepository(loop.workspace)
     match command:
-        case "start":
-            return template("start", commands=", ".join(f"/{name}" for name in COMMANDS))
-        case "help":
-            return "\n".join(f"/{name}: {meaning}" for name, meaning in COMMANDS.items())
+        case "start" | "help":
+            return template(command)
         case "status":
             return status_text(loop, turn)
         case "stop":
@@ -2629,8 +2613,7 @@ async def play(events, terminal, pace):
     calls = {}  # id → the hint of a call whose result comes later
     before = sys.float_info.max  # so the first pause is negative: no pause
     for event in events:
-        pause = min(event["time"] - before, 3)
-        await asyncio.sleep(pause * pace)
+        await asyncio.sleep(pace * min(event["time"] - before, 3))
         before = event["time"]
         kind = event["kind"]  # if the terminal shows it: the kind of its OutboundMessage
         text = text_of(event)
@@ -2662,16 +2645,15 @@ def settings_of(arguments):
     if arguments.provider or arguments.base_url:
         defaults.provider = arguments.provider or "auto"
         config.base_url = arguments.base_url or ""
-    config.read_only = vars(arguments).get("read_only", False)
+    config.read_only = getattr(arguments, "read_only", False)
     return config
 
 
 def command_with_flags(arguments, *words):
     """A command for the user: `nanobot -s work -m /continue --workspace /tmp/ws`"""
     command = ["nanobot", *words]
-    for name in ("config", "workspace", "model", "base_url", "provider", "read_only", "approve"):
-        value = vars(arguments).get(name)
-        if value:
+    for name in "config workspace model base_url provider read_only approve".split():
+        if value := getattr(arguments, name, None):
             flag = "--" + name.replace("_", "-")
             command += [flag] if value is True else [flag, str(value)]
     return shlex.join(command)
@@ -3083,15 +3065,10 @@ def sessions_command(arguments):
             if message["role"] == "/new":
                 break
             if message["role"] == "user":
-                words = first_words(message["content"])
+                words = begin_of(message["content"], 50)
         folder = sessions.first_line(key).get("folder")
         place = f"{short_path(Path(folder))}, {key}" if folder else key
         show(f"{number:>3}  {ago(used):>14}  {words}  ({place})")
-
-
-def first_words(text):
-    """A name for what the user asked: the first 50 characters, in one line."""
-    return " ".join(str(text).split())[:50]
 
 
 def conversations(sessions):
@@ -3329,7 +3306,7 @@ def main(argv=None):
     handler = logging.StreamHandler()
     handler.setFormatter(channels.PrintableFormatter(line))
     level = logging.INFO if arguments.logs else logging.WARNING
-    if vars(arguments).get("quiet"):
+    if getattr(arguments, "quiet", False):
         level = logging.ERROR
     logging.basicConfig(level=level, handlers=[handler])
     channels.end_on_signals()  # SIGTERM acts like Ctrl-C: the journal keeps all finished steps
