@@ -240,8 +240,12 @@ class AgentRunner:
         `make_room` are not counted. At the limit the user gets the model's summary, or "I stopped
         at the limit of 40 steps". Raises CancelledError, ValueError if `max_tokens` leaves no room
         for a request, and errors of the callbacks."""
-        model = spec.model or self.provider.model
-        state = RunState(list(spec.messages), model=model, spec=spec, note=spec.note)
+        state = RunState(
+            list(spec.messages),
+            model=spec.model or self.provider.model,
+            spec=spec,
+            note=spec.note,
+        )
         try:
             while not state.result.stop_reason:  # the run ends when it has a stop reason
                 await spec.hook.before_iteration(state)
@@ -460,8 +464,12 @@ class AgentRunner:
                     state.note = template("blank_answer")
                 draft.is_blank = True
             case "answered":
-                is_cut = response.finish_reason == "length"
-                await self._finish(state, "completed", response.content, is_cut)
+                await self._finish(
+                    state,
+                    "completed",
+                    response.content,
+                    is_cut=response.finish_reason == "length",
+                )
             case "limit":
                 text = response.content
                 if response.finish_reason == "error" or not text:
@@ -470,8 +478,9 @@ class AgentRunner:
                 await self._finish(state, "max_iterations", text)
             case "empty":  # not journalled, because small models imitate earlier empty answers
                 result.stop_reason = "empty"
-                held = response.finish_reason in WITHHELD
-                why = "the endpoint blocked the answer" if held else "the model sent nothing useful"
+                why = "the model sent nothing useful"
+                if response.finish_reason in WITHHELD:
+                    why = "the endpoint blocked the answer"
                 result.final_content = f"There is no answer: {why}. Ask in other words."
             case "failed":
                 result.stop_reason = "error"
@@ -579,17 +588,16 @@ class ContextBuilder:
         """Name → text of each part of the system prompt, in order. "Memory" contains facts from
         MEMORY.md. "Recent History" has the history entries that Dream has not yet processed, and
         the last five anyway. The model can find older ones in `memory/` with the tool grep."""
-        own = partial(own_text, turn)
         parts = {
-            "identity": identity(turn, own(turn.workspace / "IDENTITY.md")),
+            "identity": identity(turn, own_text(turn, turn.workspace / "IDENTITY.md")),
             "Read-only": template("read_only") if self.config.read_only else "",
         }
         for name in ("AGENTS.md", "SOUL.md", "USER.md", "TOOLS.md"):
-            parts[name] = titled(f"## {name}", own(turn.workspace / name))
+            parts[name] = titled(f"## {name}", own_text(turn, turn.workspace / name))
         if turn.channel in ("cli", "web"):  # not in a job, and not in a chat
             parts["Project"] = self.project
         most = self.config.defaults.budget // 4  # tokens
-        parts["Memory"] = titled("# Memory", memory.fitted(own(self.memory.facts), most))
+        parts["Memory"] = titled("# Memory", memory.fitted(own_text(turn, self.memory.facts), most))
         parts |= skill_parts(self.skills.load())
         parts["Recent History"] = titled(
             "# Recent History", "\n".join(self.memory.recent_history())
@@ -679,7 +687,7 @@ class AgentLoop:
         session_key = session_key or self.sessions.new_key()
         events = EventHook(on_event, self.turn(session_key, folder), self.program.streaming)
         command, argument = slash_command(text)
-        if command not in ("", *WAITING):  # these commands run at once, even during a turn
+        if command and command not in WAITING:  # these commands run at once, even during a turn
             said = await answer_command(self, command, argument, events.turn)
             await events.send("final", said)
             return AgentRunResult(said, stop_reason="completed")
@@ -718,7 +726,7 @@ class AgentLoop:
         session: memory.Session,
         events: EventHook,
         lines: list[dict],
-        later_lines: Callable = list,
+        later_lines: Callable,
     ) -> AgentRunResult:
         """Answer these lines, or a command of WAITING, and the lines that `later_lines` returns
         at each step. Without `lines`, resume the open turn.
@@ -820,9 +828,9 @@ class AgentLoop:
         """
         service = BusService(self, bus)
         try:
-            await service.go_on_after_restart()
+            service.go_on_after_restart()
             while True:
-                await service.receive(await bus.next())
+                service.receive(await bus.next())
         finally:
             await service.end()
 
@@ -851,9 +859,10 @@ class AgentLoop:
         undo = settings_file.parent / "undo"
         secret = (settings_file, path_of(USUAL_SETTINGS), undo)
         has_fence = config.tools.restrict_to_workspace or bool(config.tools.exec.sandbox)
-        must_stay_closed = (path_of("~"), *secret)
         # tools may use the whole working folder: it must not contain HOME or the keys
-        if has_fence and any(path.is_relative_to(cwd.resolve()) for path in must_stay_closed):
+        if has_fence and any(
+            path.is_relative_to(cwd.resolve()) for path in (path_of("~"), *secret)
+        ):
             cwd = self.workspace
         return tools.Turn(
             self.workspace,
@@ -883,8 +892,9 @@ def run(text: str, session_key: str = "", config: Config | None = None) -> str:
     if lacks_model(loop):
         warnings.warn(template("no_model"), stacklevel=2)
     with channels.BackgroundLoop(loop.close) as background:
-        key = session_key or loop.sessions.new_key()
-        result = background.complete(answer_with_helpers(loop, text, key))
+        result = background.complete(
+            answer_with_helpers(loop, text, session_key or loop.sessions.new_key())
+        )
         background.complete(loop.background.settled())
     if result.stop_reason in NOT_ANSWERED:
         raise RuntimeError(result.error or result.final_content)
@@ -989,7 +999,7 @@ def is_read_only(name, tools):
 
 def template(name, **values):
     """Fill in the `$variables` of a file in `templates/`. Raises KeyError if a value is missing."""
-    text = (DATA / "templates" / f"{name}.md").read_text(encoding="utf-8")
+    text = (DATA / f"templates/{name}.md").read_text(encoding="utf-8")
     return string.Template(text).substitute(values).strip()
 
 
@@ -999,7 +1009,7 @@ def prepare_workspace(workspace):
         workspace.mkdir(parents=True, exist_ok=True, mode=0o700)
         for name in ("memory", ".nanobot"):
             (workspace / name).mkdir(exist_ok=True)
-        for name in ("AGENTS.md", "SOUL.md", "USER.md", "TOOLS.md", "memory/MEMORY.md"):
+        for name in "AGENTS.md SOUL.md USER.md TOOLS.md memory/MEMORY.md".split():
             file = workspace / name
             if not file.exists():
                 file.write_bytes((DATA / "templates" / file.name).read_bytes())
@@ -1013,11 +1023,10 @@ def prepare_workspace(workspace):
 
 def identity(turn, who):
     """Fill in the template `identity`. `who`: the user's own first paragraph, or ""."""
-    kind = "cli" if turn.channel == "cli" else "chat"
     return template(
         "identity",
         who=who or template("who"),
-        format=template(f"format_{kind}"),
+        format=template("format_cli" if turn.channel == "cli" else "format_chat"),
         platform=f"{sys.platform}, Python {sys.version.split()[0]}",
         cwd=turn.cwd,
         workspace=turn.workspace,
@@ -1375,7 +1384,7 @@ class BusService:
         loop.subagents.report = bus.publish
         loop.tools.register(tools.tool(self.message))
 
-    async def receive(self, message):
+    def receive(self, message):
         """Queue a message in its chat. Commands run at once, except those of WAITING."""
         if message.channel == "system":  # a report: its `chat_id` is a session key
             self.background.start(self._conversation(message.chat_id).take_in(message, "report"))
@@ -1432,7 +1441,7 @@ class BusService:
             await conversation.say("file", "", str(file))
         return f"Sent to {key}."
 
-    async def go_on_after_restart(self):
+    def go_on_after_restart(self):
         """Send all undelivered answers, resume open turns, and answer all waiting messages."""
         for key in self._chats():
             self.background.start(self._conversation(key).go_on_after_restart())
@@ -1521,11 +1530,14 @@ class Conversation:
             is_recent = session.path.stat().st_mtime > one_day_ago
             self.is_due = session.resumed < 2 and is_recent and not was_told
             if not self.is_due:
-                text = (
+                report = channels.InboundMessage(
+                    "system",
+                    "",
+                    self.key,
                     "Your last message was not answered: nanobot was interrupted. "
-                    "/continue resumes the turn."
+                    "/continue resumes the turn.",
+                    message_id=report_id,
                 )
-                report = channels.InboundMessage("system", "", self.key, text, message_id=report_id)
                 await self.take_in(report, "report")
         await self._answer_what_waits()
 
@@ -1586,8 +1598,12 @@ class Conversation:
             self._send_answers(session.undelivered[-1:], session)
             return
         loop = self.loop
-        shows_deltas = self.bus.channels[self.chat[0]].shows_deltas
-        events = EventHook(self.emit, loop.turn(self.key), loop.program.streaming, shows_deltas)
+        events = EventHook(
+            self.emit,
+            loop.turn(self.key),
+            loop.program.streaming,
+            self.bus.channels[self.chat[0]].shows_deltas,
+        )
         result = await loop.answer(session, events, lines, partial(self._arrived, session))
         self._deliver(session, result)
 
@@ -1846,29 +1862,31 @@ class JobRunner:
 
 
 def memory_work(loop):
-    """Connect the memory to the model, the tools and the limits from the settings."""
+    """Connect the memory to the model, the tools and the limits from the settings. Returns the
+    consolidator and the dream."""
     settings = loop.limits
     remembering = RunEvents(loop.listeners, "memory")
     dreaming = RunEvents(loop.listeners, "dream")
-    consolidator = memory.Consolidator(
-        loop.memory,
-        loop.sessions,
-        partial(ask_for_memory, loop, remembering),
-        template("consolidate"),
-        settings.budget,
-        settings.memory_window,
+    return (
+        memory.Consolidator(
+            loop.memory,
+            loop.sessions,
+            partial(ask_for_memory, loop, remembering),
+            template("consolidate"),
+            settings.budget,
+            settings.memory_window,
+        ),
+        memory.Dream(
+            loop.memory,
+            partial(ask_for_memory, loop, dreaming),
+            partial(edit_memory, loop, dreaming),
+            template("dream_find"),
+            template("dream_edit"),
+            loop.skills,
+            settings.budget,
+            settings.dream.max_batch_size,
+        ),
     )
-    dream = memory.Dream(
-        loop.memory,
-        partial(ask_for_memory, loop, dreaming),
-        partial(edit_memory, loop, dreaming),
-        template("dream_find"),
-        template("dream_edit"),
-        loop.skills,
-        settings.budget,
-        settings.dream.max_batch_size,
-    )
-    return consolidator, dream
 
 
 async def ask_for_memory(loop, run, messages, definitions):
@@ -1881,8 +1899,11 @@ async def ask_for_memory(loop, run, messages, definitions):
         add_up(loop.cost.total, response.usage)
         if response.unclear_at is None:
             break
-        request = {"role": "user", "content": template("only_the_call")}
-        messages = [*messages, response.to_message(), request]
+        messages = [
+            *messages,
+            response.to_message(),
+            {"role": "user", "content": template("only_the_call")},
+        ]
     return response
 
 
@@ -1982,8 +2003,9 @@ async def helper_answer(loop, task, turn):
     result = await loop.runner.run(spec)
     if result.stop_reason == "completed":
         return result.final_content
-    cause = result.error or result.final_content
-    raise tools.ToolError(f"The helper did not finish ({result.stop_reason}): {cause}")
+    raise tools.ToolError(
+        f"The helper did not finish ({result.stop_reason}): {result.error or result.final_content}"
+    )
 
 
 # ---- Slash commands ----
@@ -3168,9 +3190,8 @@ def web_command(arguments):
 def connect_page(loop, page, arguments):
     """Let the page show the sessions and each turn, and ask the questions of a turn."""
     for key in loop.sessions.list_keys():
-        channel, _, chat_id = key.partition(":")
-        if channel == "web":
-            page.chats[chat_id] = False  # it does not pause
+        if key.startswith("web:"):
+            page.chats[key.removeprefix("web:")] = False  # it does not pause
     page.memory = lambda: loop.context.parts(loop.turn("web:page"))
     loop.listeners.append(page.show)
     let_agent_ask(loop, page.ask, arguments.approve, True)
@@ -3178,8 +3199,7 @@ def connect_page(loop, page, arguments):
 
 def replay_command(arguments):
     """Show a recorded run as it looked at the terminal: no tool runs, and no model is asked."""
-    pace = 0 if arguments.fast else 1
-    return asyncio.run(play(recorded(arguments.file), channels.CLI(), pace))
+    return asyncio.run(play(recorded(arguments.file), channels.CLI(), 0 if arguments.fast else 1))
 
 
 def trace_command(arguments):
@@ -3263,9 +3283,7 @@ OPTIONS = {  # "commands (none: all) | spellings | help": more settings of argpa
     "walk | --all | also show functions of second readings": SWITCH,
     "walk | --short | only the data and the functions of AgentRunner": SWITCH,
     "exercises | numbers |": {"nargs": "*", "metavar": "NUMBER"},
-    "exercises | --class | who solved what: a folder for each student": (
-        FILE | {"dest": "folder"}
-    ),
+    "exercises | --class | who solved what: a folder for each student": (FILE | {"dest": "folder"}),
 }
 
 
@@ -3284,7 +3302,7 @@ def parser():
 
 def main(argv=None):
     """Returns the exit status: 0 success, 1 failure, 2 wrong usage, 130 interrupted."""
-    argv = sys.argv[1:] if argv is None else list(argv)
+    argv = sys.argv[1:] if argv is None else argv
     first = argv[0] if argv else ""
     known = [*COMMAND_LINE, "-h", "--help", "--version"]
     if first not in known:
@@ -3297,7 +3315,7 @@ def main(argv=None):
                 "one word with -m"
             )
             return 2
-        argv.insert(0, "agent")
+        argv = ["agent", *argv]
     channels.prepare_streams()
     arguments = parser().parse_args(argv)  # exits with status 2 for a wrong flag
     line = "%(levelname)s %(name)s: %(message)s"
