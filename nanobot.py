@@ -214,15 +214,14 @@ class RunState(AgentHookContext):
         self.outcomes[-1].add(this_call)
         times = sum(this_call in step for step in self.outcomes)
         if times >= 3:
-            warning = "same_failure" if result.is_error else "same_result"
-            result.text += f"\n{template(warning, count=times)}"
+            name = "same_failure" if result.is_error else "same_result"
+            result.text += "\n" + template(name, count=times)
 
     @property
     def goes_in_circles(self):
         """True if the last five steps had all calls and outcomes of this step."""
-        this_step = self.outcomes[-1]
         recent = self.outcomes[-5:]
-        return len(recent) == 5 and all(this_step <= step for step in recent)
+        return len(recent) == 5 and all(recent[-1] <= step for step in recent)
 
 
 # ---- The runner: prepare a request, ask the model, run its calls, repeat ----
@@ -392,8 +391,12 @@ class AgentRunner:
         for task in tasks:
             result = task.result()
             if result.images:
-                name = {"type": "text", "text": result.text}
-                state.add({"role": "user", "content": [name, *result.images]})
+                state.add(
+                    {
+                        "role": "user",
+                        "content": [{"type": "text", "text": result.text}, *result.images],
+                    }
+                )
 
     async def _call(self, state, call):
         """Run a call and journal its result at once."""
@@ -464,12 +467,8 @@ class AgentRunner:
                     state.note = template("blank_answer")
                 draft.is_blank = True
             case "answered":
-                await self._finish(
-                    state,
-                    "completed",
-                    response.content,
-                    is_cut=response.finish_reason == "length",
-                )
+                is_cut = response.finish_reason == "length"
+                await self._finish(state, "completed", response.content, is_cut)
             case "limit":
                 text = response.content
                 if response.finish_reason == "error" or not text:
@@ -478,9 +477,8 @@ class AgentRunner:
                 await self._finish(state, "max_iterations", text)
             case "empty":  # not journalled, because small models imitate earlier empty answers
                 result.stop_reason = "empty"
-                why = "the model sent nothing useful"
-                if response.finish_reason in WITHHELD:
-                    why = "the endpoint blocked the answer"
+                held = response.finish_reason in WITHHELD
+                why = "the endpoint blocked the answer" if held else "the model sent nothing useful"
                 result.final_content = f"There is no answer: {why}. Ask in other words."
             case "failed":
                 result.stop_reason = "error"
@@ -718,8 +716,10 @@ class AgentLoop:
     def arrive(self, session: memory.Session, turn: tools.Turn, lines: list[dict]) -> list[dict]:
         """Enter lines that came during the turn. Returns their messages, as the model gets them."""
         images = self.enter(session, turn, lines)
-        new = [memory.as_sent(message) for message in session.messages if message["n"] in images]
-        return with_images(new, images)
+        return with_images(
+            [memory.as_sent(message) for message in session.messages if message["n"] in images],
+            images,
+        )
 
     async def answer(
         self,
@@ -852,13 +852,13 @@ class AgentLoop:
 
     def turn(self, session_key: str, folder: Path | str = "") -> tools.Turn:
         """The chat, the working folder and the accessible files for a turn of this session."""
-        config = self.config
         cwd = Path(folder or self.program.folder)
         channel, _, chat_id = session_key.partition(":")
-        settings_file = config.path.resolve()
+        settings_file = self.config.path.resolve()
         undo = settings_file.parent / "undo"
         secret = (settings_file, path_of(USUAL_SETTINGS), undo)
-        has_fence = config.tools.restrict_to_workspace or bool(config.tools.exec.sandbox)
+        settings = self.config.tools
+        has_fence = settings.restrict_to_workspace or bool(settings.exec.sandbox)
         # tools may use the whole working folder: it must not contain HOME or the keys
         if has_fence and any(
             path.is_relative_to(cwd.resolve()) for path in (path_of("~"), *secret)
@@ -876,7 +876,7 @@ class AgentLoop:
             seen=self.files_seen[session_key],
             results=self.state_folder / "tool-results",
             undo=undo,
-            max_result_chars=config.defaults.max_tool_result_chars,
+            max_result_chars=self.limits.max_tool_result_chars,
         )
 
 
@@ -1009,7 +1009,7 @@ def prepare_workspace(workspace):
         workspace.mkdir(parents=True, exist_ok=True, mode=0o700)
         for name in ("memory", ".nanobot"):
             (workspace / name).mkdir(exist_ok=True)
-        for name in "AGENTS.md SOUL.md USER.md TOOLS.md memory/MEMORY.md".split():
+        for name in ("AGENTS.md", "SOUL.md", "USER.md", "TOOLS.md", "memory/MEMORY.md"):
             file = workspace / name
             if not file.exists():
                 file.write_bytes((DATA / "templates" / file.name).read_bytes())
@@ -1139,8 +1139,7 @@ def attachment(path):
         image = tools.image_block(path.read_bytes())
     except OSError as problem:
         return f"[file: {path}, not readable: {problem.strerror}]", None
-    kind = "image" if image else "file"
-    return f"[{kind}: {path}]", image
+    return f"[{'image' if image else 'file'}: {path}]", image
 
 
 def with_images(messages, images):
@@ -1278,8 +1277,9 @@ class ApprovalHook(AgentHook):
     async def _objection(self, call):
         """Ask the user. Returns "" if the user approves, else the reason for the model."""
         kind = what_always_allows(call)
-        question = channels.approval_question(call.name, call.arguments, kind)
-        answer = await self.ask(question) if self.ask else None
+        answer = None
+        if self.ask:
+            answer = await self.ask(channels.approval_question(call.name, call.arguments, kind))
         if answer is None:
             return (
                 "not approved: nobody can be asked here\nThis call did not run. Tell the user to "
@@ -1395,8 +1395,9 @@ class BusService:
             self.background.start(conversation.obey(command, message.content), conversation.key)
             message.confirm()  # a command is not stored: after a crash, it is not repeated
         else:
-            kind = "command" if command else "user"
-            self.background.start(conversation.take_in(message, kind))
+            self.background.start(
+                conversation.take_in(message, kind="command" if command else "user")
+            )
 
     def _conversation(self, key):
         return self.conversations.setdefault(key, Conversation(self, key))
@@ -1526,19 +1527,20 @@ class Conversation:
         if session.is_open:
             report_id = f"open@{session.last}"  # the same at each start, so the chat is told once
             was_told = report_id in session.known_ids
-            one_day_ago = time.time() - 86_400
-            is_recent = session.path.stat().st_mtime > one_day_ago
+            is_recent = time.time() - session.path.stat().st_mtime < 86_400  # one day
             self.is_due = session.resumed < 2 and is_recent and not was_told
             if not self.is_due:
-                report = channels.InboundMessage(
-                    "system",
-                    "",
-                    self.key,
-                    "Your last message was not answered: nanobot was interrupted. "
-                    "/continue resumes the turn.",
-                    message_id=report_id,
+                await self.take_in(
+                    channels.InboundMessage(
+                        "system",
+                        "",
+                        self.key,
+                        "Your last message was not answered: nanobot was interrupted. "
+                        "/continue resumes the turn.",
+                        message_id=report_id,
+                    ),
+                    "report",
                 )
-                await self.take_in(report, "report")
         await self._answer_what_waits()
 
     async def _answer_what_waits(self):
@@ -1561,16 +1563,21 @@ class Conversation:
                     await self._answer(session, lines)
             except asyncio.CancelledError:
                 # the turn had journalled its answer when it was cancelled; older ones were sent
-                finished = [each for each in session.undelivered if each["n"] > before]
-                self._send_answers(finished, session)
+                self._send_answers(
+                    [each for each in session.undelivered if each["n"] > before], session
+                )
                 if not self.loop.is_ending:  # after /stop, start a task for the waiting messages
                     self.service.background.start(self._answer_what_waits())
                 raise
             except Exception as problem:
                 # lines that are journalled leave the inbox, so they are not tried again
                 if not lines or lines[0]["id"] in session.known_ids:
-                    error = f"{type(problem).__name__}: {problem}"
-                    self._deliver(session, AgentRunResult(stop_reason="error", error=error))
+                    self._deliver(
+                        session,
+                        AgentRunResult(
+                            stop_reason="error", error=f"{type(problem).__name__}: {problem}"
+                        ),
+                    )
                 raise
             finally:
                 await asyncio.to_thread(self.inbox.remove, set(session.known_ids))
@@ -1597,14 +1604,13 @@ class Conversation:
             await session.synced()
             self._send_answers(session.undelivered[-1:], session)
             return
-        loop = self.loop
         events = EventHook(
             self.emit,
-            loop.turn(self.key),
-            loop.program.streaming,
+            self.loop.turn(self.key),
+            self.loop.program.streaming,
             self.bus.channels[self.chat[0]].shows_deltas,
         )
-        result = await loop.answer(session, events, lines, partial(self._arrived, session))
+        result = await self.loop.answer(session, events, lines, partial(self._arrived, session))
         self._deliver(session, result)
 
     def _arrived(self, session):
@@ -1728,8 +1734,7 @@ def open_channels(loop, bus, page):
     telegram = loop.config.channels.telegram
     if telegram.token:
         bus.open(channels.Telegram(**vars(telegram), media_folder=loop.state_folder / "media"))
-    has_users = page or (telegram.token and telegram.allow_from)
-    if not has_users:
+    if not page and not (telegram.token and telegram.allow_from):
         log.warning("Nobody can reach the agent: set channels.telegram.token and allowFrom.")
 
 
@@ -1837,8 +1842,9 @@ class JobRunner:
         return text_for_chat(result)
 
     async def _into_inbox(self, report):
-        inbox = self.loop.sessions.inbox(report.chat_id)
-        await tools.in_thread(inbox.append, inbox_line(report, "report"))
+        await tools.in_thread(
+            self.loop.sessions.inbox(report.chat_id).append, inbox_line(report, "report")
+        )
 
     def cron_tool(self):
         """The tool `cron`: `CronService.cron`, but with the errors of a tool, and with a type for
@@ -1975,8 +1981,14 @@ class SubagentManager:
             outcome = await self.work(task, turn)
         except Exception as problem:
             outcome = problem
-        text = template("subagent_result", helper=name, result=outcome)
-        self.report(channels.InboundMessage("system", "subagent", turn.session_key, text))
+        self.report(
+            channels.InboundMessage(
+                "system",
+                "subagent",
+                turn.session_key,
+                template("subagent_result", helper=name, result=outcome),
+            )
+        )
 
 
 async def helper_answer(loop, task, turn):
@@ -1984,8 +1996,12 @@ async def helper_answer(loop, task, turn):
     registry = loop.tools.copy()
     for name in ("spawn", "message", "cron"):  # only the agent talks to people and plans
         registry.unregister(name)
-    unused = ("cron", "memory", "skill-creator")  # skills for work that only the agent does
-    skills = [skill for skill in loop.skills.load() if skill.name not in unused]
+    # these skills are for work that only the agent does
+    skills = [
+        skill
+        for skill in loop.skills.load()
+        if skill.name not in ("cron", "memory", "skill-creator")
+    ]
     system = [
         template("subagent", cwd=turn.cwd, workspace=turn.workspace),
         loop.context.parts(turn).get("Memory", ""),
@@ -2102,8 +2118,9 @@ def status_text(loop, turn):
 
 def preview(loop, turn, *later):
     """Build the next request, with the messages `later`. Nothing is sent, and nothing is saved."""
-    history = loop.sessions.get(turn.session_key).history(*later)
-    spec = loop.run_spec(history, EventHook(None, turn, False))
+    spec = loop.run_spec(
+        loop.sessions.get(turn.session_key).history(*later), EventHook(None, turn, False)
+    )
     state = RunState(spec.messages, spec=spec)
     loop.runner.prepare(state)
     return loop.runner.govern(state)
@@ -2453,7 +2470,7 @@ class ReadOnlyTools(tools.ToolRegistry):
 def make_tools(config):
     """The tools that the settings allow. MCP tools are added when their server connects."""
     settings = config.tools
-    shell = config.tools.exec
+    shell = settings.exec
     kind = ReadOnlyTools if config.read_only else tools.ToolRegistry
     registry = kind(tools.FILE_TOOLS)
     if shell.enable:
@@ -2488,16 +2505,22 @@ class StepHook(AgentHook):
 
     async def before_request(self, messages, tools):
         last = str(messages[-1].get("content"))[-1_000:]  # the end is what the model reacts to
-        text = f"{last}\n---- {len(messages)} messages. Enter sends them; type stop to cancel: "
-        await self._decide(text, "request", messages=messages, tools=tools)
+        await self._decide(
+            f"{last}\n---- {len(messages)} messages. Enter sends them; type stop to cancel: ",
+            "request",
+            messages=messages,
+            tools=tools,
+        )
 
     async def after_response(self, response):
         for call in response.tool_calls:
-            text = (
+            answer = await self._decide(
                 f"{call.name} {json.dumps(call.arguments, ensure_ascii=False)}\n"
-                "Enter runs it; or type skip, stop or new JSON arguments: "
+                "Enter runs it; or type skip, stop or new JSON arguments: ",
+                "call",
+                name=call.name,
+                arguments=call.arguments,
             )
-            answer = await self._decide(text, "call", name=call.name, arguments=call.arguments)
             if answer == "skip":
                 call.denied = "The user skipped this call."
             elif answer:
@@ -2674,7 +2697,7 @@ def settings_of(arguments):
 def command_with_flags(arguments, *words):
     """A command for the user: `nanobot -s work -m /continue --workspace /tmp/ws`"""
     command = ["nanobot", *words]
-    for name in "config workspace model base_url provider read_only approve".split():
+    for name in ("config", "workspace", "model", "base_url", "provider", "read_only", "approve"):
         if value := getattr(arguments, name, None):
             flag = "--" + name.replace("_", "-")
             command += [flag] if value is True else [flag, str(value)]
@@ -2710,10 +2733,12 @@ class Talk:
         self.arguments = arguments
         self.words = arguments.text + arguments.message
         self.background = background
-        # with --json, stdout has the events
-        out = sys.stderr if 1 in arguments.record else sys.stdout
         err = open(os.devnull, "w") if arguments.quiet else sys.stderr  # noqa: SIM115
-        self.terminal = channels.CLI(out, err, kinds_to_show(config.channels))
+        self.terminal = channels.CLI(
+            sys.stderr if 1 in arguments.record else sys.stdout,  # with --json, it has the events
+            err,
+            kinds_to_show(config.channels),
+        )
         # who is there: a person who types, or only one who sees what is printed, or a script
         self.has_keyboard = sys.stdin.isatty()
         self.is_watched = err.isatty()
@@ -2836,9 +2861,10 @@ class Talk:
         terminal = self.terminal
         terminal.bottom.begin("the model")
         before = dict(loop.cost.total)
-        work = answer_with_helpers(loop, text, self.key, terminal.send, terminal.take_queued)
-        # after a single message, the shell gets what was typed
-        result = self.background.complete(work, self.is_conversation)
+        result = self.background.complete(
+            answer_with_helpers(loop, text, self.key, terminal.send, terminal.take_queued),
+            self.is_conversation,  # after a single message, the shell gets what was typed
+        )
         usage = {name: count - before[name] for name, count in loop.cost.total.items()}
         if usage["requests"]:
             terminal.note(
@@ -2948,8 +2974,7 @@ def trust_command(arguments):
             f"{project.path} has no AGENTS.md or CLAUDE.md, and neither has its git repository."
         )
     project.keep(arguments.answer == "yes")
-    state = "followed" if project.answer else "not followed"
-    show(f"{project}: {state}")
+    show(f"{project}: {'followed' if project.answer else 'not followed'}")
 
 
 def undo_command(arguments):
@@ -3055,9 +3080,11 @@ def prompt_command(arguments):
     request = preview(loop, turn, message)
     _, *history, last = providers.legal(request.messages)
     parts = loop.context.parts(turn)
-    parts["Tools"] = lines_of_json(loop.tools.get_definitions())
-    parts["History"] = lines_of_json(history)
-    parts["User"] = last["content"]
+    parts |= {
+        "Tools": lines_of_json(loop.tools.get_definitions()),
+        "History": lines_of_json(history),
+        "User": last["content"],
+    }
     for name, text in parts.items():
         if text:
             show(f"==== {name} (~{memory.estimate(text):,} tokens) ====\n{text}\n")
