@@ -209,13 +209,15 @@ class RunState(AgentHookContext):
     def add_warning(self, call: providers.ToolCallRequest, result: tools.ToolResult):
         """Append a warning to the result if this is the third step, or a later one, in which this
         call had this outcome. All failures of a call count as the same outcome."""
-        outcome = None if result.is_error else [result.text, result.images]
-        this_call = lines_of_json([call.name, call.arguments, outcome])
+        this_call = lines_of_json(
+            [call.name, call.arguments, None if result.is_error else [result.text, result.images]]
+        )
         self.outcomes[-1].add(this_call)
         times = sum(this_call in step for step in self.outcomes)
         if times >= 3:
-            name = "same_failure" if result.is_error else "same_result"
-            result.text += "\n" + template(name, count=times)
+            result.text += "\n" + template(
+                "same_failure" if result.is_error else "same_result", count=times
+            )
 
     @property
     def goes_in_circles(self):
@@ -251,8 +253,9 @@ class AgentRunner:
                 state.iteration += 1
                 self.prepare(state)
                 if spec.make_room:  # the caller may remove old turns from the messages
-                    size = memory.total_tokens(state.messages) + state.size_of_tools
-                    state.messages = await spec.make_room(state.messages, size)
+                    state.messages = await spec.make_room(
+                        state.messages, memory.total_tokens(state.messages) + state.size_of_tools
+                    )
                 response = await self._ask(state, self.govern(state))
                 outcome = verdict(state, response)
                 if outcome == "calls":
@@ -270,11 +273,10 @@ class AgentRunner:
         """Choose the tools of the next request: none if the model must answer in words. They are
         listed anew at each step, because an MCP server may have connected meanwhile. Tell the model
         if few steps are left."""
-        limit = state.spec.max_iterations
         if state.is_over_limit:
             state.may_call_tools = False
-            state.note = template("out_of_iterations", limit=limit)
-        elif limit - state.iteration == 5:
+            state.note = template("out_of_iterations", limit=state.spec.max_iterations)
+        elif state.spec.max_iterations - state.iteration == 5:
             # a note that is there already, like that for a cut answer, is more urgent
             state.note = state.note or "[Five more steps are allowed in this turn.]"
         state.tools = state.spec.tools.get_definitions() if state.may_call_tools else []
@@ -291,12 +293,13 @@ class AgentRunner:
                 f"No room for a request: max_tokens ({spec.max_tokens}) and 1,024 spare tokens "
                 f"must be less than context_window ({spec.context_window})."
             )
-        budget = min(budget, state.room)
         # the message that began this turn is never left out
         task = next(
             (message for message in reversed(spec.messages) if message["role"] == "user"), None
         )
-        request = memory.Governed(state.messages, budget, task, state.size_of_tools)
+        request = memory.Governed(
+            state.messages, min(budget, state.room), task, state.size_of_tools
+        )
         if state.draft.parts:  # to continue a cut answer, the model needs the parts so far
             request.messages.append({"role": "assistant", "content": state.draft.joined("")})
         if state.note:
@@ -312,8 +315,8 @@ class AgentRunner:
             state.room = request.tokens // 2  # token limit of all later requests
             shorter = self.govern(state)
             if shorter.tokens < request.tokens:
-                why = "the request is too long for the model: retrying with a shorter one"
-                await self._tell(state, "; ".join([why, *shorter.notes]))
+                notes = ["the request is too long for the model: retrying with a shorter one"]
+                await self._tell(state, "; ".join(notes + shorter.notes))
                 response = await self._chat(state, shorter)
         state.note = ""
         return response
@@ -370,7 +373,9 @@ class AgentRunner:
                 await self._run_batch(state, batch)
         finally:  # Ctrl-C, also at the question whether a call may run: some calls are left
             for call in waiting:
-                state.add(tool_message(call, NOT_BEGUN))
+                state.add(
+                    tool_message(call, "[not run: the turn was stopped before this call began]")
+                )
         if state.goes_in_circles:
             if state.failure:
                 state.result.error = state.failure
@@ -413,21 +418,20 @@ class AgentRunner:
         if result.is_error:
             state.failure = f"{call.name} failed: {result.text}"
         state.add_warning(call, result)
-        text = result.text
         state.result.tool_events.append(
             {
                 "name": call.name,
                 "arguments": call.arguments,
                 "is_error": result.is_error,
-                "result": text,
+                "result": result.text,
             }
         )
-        state.add(tool_message(call, text))
+        state.add(tool_message(call, result.text))
         seconds = time.monotonic() - began
         spec.on_event(
             "result",
             id=call.id,
-            text=text,
+            text=result.text,
             is_error=result.is_error,
             outcome=result.shown,
             seconds=seconds,
@@ -451,9 +455,8 @@ class AgentRunner:
                 draft.has_asked = True
                 state.note = template("only_the_call")
             case "cut":
-                text = response.content or ""
-                draft.parts.append(text)
-                note = "cut_answer" if text.strip() else "cut_thinking"
+                draft.parts.append(response.content or "")
+                note = "cut_answer"
                 if response.has_tool_calls:
                     note = "cut_calls"
                     draft.parts.append("\n\n")  # separates the next part
@@ -477,8 +480,9 @@ class AgentRunner:
                 await self._finish(state, "max_iterations", text)
             case "empty":  # not journalled, because small models imitate earlier empty answers
                 result.stop_reason = "empty"
-                held = response.finish_reason in WITHHELD
-                why = "the endpoint blocked the answer" if held else "the model sent nothing useful"
+                why = "the model sent nothing useful"
+                if response.finish_reason in WITHHELD:
+                    why = "the endpoint blocked the answer"
                 result.final_content = f"There is no answer: {why}. Ask in other words."
             case "failed":
                 result.stop_reason = "error"
@@ -489,11 +493,12 @@ class AgentRunner:
     async def _finish(self, state, reason, text, is_cut=False):
         """End the run with `text`. Of a cut answer, the journal has the text and a field `cut`; the
         user sees the text and a note."""
-        response = state.response
         answer = await state.spec.hook.finalize_content(state.draft.joined(text))
         message = {"role": "assistant", "content": answer}
-        if not response.has_tool_calls:  # if an answer has calls, its reasoning belongs to them
-            message |= response.extra  # reasoning that some endpoints require in later requests
+        # the reasoning, which some endpoints require in later requests; if an answer has calls, its
+        # reasoning belongs to them
+        if not state.response.has_tool_calls:
+            message |= state.response.extra
         if is_cut:
             message["cut"] = "cut: the answer reached its length limit again and again"
             answer += f"\n\n({message['cut']})"
@@ -594,8 +599,10 @@ class ContextBuilder:
             parts[name] = titled(f"## {name}", own_text(turn, turn.workspace / name))
         if turn.channel in ("cli", "web"):  # not in a job, and not in a chat
             parts["Project"] = self.project
-        most = self.config.defaults.budget // 4  # tokens
-        parts["Memory"] = titled("# Memory", memory.fitted(own_text(turn, self.memory.facts), most))
+        parts["Memory"] = titled(
+            "# Memory",
+            memory.fitted(own_text(turn, self.memory.facts), self.config.defaults.budget // 4),
+        )
         parts |= skill_parts(self.skills.load())
         parts["Recent History"] = titled(
             "# Recent History", "\n".join(self.memory.recent_history())
@@ -611,16 +618,16 @@ class ContextBuilder:
         """
         # str: a damaged line of an inbox may have a number instead of a path
         files = [attachment(Path(str(path))) for path in media]
-        lines = [line for line, _ in files]
         now = self.program.now().astimezone(self.zone)
-        runtime = template(
-            "runtime",
-            time=f"{now:%Y-%m-%d %H:%M:%S (%A), %Z}",
-            cwd=turn.cwd,
-            channel=turn.channel,
-            chat_id=turn.chat_id,
-        )
-        message = {"role": "user", "content": "\n".join([*lines, text]), "runtime": runtime}
+        message = {
+            "role": "user",
+            "content": "\n".join([line for line, _ in files] + [text]),
+            "runtime": template(
+                "runtime",
+                time=f"{now:%Y-%m-%d %H:%M:%S (%A), %Z}",
+                **vars(turn),  # cwd, channel, chat_id
+            ),
+        }
         return message, [image for _, image in files if image]
 
 
@@ -786,15 +793,14 @@ class AgentLoop:
 
     def limited(self, messages: list[dict], **own) -> AgentRunSpec:
         """The input of the runner for any messages, with the limits from the settings."""
-        limits = self.limits
-        temperature = limits.temperature
+        temperature = self.limits.temperature
         if temperature is None and self.provider.is_local:
             temperature = 0.1  # not elsewhere: gpt-5 refuses any temperature
         return AgentRunSpec(
             messages,
-            max_tokens=limits.max_tokens,
+            max_tokens=self.limits.max_tokens,
             temperature=temperature,
-            context_window=limits.context_window_tokens,
+            context_window=self.limits.context_window_tokens,
             **own,
         )
 
@@ -803,8 +809,10 @@ class AgentLoop:
         approve calls: an ApprovalHook that denies them stands in for the one that asks."""
         if turn.channel not in ("cron", "telegram"):
             return self.hooks
-        denies = ApprovalHook(self.tools, None)
-        return [denies if isinstance(hook, ApprovalHook) else hook for hook in self.hooks]
+        return [
+            ApprovalHook(self.tools, None) if isinstance(hook, ApprovalHook) else hook
+            for hook in self.hooks
+        ]
 
     async def _make_room(self, session, events, messages, size):
         """Move old turns to the memory if a request of `size` tokens is too long. Returns the
@@ -857,8 +865,7 @@ class AgentLoop:
         settings_file = self.config.path.resolve()
         undo = settings_file.parent / "undo"
         secret = (settings_file, path_of(USUAL_SETTINGS), undo)
-        settings = self.config.tools
-        has_fence = settings.restrict_to_workspace or bool(settings.exec.sandbox)
+        has_fence = self.config.tools.restrict_to_workspace or bool(self.config.tools.exec.sandbox)
         # tools may use the whole working folder: it must not contain HOME or the keys
         if has_fence and any(
             path.is_relative_to(cwd.resolve()) for path in (path_of("~"), *secret)
