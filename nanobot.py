@@ -974,14 +974,17 @@ async def logged(work, name):
     try:
         return await work
     except Exception as problem:
-        is_bug = not isinstance(problem, OSError | memory.SessionBusy)
-        log.warning("%s: %s", name, problem, exc_info=is_bug)
+        log.warning(  # for a bug with the traceback
+            "%s: %s",
+            name,
+            problem,
+            exc_info=not isinstance(problem, OSError | memory.SessionBusy),
+        )
 
 
 # ---- Helpers of the runner ----
 
 LIMIT_REACHED = "the limit of steps (maxToolIterations) is reached; ask the agent to go on"
-NOT_BEGUN = "[not run: the turn was stopped before this call began]"
 NOT_ANSWERED = ("error", "tool_error", "empty")  # values of `stop_reason` if there is no answer
 
 
@@ -1034,9 +1037,8 @@ def identity(turn, who):
         "identity",
         who=who or template("who"),
         format=template("format_cli" if turn.channel == "cli" else "format_chat"),
-        platform=f"{sys.platform}, Python {sys.version.split()[0]}",
-        cwd=turn.cwd,
-        workspace=turn.workspace,
+        platform=sys.platform,
+        **vars(turn),  # cwd, workspace
     )
 
 
@@ -1054,8 +1056,9 @@ def own_text(turn, path):
     is a USER.md or MEMORY.md that nobody has filled in: it still equals its template."""
     try:
         text = tools.plain_text(read_own(turn, path)).strip()
-        is_empty_form = path.name in ("USER.md", "MEMORY.md") and text == template(path.stem)
-        return "" if is_empty_form else text
+        if path.name in ("USER.md", "MEMORY.md") and text == template(path.stem):
+            return ""
+        return text
     except FileNotFoundError:
         return ""
     except (OSError, ValueError) as problem:
@@ -1226,7 +1229,7 @@ class LoggingHook(AgentHook):
     only_watches = True
 
     async def after_tool(self, call, result, seconds):
-        log.info("%s: %s in %.3f s", tool_hint(call), result.shown.partition("\n")[0], seconds)
+        log.info("%s: %s in %.3f s", tool_hint(call), begin_of(result.shown, 300), seconds)
 
 
 class CostTrackingHook(AgentHook):
@@ -1238,16 +1241,14 @@ class CostTrackingHook(AgentHook):
         self.total = {"requests": 0, **providers.token_counts(0, 0)}
 
     async def after_iteration(self, context):
-        self.total["requests"] += 1
-        add_up(self.total, context.response.usage)
+        add_up(self.total, {"requests": 1, **context.response.usage})
 
     def line(self, usage):
         """Tokens and cost, such as "1,234 in (200 cached) · 56 out · 0.0012" (~ if estimated)."""
-        mark = "~" if usage["estimated"] else ""
         cached = f" ({usage['cached_tokens']:,} cached)" if usage["cached_tokens"] else ""
         money = f" · {self.price.of(usage):.4f}" if self.price else ""
         return (
-            f"{mark}{usage['prompt_tokens']:,} in{cached} · "
+            f"{'~' if usage['estimated'] else ''}{usage['prompt_tokens']:,} in{cached} · "
             f"{usage['completion_tokens']:,} out{money}"
         )
 
@@ -1273,7 +1274,7 @@ class ApprovalHook(AgentHook):
 
     tools: tools.ToolRegistry
     ask: Callable | None  # `await ask(question)`. No `ask`, or None as an answer: nobody is there
-    always: set[str] = field(default_factory=set)  # tools and commands that were approved for good
+    always: set = field(default_factory=set)  # tools and commands that were approved for good
 
     async def before_execute_tools(self, tool_calls):
         for call in tool_calls:
@@ -1402,9 +1403,7 @@ class BusService:
             self.background.start(conversation.obey(command, message.content), conversation.key)
             message.confirm()  # a command is not stored: after a crash, it is not repeated
         else:
-            self.background.start(
-                conversation.take_in(message, kind="command" if command else "user")
-            )
+            self.background.start(conversation.take_in(message, "command" if command else "user"))
 
     def _conversation(self, key):
         return self.conversations.setdefault(key, Conversation(self, key))
@@ -1442,9 +1441,7 @@ class BusService:
         if content and key == turn.session_key:
             await conversation.say("final", content)
         elif content:  # a report, because the other chat's journal must get the text, too
-            await self.bus.publish(
-                channels.InboundMessage("system", "message", chat_id=key, content=content)
-            )
+            await self.bus.publish(channels.InboundMessage("system", "message", key, content))
         for file in files:
             await conversation.say("file", "", str(file))
         return f"Sent to {key}."
@@ -1533,9 +1530,8 @@ class Conversation:
         self._send_answers(session.undelivered, session)
         if session.is_open:
             report_id = f"open@{session.last}"  # the same at each start, so the chat is told once
-            was_told = report_id in session.known_ids
             is_recent = time.time() - session.path.stat().st_mtime < 86_400  # one day
-            self.is_due = session.resumed < 2 and is_recent and not was_told
+            self.is_due = session.resumed < 2 and is_recent and report_id not in session.known_ids
             if not self.is_due:
                 await self.take_in(
                     channels.InboundMessage(
@@ -1593,8 +1589,10 @@ class Conversation:
     def _next_lines(self, session):
         """Returns the next user messages (up to 100), or the next command, or the next report."""
         waiting = [line for line in self.inbox.read() if line["id"] not in session.known_ids]
-        users = itertools.takewhile(lambda line: line["kind"] == "user", waiting[:100])
-        return list(users) or waiting[:1]
+        return (
+            list(itertools.takewhile(lambda line: line["kind"] == "user", waiting[:100]))
+            or waiting[:1]
+        )
 
     async def _answer(self, session, lines):
         """Send the answer to these lines, or these lines themselves if they are a report."""
@@ -1617,8 +1615,10 @@ class Conversation:
             self.loop.program.streaming,
             self.bus.channels[self.chat[0]].shows_deltas,
         )
-        result = await self.loop.answer(session, events, lines, partial(self._arrived, session))
-        self._deliver(session, result)
+        self._deliver(
+            session,
+            await self.loop.answer(session, events, lines, partial(self._arrived, session)),
+        )
 
     def _arrived(self, session):
         """Up to three user messages that have arrived during the turn."""
@@ -1653,12 +1653,12 @@ class Conversation:
 
 def inbox_line(message, kind):
     """Convert a message of a channel to a line of the inbox."""
-    said = f"{message.speaker}: " if message.speaker and kind == "user" else ""
     return {
         "id": message.message_id or uuid.uuid4().hex,
         "kind": kind,
         "sender": message.sender_id,
-        "content": said + message.content,
+        "content": (f"{message.speaker}: " if message.speaker and kind == "user" else "")
+        + message.content,
         "media": [str(path) for path in message.media],
     }
 
@@ -1716,9 +1716,15 @@ async def serve(loop, page):
     event_loop = asyncio.get_running_loop()
     channels.end_on_signals(lambda *_: event_loop.call_soon_threadsafe(stop.set))
     bus = channels.MessageBus()
-    open_channels(loop, bus, page)
+    if page:
+        bus.open(page)
+    telegram = loop.config.channels.telegram
+    if telegram.token:
+        bus.open(channels.Telegram(**vars(telegram), media_folder=loop.state_folder / "media"))
+    if not page and not (telegram.token and telegram.allow_from):
+        log.warning("Nobody can reach the agent: set channels.telegram.token and allowFrom.")
     jobs = JobRunner(loop, bus.publish)
-    await tools.in_thread(jobs.add_system_jobs)
+    jobs.add_system_jobs()
     work = [asyncio.create_task(part) for part in (loop.run(bus), jobs.run(), stop.wait())]
     GATEWAY_LOG.info("serving %s", ", ".join([*bus.channels, "cron"]))
     try:
@@ -1730,19 +1736,11 @@ async def serve(loop, page):
         await asyncio.wait([ending], timeout=8.0)
         session_keys = {*loop.turns.tasks, *loop.subagents.running.values()}
         if session_keys or not ending.done():
-            what = ", ".join(sorted(session_keys)) or "a task of the gateway"
-            log.warning("still running at the end: %s; the journal has the finished steps", what)
+            log.warning(
+                "still running at the end: %s; the journal has the finished steps",
+                ", ".join(sorted(session_keys)) or "a task of the gateway",
+            )
     GATEWAY_LOG.info("ended")
-
-
-def open_channels(loop, bus, page):
-    if page:
-        bus.open(page)
-    telegram = loop.config.channels.telegram
-    if telegram.token:
-        bus.open(channels.Telegram(**vars(telegram), media_folder=loop.state_folder / "media"))
-    if not page and not (telegram.token and telegram.allow_from):
-        log.warning("Nobody can reach the agent: set channels.telegram.token and allowFrom.")
 
 
 async def end_in_order(loop, bus, work):
@@ -1775,17 +1773,18 @@ class JobRunner:
 
     async def run(self):
         """Run due jobs until cancelled, but only while no other program holds the lock `jobs`."""
-        loop = self.loop
         while True:
             try:
-                with memory.locked(loop.state_folder / "jobs.lock", "another program runs them"):
+                with memory.locked(
+                    self.loop.state_folder / "jobs.lock", "another program runs them"
+                ):
                     await self._work()
             except memory.SessionBusy:
                 if self.is_gateway:
                     channels.warn_once(
                         "The jobs wait for an open `nanobot`: if it is stopped, continue it (fg)."
                     )
-            await loop.program.sleep(1.0)
+            await self.loop.program.sleep(1.0)
 
     async def _work(self):
         """Start due jobs. A terminal ends that, and its running jobs, once a gateway starts."""
@@ -1802,14 +1801,6 @@ class JobRunner:
         self.clock.add_system("dream", (hours or 2) * 3_600, hours > 0)
         self.clock.add_system("heartbeat", heartbeat.interval_s, heartbeat.enabled)
 
-    async def _beat(self):
-        """If HEARTBEAT.md has tasks, run a turn. The model reports with the tool `message`."""
-        tasks = channels.active_tasks(
-            self.loop.memory.text_of(self.loop.workspace / "HEARTBEAT.md")
-        )
-        if tasks:
-            await self._answer("cron:heartbeat", template("heartbeat", tasks=tasks))
-
     async def run_job(self, job, run):
         """Run a job and send its answer or error to its chat. The report gets the id `run`."""
         if job.channel == "system":
@@ -1819,8 +1810,12 @@ class JobRunner:
                 # who has just opened the page would have to wait for the dream
                 await self.loop.program.sleep(600.0)
                 await self.loop.dream.run()
-            else:
-                await self._beat()
+                return
+            tasks = channels.active_tasks(
+                self.loop.memory.text_of(self.loop.workspace / "HEARTBEAT.md")
+            )
+            if tasks:  # the model reports with the tool `message`
+                await self._answer("cron:heartbeat", template("heartbeat", tasks=tasks))
             return
         GATEWAY_LOG.info("cron %s: %s", job.id, job.message[:80])
         chat = f"{job.channel}:{job.chat_id}"
@@ -1878,13 +1873,12 @@ def memory_work(loop):
     """Connect the memory to the model, the tools and the limits from the settings. Returns the
     consolidator and the dream."""
     settings = loop.limits
-    remembering = RunEvents(loop.listeners, "memory")
     dreaming = RunEvents(loop.listeners, "dream")
     return (
         memory.Consolidator(
             loop.memory,
             loop.sessions,
-            partial(ask_for_memory, loop, remembering),
+            partial(ask_for_memory, loop, RunEvents(loop.listeners, "memory")),
             template("consolidate"),
             settings.budget,
             settings.memory_window,
@@ -1908,8 +1902,7 @@ async def ask_for_memory(loop, run, messages, definitions):
         response = await loop.provider.chat(
             messages, definitions, max_tokens=loop.limits.max_tokens, on_event=run
         )
-        loop.cost.total["requests"] += 1
-        add_up(loop.cost.total, response.usage)
+        add_up(loop.cost.total, {"requests": 1, **response.usage})
         if response.unclear_at is None:
             break
         messages = [
@@ -1975,8 +1968,9 @@ class SubagentManager:
             raise tools.ToolError("4 helpers are at work. Wait, or do the task yourself.")
         name = label or task[:40]
         is_awaited = wait or turn.channel == "cron"  # a finished job gets no report
-        work = self.work(task, turn) if is_awaited else self._report(name, task, turn)
-        helper = asyncio.create_task(work)
+        helper = asyncio.create_task(
+            self.work(task, turn) if is_awaited else self._report(name, task, turn)
+        )
         self.running[helper] = turn.session_key
         helper.add_done_callback(self.running.pop)
         if is_awaited:
@@ -2003,27 +1997,27 @@ async def helper_answer(loop, task, turn):
     registry = loop.tools.copy()
     for name in ("spawn", "message", "cron"):  # only the agent talks to people and plans
         registry.unregister(name)
-    # these skills are for work that only the agent does
-    skills = [
-        skill
-        for skill in loop.skills.load()
-        if skill.name not in ("cron", "memory", "skill-creator")
-    ]
     system = [
-        template("subagent", cwd=turn.cwd, workspace=turn.workspace),
+        template("subagent", **vars(turn)),
         loop.context.parts(turn).get("Memory", ""),
-        *skill_parts(skills).values(),
+        *skill_parts(
+            skill
+            for skill in loop.skills.load()
+            # these skills are for work that only the agent does
+            if skill.name not in ("cron", "memory", "skill-creator")
+        ).values(),
     ]
     message, _ = loop.context.user_message(task, turn)  # adds date and time to the task
-    spec = loop.limited(
-        [{"role": "system", "content": "\n\n".join(system)}, memory.as_sent(message)],
-        tools=registry,
-        turn=replace(turn, seen={}),
-        hook=CompositeHook(loop.hooks_for(turn)),
-        on_event=RunEvents(loop.listeners, "helper", turn.session_key),
-        max_iterations=15,  # a helper's task is smaller than a turn's
+    result = await loop.runner.run(
+        loop.limited(
+            [{"role": "system", "content": "\n\n".join(system)}, memory.as_sent(message)],
+            tools=registry,
+            turn=replace(turn, seen={}),
+            hook=CompositeHook(loop.hooks_for(turn)),
+            on_event=RunEvents(loop.listeners, "helper", turn.session_key),
+            max_iterations=15,  # a helper's task is smaller than a turn's
+        )
     )
-    result = await loop.runner.run(spec)
     if result.stop_reason == "completed":
         return result.final_content
     raise tools.ToolError(
@@ -2074,9 +2068,9 @@ def undo(loop, session):
         return NOTHING_TO_UNDO
     # an earlier version kept no words, and a turn that goes on after a restart has none
     asked = changes[0].get("asked") or "an earlier turn"
-    began = int(changes[0]["turn"]) / 1e9  # it is in nanoseconds
     files = "; ".join(f"{name}: {done}" for name, done in tools.take_back(changes).items())
-    told = f'Undo of "{asked}" ({ago(began)}): {files}.'
+    # its time is in nanoseconds
+    told = f'Undo of "{asked}" ({ago(int(changes[0]["turn"]) / 1e9)}): {files}.'
     session.append({"role": "assistant", "report": "undo", "content": told})
     session.mark("delivered", upto=session.highest)  # it is no answer that must be sent
     return f"{told} What commands (exec) did cannot be undone."
@@ -2110,11 +2104,11 @@ async def answer_command(loop, command, argument, turn):
 
 def status_text(loop, turn):
     request = preview(loop, turn)
-    messages = memory.counted(len(loop.sessions.get(turn.session_key).history()), "message")
     return "\n".join(
         [
             f"nanobot {__version__}, model {loop.provider.model}, "
-            f"session {turn.session_key}, {messages}",
+            f"session {turn.session_key}, "
+            + memory.counted(len(loop.sessions.get(turn.session_key).history()), "message"),
             f"folder {turn.cwd}, workspace {loop.workspace}",
             loop.limits.share(request.tokens),
             *request.notes,
