@@ -2303,16 +2303,14 @@ class Config:
 
     def check(self):
         """Raises ConfigError if a value cannot work; warns of settings that have no effect."""
-        max_tokens = self.defaults.max_tokens
         window = self.defaults.context_window_tokens
-        if max_tokens * 2 >= window or self.defaults.budget <= 0:
+        if max(self.defaults.max_tokens, 1_024) * 2 >= window:
             raise ConfigError(
-                f"agents.defaults.maxTokens ({max_tokens}) must be under half of "
+                f"agents.defaults.maxTokens ({self.defaults.max_tokens}) must be under half of "
                 f"contextWindowTokens ({window}), which is over 2,048."
             )
-        shell = self.tools.exec
         search = self.tools.web.search
-        if shell.sandbox_network and not shell.sandbox:
+        if self.tools.exec.sandbox_network and not self.tools.exec.sandbox:
             log.warning("tools.exec.sandboxNetwork has no effect without a sandbox")
         if search.api_key and not tools.SEARCH_SERVICES[search.provider].headers:
             log.warning("tools.web.search.apiKey has no effect: %s takes no key", search.provider)
@@ -2343,8 +2341,7 @@ def path_of(text):
 def load_config(path=None, environ=os.environ):
     """Read the settings file. Environment variables override it. If given, `path` must exist."""
     file = path or path_of(USUAL_SETTINGS)
-    values = read_json(file, environ) if path or file.exists() else {}
-    config = read_setting(Config, values)
+    config = read_setting(Config, read_json(file, environ) if path or file.exists() else {})
     config.path = file
     for row in providers.ROWS.values():
         if key := environ.get(row.env_key):
@@ -2369,8 +2366,7 @@ def read_json(file, environ):
         return json.dumps(environ[name])[1:-1]  # a quote in the value becomes \"
 
     try:
-        text = file.read_text(encoding="utf-8-sig")
-        return json.loads(re.sub(r"\$\{(\w+)\}", value_of, text))
+        return json.loads(re.sub(r"\$\{(\w+)\}", value_of, file.read_text(encoding="utf-8-sig")))
     except OSError as problem:
         fault = f"{file}: {problem.strerror}. `nanobot onboard --config {file}` creates it."
     except ValueError as problem:
@@ -2433,10 +2429,13 @@ def make_provider(config, model=""):
         name: providers.Endpoint(providers.ROWS[name], **vars(row))
         for name, row in config.providers.items()
     }
-    chosen = "" if defaults.provider == "auto" else defaults.provider
     try:
         endpoint = providers.choose_endpoint(
-            own, model, chosen, config.base_url, config.general_key
+            own,
+            model,
+            "" if defaults.provider == "auto" else defaults.provider,
+            config.base_url,
+            config.general_key,
         )
     except ValueError as problem:
         raise ConfigError(str(problem)) from None
@@ -2505,9 +2504,9 @@ class StepHook(AgentHook):
     ask: Callable
 
     async def before_request(self, messages, tools):
-        last = str(messages[-1].get("content"))[-1_000:]  # the end is what the model reacts to
-        await self._decide(
-            f"{last}\n---- {len(messages)} messages. Enter sends them; type stop to cancel: ",
+        await self._decide(  # the end of a long text is what the model reacts to
+            f"{str(messages[-1]['content'])[-1_000:]}\n"
+            f"---- {len(messages)} messages. Enter sends them; type stop to cancel: ",
             "request",
             messages=messages,
             tools=tools,
@@ -2568,7 +2567,6 @@ class RunEvents:
 
         [system, question, answer] → {"sent": [1, 2, 3], "messages": [answer], "tokens": …}
         """
-        parts = [*str(messages[0]["content"]).split(PART_END), lines_of_json(self.tools)]
         texts = [lines_of_json([message]) for message in messages]
         new = []
         for text in texts:
@@ -2580,7 +2578,10 @@ class RunEvents:
         return {
             "sent": [self.numbers[text] for text in texts],
             "tokens": list(map(memory.message_tokens, messages)),
-            "parts": list(map(memory.estimate, parts)),
+            "parts": [
+                *map(memory.estimate, str(messages[0]["content"]).split(PART_END)),
+                memory.estimate(lines_of_json(self.tools)),
+            ],
             "messages": new,
         }
 
@@ -2590,22 +2591,22 @@ def record_events(loop, files):
     JSON without keys. Raises OSError."""
     as_json = providers.keyless_json([asdict(loop.config), dict(os.environ)])
 
-    def write(event, file):
+    def write(file, event):
         file.write(f"{as_json(event)}\n".encode(errors="replace"))
 
     for name in files:
-        mode = "wb" if name == 1 else "ab"  # "ab" seeks, which fails on some pipes of Windows
-        file = open(name, mode, 0, opener=partial(os.open, mode=0o600))  # noqa: SIM115
-        loop.listeners.append(partial(write, file=file))
+        # not "ab" on stdout: it seeks, which fails on some pipes of Windows
+        file = open(name, "wb" if name == 1 else "ab", 0, opener=partial(os.open, mode=0o600))  # noqa: SIM115
+        loop.listeners.append(partial(write, file))
     return as_json
 
 
 def glass_html(**run):
     """The HTML of the page. With the `events` of a recorded run, or with the `runs` that are
     shipped, the page needs no server."""
-    html = (DATA / "templates/glass.html").read_text(encoding="utf-8")
+    # the data cannot contain </script> or %NONCE%
     escaped = json.dumps(run).replace("<", "\\u003c").replace("%", "\\u0025")
-    return html.replace("%RUN%", escaped)  # the data cannot contain </script> or %NONCE%
+    return (DATA / "templates/glass.html").read_text(encoding="utf-8").replace("%RUN%", escaped)
 
 
 def recorded(file):
@@ -2641,8 +2642,12 @@ def text_of(event):
     match event["kind"]:
         case "request":
             users = [each for each in event["messages"] if each["role"] == "user"]
-            size = f"{event['model']}, messages {event['sent']}, ~{sum(event['tokens']):,} tokens"
-            return "\n".join([size, *map(memory.readable, users)])
+            return "\n".join(
+                [
+                    f"{event['model']}, messages {event['sent']}, ~{sum(event['tokens']):,} tokens",
+                    *map(memory.readable, users),
+                ]
+            )
         case "answer":
             return str(event["answer"]["content"] or "")
         case "call":
@@ -2799,25 +2804,29 @@ class Talk:
         status = self.converse() if self.is_conversation else self.answer_once()
         self.terminal.bottom.begin("the memory (Ctrl-C leaves it for next time)")
         with contextlib.suppress(KeyboardInterrupt):  # a later turn does the cancelled memory work
-            seconds = 5.0 if self.is_conversation else 60.0  # a single message seldom has such work
-            if self.background.complete(self.loop.background.settled(seconds)):
+            if self.background.complete(  # a single message seldom has such work
+                self.loop.background.settled(5.0 if self.is_conversation else 60.0)
+            ):
                 self.terminal.note("The work for the memory goes on next time.")
         return status
 
     def answer_once(self):
         """Answer one message, which may include piped input. Returns the exit status."""
-        text = " ".join(self.words).strip()
+        text = " ".join(self.words)
         if not self.has_keyboard:
-            piped = self.terminal.read_piped(bool(self.words), self.folder / "piped")
-            text = f"{text}\n\n{piped}".strip()
+            text += "\n\n" + self.terminal.read_piped(bool(self.words), self.folder / "piped")
+        text = text.strip()
         if not text:
             complain("there is no message: pass one with -m TEXT or on standard input")
             return 2
         try:
             return self.answer(text)
         except KeyboardInterrupt:
-            resume = command_with_flags(self.arguments, "-s", self.key, "-m", "/continue")
-            self.terminal.note(f"stopped; `{resume}` resumes this turn")
+            self.terminal.note(
+                "stopped; "
+                f"`{command_with_flags(self.arguments, '-s', self.key, '-m', '/continue')}` "
+                "resumes this turn"
+            )
             raise
 
     def converse(self):
@@ -2851,8 +2860,7 @@ class Talk:
         if self.loop.config.read_only:
             state = f"read-only · {state}"
         # a turn's working folder, because with a fence, nanobot does not work in HOME
-        folder = short_path(self.loop.turn(self.key).cwd)
-        return f"{folder} · {self.loop.provider.model} · {state}"
+        return f"{short_path(self.loop.turn(self.key).cwd)} · {self.loop.provider.model} · {state}"
 
     def answer(self, text):
         """Answer one message on the terminal. Returns the exit status."""
@@ -2920,10 +2928,13 @@ class Talk:
         if loop.config.read_only or not self.is_watched or not loop.limits.dream.interval_h:
             return
         unread = loop.memory.unread()
-        enough = 1 if self.is_conversation else 10
-        has_work = len(unread) >= enough and unread[0]["timestamp"] < self.day
+        is_enough = len(unread) >= (1 if self.is_conversation else 10)
         day_file = self.folder / "last-dream"  # it has the day of the last dream
-        if has_work and loop.memory.text_of(day_file) < self.day:
+        if (
+            is_enough
+            and unread[0]["timestamp"] < self.day
+            and loop.memory.text_of(day_file) < self.day
+        ):
             loop.background.start(self.dream(day_file), "the dream")
 
     async def dream(self, day_file):
@@ -3033,8 +3044,11 @@ def status_rows(loop):
     yield "workspace", loop.workspace, ""
     yield "model", *asyncio.run(model_and_problem(loop.provider))
     sandbox = loop.config.tools.exec.sandbox
-    state = sandbox or "off: commands run with all your rights"
-    yield "sandbox", state, sandbox and tools.sandbox_problem()
+    yield (
+        "sandbox",
+        sandbox or "off: commands run with all your rights",
+        sandbox and tools.sandbox_problem(),
+    )
     telegram = loop.config.channels.telegram  # the token is never printed
     state = "off: put a token into channels.telegram.token"
     problem = None
@@ -3062,8 +3076,11 @@ async def model_and_problem(provider):
     problem = await provider.check()
     await provider.close()
     endpoint = provider.endpoint
-    address = endpoint.without_secrets(endpoint.api_base)
-    return f"{provider.model or 'no model name'} at {address} ({endpoint.spec.name})", problem or ""
+    return (
+        f"{provider.model or 'no model name'} at {endpoint.without_secrets(endpoint.api_base)} "
+        f"({endpoint.spec.name})",
+        problem or "",
+    )
 
 
 def prompt_command(arguments):
@@ -3307,10 +3324,10 @@ OPTIONS = {  # "commands (none: all) | spellings | help": more settings of argpa
     "trace | --html | write the run as an HTML page": FILE,
     "web | --port | default: any free port": {"type": int, "default": 0},
     "web | --no-open | do not open the browser": SWITCH,
-    "walk | -m --message |": {"metavar": "TEXT", "default": "read a.txt"},
+    "walk | -m --message |": {"default": "read a.txt"},
     "walk | --all | also show functions of second readings": SWITCH,
     "walk | --short | only the data and the functions of AgentRunner": SWITCH,
-    "exercises | numbers |": {"nargs": "*", "metavar": "NUMBER"},
+    "exercises | numbers |": {"nargs": "*"},
     "exercises | --class | who solved what: a folder for each student": (FILE | {"dest": "folder"}),
 }
 
@@ -3335,7 +3352,7 @@ def main(argv=None):
     known = [*COMMAND_LINE, "-h", "--help", "--version"]
     if first not in known:
         is_alone = first.isalpha() and (len(argv) == 1 or argv[1].startswith("-"))
-        meant = difflib.get_close_matches(first, known, n=1)
+        meant = difflib.get_close_matches(first, known)
         # `sesions -q` for `sessions`, `help` for `--help`; but `read a.txt` is a message
         if is_alone and meant:
             complain(
