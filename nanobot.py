@@ -209,30 +209,31 @@ class RunState(AgentHookContext):
     def add_warning(self, call: providers.ToolCallRequest, result: tools.ToolResult):
         """Append a warning to the result if this is the third step, or a later one, in which this
         call had this outcome. All failures of a call count as the same outcome."""
-        outcome = None if result.is_error else [result.text, result.images]
-        this_call = lines_of_json([call.name, call.arguments, outcome])
+        this_call = lines_of_json(
+            [call.name, call.arguments, None if result.is_error else [result.text, result.images]]
+        )
         self.outcomes[-1].add(this_call)
         times = sum(this_call in step for step in self.outcomes)
         if times >= 3:
-            warning = "same_failure" if result.is_error else "same_result"
-            result.text += f"\n{template(warning, count=times)}"
+            result.text += "\n" + template(
+                "same_failure" if result.is_error else "same_result", count=times
+            )
 
     @property
     def goes_in_circles(self):
         """True if the last five steps had all calls and outcomes of this step."""
-        this_step = self.outcomes[-1]
         recent = self.outcomes[-5:]
-        return len(recent) == 5 and all(this_step <= step for step in recent)
+        return len(recent) == 5 and all(recent[-1] <= step for step in recent)
 
 
 # ---- The runner: prepare a request, ask the model, run its calls, repeat ----
 
 
+@dataclass
 class AgentRunner:
     """Asks a model and runs its tool calls. Independent of channels, sessions and files."""
 
-    def __init__(self, provider: providers.LLMProvider):
-        self.provider = provider
+    provider: providers.LLMProvider
 
     async def run(self, spec: AgentRunSpec) -> AgentRunResult:
         """Ask the model until the run ends: in at most `max_iterations` + 1 steps. A step sends one
@@ -240,18 +241,22 @@ class AgentRunner:
         `make_room` are not counted. At the limit the user gets the model's summary, or "I stopped
         at the limit of 40 steps". Raises CancelledError, ValueError if `max_tokens` leaves no room
         for a request, and errors of the callbacks."""
-        model = spec.model or self.provider.model
-        state = RunState(list(spec.messages), model=model, spec=spec, note=spec.note)
+        state = RunState(
+            list(spec.messages),
+            model=spec.model or self.provider.model,
+            spec=spec,
+            note=spec.note,
+        )
         try:
             while not state.result.stop_reason:  # the run ends when it has a stop reason
                 await spec.hook.before_iteration(state)
                 state.iteration += 1
                 self.prepare(state)
                 if spec.make_room:  # the caller may remove old turns from the messages
-                    size = memory.total_tokens(state.messages) + state.size_of_tools
-                    state.messages = await spec.make_room(state.messages, size)
-                request = self.govern(state)
-                response = await self._ask(state, request)
+                    state.messages = await spec.make_room(
+                        state.messages, memory.total_tokens(state.messages) + state.size_of_tools
+                    )
+                response = await self._ask(state, self.govern(state))
                 outcome = verdict(state, response)
                 if outcome == "calls":
                     await self._act(state, response)
@@ -268,11 +273,10 @@ class AgentRunner:
         """Choose the tools of the next request: none if the model must answer in words. They are
         listed anew at each step, because an MCP server may have connected meanwhile. Tell the model
         if few steps are left."""
-        limit = state.spec.max_iterations
         if state.is_over_limit:
             state.may_call_tools = False
-            state.note = template("out_of_iterations", limit=limit)
-        elif limit - state.iteration == 5:
+            state.note = template("out_of_iterations", limit=state.spec.max_iterations)
+        elif state.spec.max_iterations - state.iteration == 5:
             # a note that is there already, like that for a cut answer, is more urgent
             state.note = state.note or "[Five more steps are allowed in this turn.]"
         state.tools = state.spec.tools.get_definitions() if state.may_call_tools else []
@@ -289,12 +293,13 @@ class AgentRunner:
                 f"No room for a request: max_tokens ({spec.max_tokens}) and 1,024 spare tokens "
                 f"must be less than context_window ({spec.context_window})."
             )
-        budget = min(budget, state.room)
         # the message that began this turn is never left out
         task = next(
             (message for message in reversed(spec.messages) if message["role"] == "user"), None
         )
-        request = memory.Governed(state.messages, budget, task, state.size_of_tools)
+        request = memory.Governed(
+            state.messages, min(budget, state.room), task, state.size_of_tools
+        )
         if state.draft.parts:  # to continue a cut answer, the model needs the parts so far
             request.messages.append({"role": "assistant", "content": state.draft.joined("")})
         if state.note:
@@ -310,8 +315,8 @@ class AgentRunner:
             state.room = request.tokens // 2  # token limit of all later requests
             shorter = self.govern(state)
             if shorter.tokens < request.tokens:
-                why = "the request is too long for the model: retrying with a shorter one"
-                await self._tell(state, "; ".join([why, *shorter.notes]))
+                notes = ["the request is too long for the model: retrying with a shorter one"]
+                await self._tell(state, "; ".join(notes + shorter.notes))
                 response = await self._chat(state, shorter)
         state.note = ""
         return response
@@ -324,7 +329,6 @@ class AgentRunner:
 
     async def _chat(self, state, request):
         spec = state.spec
-        on_delta = state.show if spec.hook.wants_streaming else None
         await spec.hook.before_request(request.messages, state.tools)
         response = await self.provider.chat(
             request.messages,
@@ -332,7 +336,7 @@ class AgentRunner:
             model=spec.model,
             max_tokens=spec.max_tokens,
             temperature=spec.temperature,
-            on_delta=on_delta,
+            on_delta=state.show if spec.hook.wants_streaming else None,
             on_retry=spec.hook.on_retry,
             on_event=partial(spec.on_event, step=state.iteration, total=request.tokens),
             read_only=[
@@ -369,7 +373,9 @@ class AgentRunner:
                 await self._run_batch(state, batch)
         finally:  # Ctrl-C, also at the question whether a call may run: some calls are left
             for call in waiting:
-                state.add(tool_message(call, NOT_BEGUN))
+                state.add(
+                    tool_message(call, "[not run: the turn was stopped before this call began]")
+                )
         if state.goes_in_circles:
             if state.failure:
                 state.result.error = state.failure
@@ -390,8 +396,12 @@ class AgentRunner:
         for task in tasks:
             result = task.result()
             if result.images:
-                name = {"type": "text", "text": result.text}
-                state.add({"role": "user", "content": [name, *result.images]})
+                state.add(
+                    {
+                        "role": "user",
+                        "content": [{"type": "text", "text": result.text}, *result.images],
+                    }
+                )
 
     async def _call(self, state, call):
         """Run a call and journal its result at once."""
@@ -408,21 +418,20 @@ class AgentRunner:
         if result.is_error:
             state.failure = f"{call.name} failed: {result.text}"
         state.add_warning(call, result)
-        text = result.text
         state.result.tool_events.append(
             {
                 "name": call.name,
                 "arguments": call.arguments,
                 "is_error": result.is_error,
-                "result": text,
+                "result": result.text,
             }
         )
-        state.add(tool_message(call, text))
+        state.add(tool_message(call, result.text))
         seconds = time.monotonic() - began
         spec.on_event(
             "result",
             id=call.id,
-            text=text,
+            text=result.text,
             is_error=result.is_error,
             outcome=result.shown,
             seconds=seconds,
@@ -446,9 +455,8 @@ class AgentRunner:
                 draft.has_asked = True
                 state.note = template("only_the_call")
             case "cut":
-                text = response.content or ""
-                draft.parts.append(text)
-                note = "cut_answer" if text.strip() else "cut_thinking"
+                draft.parts.append(response.content or "")
+                note = "cut_answer"
                 if response.has_tool_calls:
                     note = "cut_calls"
                     draft.parts.append("\n\n")  # separates the next part
@@ -472,8 +480,9 @@ class AgentRunner:
                 await self._finish(state, "max_iterations", text)
             case "empty":  # not journalled, because small models imitate earlier empty answers
                 result.stop_reason = "empty"
-                held = response.finish_reason in WITHHELD
-                why = "the endpoint blocked the answer" if held else "the model sent nothing useful"
+                why = "the model sent nothing useful"
+                if response.finish_reason in WITHHELD:
+                    why = "the endpoint blocked the answer"
                 result.final_content = f"There is no answer: {why}. Ask in other words."
             case "failed":
                 result.stop_reason = "error"
@@ -484,11 +493,12 @@ class AgentRunner:
     async def _finish(self, state, reason, text, is_cut=False):
         """End the run with `text`. Of a cut answer, the journal has the text and a field `cut`; the
         user sees the text and a note."""
-        response = state.response
         answer = await state.spec.hook.finalize_content(state.draft.joined(text))
         message = {"role": "assistant", "content": answer}
-        if not response.has_tool_calls:  # if an answer has calls, its reasoning belongs to them
-            message |= response.extra  # reasoning that some endpoints require in later requests
+        # the reasoning, which some endpoints require in later requests; if an answer has calls, its
+        # reasoning belongs to them
+        if not state.response.has_tool_calls:
+            message |= state.response.extra
         if is_cut:
             message["cut"] = "cut: the answer reached its length limit again and again"
             answer += f"\n\n({message['cut']})"
@@ -581,17 +591,18 @@ class ContextBuilder:
         """Name → text of each part of the system prompt, in order. "Memory" contains facts from
         MEMORY.md. "Recent History" has the history entries that Dream has not yet processed, and
         the last five anyway. The model can find older ones in `memory/` with the tool grep."""
-        own = partial(own_text, turn)
         parts = {
-            "identity": identity(turn, own(turn.workspace / "IDENTITY.md")),
+            "identity": identity(turn, own_text(turn, turn.workspace / "IDENTITY.md")),
             "Read-only": template("read_only") if self.config.read_only else "",
         }
         for name in ("AGENTS.md", "SOUL.md", "USER.md", "TOOLS.md"):
-            parts[name] = titled(f"## {name}", own(turn.workspace / name))
+            parts[name] = titled(f"## {name}", own_text(turn, turn.workspace / name))
         if turn.channel in ("cli", "web"):  # not in a job, and not in a chat
             parts["Project"] = self.project
-        most = self.config.defaults.budget // 4  # tokens
-        parts["Memory"] = titled("# Memory", memory.fitted(own(self.memory.facts), most))
+        parts["Memory"] = titled(
+            "# Memory",
+            memory.fitted(own_text(turn, self.memory.facts), self.config.defaults.budget // 4),
+        )
         parts |= skill_parts(self.skills.load())
         parts["Recent History"] = titled(
             "# Recent History", "\n".join(self.memory.recent_history())
@@ -607,16 +618,16 @@ class ContextBuilder:
         """
         # str: a damaged line of an inbox may have a number instead of a path
         files = [attachment(Path(str(path))) for path in media]
-        lines = [line for line, _ in files]
         now = self.program.now().astimezone(self.zone)
-        runtime = template(
-            "runtime",
-            time=f"{now:%Y-%m-%d %H:%M:%S (%A), %Z}",
-            cwd=turn.cwd,
-            channel=turn.channel,
-            chat_id=turn.chat_id,
-        )
-        message = {"role": "user", "content": "\n".join([*lines, text]), "runtime": runtime}
+        message = {
+            "role": "user",
+            "content": "\n".join([line for line, _ in files] + [text]),
+            "runtime": template(
+                "runtime",
+                time=f"{now:%Y-%m-%d %H:%M:%S (%A), %Z}",
+                **vars(turn),  # cwd, channel, chat_id
+            ),
+        }
         return message, [image for _, image in files if image]
 
 
@@ -681,7 +692,7 @@ class AgentLoop:
         session_key = session_key or self.sessions.new_key()
         events = EventHook(on_event, self.turn(session_key, folder), self.program.streaming)
         command, argument = slash_command(text)
-        if command not in ("", *WAITING):  # these commands run at once, even during a turn
+        if command and command not in WAITING:  # these commands run at once, even during a turn
             said = await answer_command(self, command, argument, events.turn)
             await events.send("final", said)
             return AgentRunResult(said, stop_reason="completed")
@@ -712,15 +723,17 @@ class AgentLoop:
     def arrive(self, session: memory.Session, turn: tools.Turn, lines: list[dict]) -> list[dict]:
         """Enter lines that came during the turn. Returns their messages, as the model gets them."""
         images = self.enter(session, turn, lines)
-        new = [memory.as_sent(message) for message in session.messages if message["n"] in images]
-        return with_images(new, images)
+        return with_images(
+            [memory.as_sent(message) for message in session.messages if message["n"] in images],
+            images,
+        )
 
     async def answer(
         self,
         session: memory.Session,
         events: EventHook,
         lines: list[dict],
-        later_lines: Callable = list,
+        later_lines: Callable,
     ) -> AgentRunResult:
         """Answer these lines, or a command of WAITING, and the lines that `later_lines` returns
         at each step. Without `lines`, resume the open turn.
@@ -730,7 +743,7 @@ class AgentLoop:
         """
         images = {}
         text = lines[0]["content"] if lines else ""
-        events.turn = replace(events.turn, asked=first_words(text))
+        events.turn = replace(events.turn, asked=begin_of(text, 50))
         command, _ = slash_command(text)
         if command:
             said = await begin_command(self, command, session, lines[0])
@@ -780,15 +793,14 @@ class AgentLoop:
 
     def limited(self, messages: list[dict], **own) -> AgentRunSpec:
         """The input of the runner for any messages, with the limits from the settings."""
-        limits = self.limits
-        temperature = limits.temperature
+        temperature = self.limits.temperature
         if temperature is None and self.provider.is_local:
             temperature = 0.1  # not elsewhere: gpt-5 refuses any temperature
         return AgentRunSpec(
             messages,
-            max_tokens=limits.max_tokens,
+            max_tokens=self.limits.max_tokens,
             temperature=temperature,
-            context_window=limits.context_window_tokens,
+            context_window=self.limits.context_window_tokens,
             **own,
         )
 
@@ -797,8 +809,10 @@ class AgentLoop:
         approve calls: an ApprovalHook that denies them stands in for the one that asks."""
         if turn.channel not in ("cron", "telegram"):
             return self.hooks
-        denies = ApprovalHook(self.tools, None)
-        return [denies if isinstance(hook, ApprovalHook) else hook for hook in self.hooks]
+        return [
+            ApprovalHook(self.tools, None) if isinstance(hook, ApprovalHook) else hook
+            for hook in self.hooks
+        ]
 
     async def _make_room(self, session, events, messages, size):
         """Move old turns to the memory if a request of `size` tokens is too long. Returns the
@@ -822,9 +836,9 @@ class AgentLoop:
         """
         service = BusService(self, bus)
         try:
-            await service.go_on_after_restart()
+            service.go_on_after_restart()
             while True:
-                await service.receive(await bus.next())
+                service.receive(await bus.next())
         finally:
             await service.end()
 
@@ -846,16 +860,16 @@ class AgentLoop:
 
     def turn(self, session_key: str, folder: Path | str = "") -> tools.Turn:
         """The chat, the working folder and the accessible files for a turn of this session."""
-        config = self.config
         cwd = Path(folder or self.program.folder)
         channel, _, chat_id = session_key.partition(":")
-        settings_file = config.path.resolve()
+        settings_file = self.config.path.resolve()
         undo = settings_file.parent / "undo"
         secret = (settings_file, path_of(USUAL_SETTINGS), undo)
-        has_fence = config.tools.restrict_to_workspace or bool(config.tools.exec.sandbox)
-        must_stay_closed = (path_of("~"), *secret)
+        has_fence = self.config.tools.restrict_to_workspace or bool(self.config.tools.exec.sandbox)
         # tools may use the whole working folder: it must not contain HOME or the keys
-        if has_fence and any(path.is_relative_to(cwd.resolve()) for path in must_stay_closed):
+        if has_fence and any(
+            path.is_relative_to(cwd.resolve()) for path in (path_of("~"), *secret)
+        ):
             cwd = self.workspace
         return tools.Turn(
             self.workspace,
@@ -869,7 +883,7 @@ class AgentLoop:
             seen=self.files_seen[session_key],
             results=self.state_folder / "tool-results",
             undo=undo,
-            max_result_chars=config.defaults.max_tool_result_chars,
+            max_result_chars=self.limits.max_tool_result_chars,
         )
 
 
@@ -885,8 +899,9 @@ def run(text: str, session_key: str = "", config: Config | None = None) -> str:
     if lacks_model(loop):
         warnings.warn(template("no_model"), stacklevel=2)
     with channels.BackgroundLoop(loop.close) as background:
-        key = session_key or loop.sessions.new_key()
-        result = background.complete(answer_with_helpers(loop, text, key))
+        result = background.complete(
+            answer_with_helpers(loop, text, session_key or loop.sessions.new_key())
+        )
         background.complete(loop.background.settled())
     if result.stop_reason in NOT_ANSWERED:
         raise RuntimeError(result.error or result.final_content)
@@ -959,14 +974,17 @@ async def logged(work, name):
     try:
         return await work
     except Exception as problem:
-        is_bug = not isinstance(problem, OSError | memory.SessionBusy)
-        log.warning("%s: %s", name, problem, exc_info=is_bug)
+        log.warning(  # for a bug with the traceback
+            "%s: %s",
+            name,
+            problem,
+            exc_info=not isinstance(problem, OSError | memory.SessionBusy),
+        )
 
 
 # ---- Helpers of the runner ----
 
 LIMIT_REACHED = "the limit of steps (maxToolIterations) is reached; ask the agent to go on"
-NOT_BEGUN = "[not run: the turn was stopped before this call began]"
 NOT_ANSWERED = ("error", "tool_error", "empty")  # values of `stop_reason` if there is no answer
 
 
@@ -991,7 +1009,7 @@ def is_read_only(name, tools):
 
 def template(name, **values):
     """Fill in the `$variables` of a file in `templates/`. Raises KeyError if a value is missing."""
-    text = (DATA / "templates" / f"{name}.md").read_text(encoding="utf-8")
+    text = (DATA / f"templates/{name}.md").read_text(encoding="utf-8")
     return string.Template(text).substitute(values).strip()
 
 
@@ -1015,14 +1033,12 @@ def prepare_workspace(workspace):
 
 def identity(turn, who):
     """Fill in the template `identity`. `who`: the user's own first paragraph, or ""."""
-    kind = "cli" if turn.channel == "cli" else "chat"
     return template(
         "identity",
         who=who or template("who"),
-        format=template(f"format_{kind}"),
-        platform=f"{sys.platform}, Python {sys.version.split()[0]}",
-        cwd=turn.cwd,
-        workspace=turn.workspace,
+        format=template("format_cli" if turn.channel == "cli" else "format_chat"),
+        platform=sys.platform,
+        **vars(turn),  # cwd, workspace
     )
 
 
@@ -1040,8 +1056,9 @@ def own_text(turn, path):
     is a USER.md or MEMORY.md that nobody has filled in: it still equals its template."""
     try:
         text = tools.plain_text(read_own(turn, path)).strip()
-        is_empty_form = path.name in ("USER.md", "MEMORY.md") and text == template(path.stem)
-        return "" if is_empty_form else text
+        if path.name in ("USER.md", "MEMORY.md") and text == template(path.stem):
+            return ""
+        return text
     except FileNotFoundError:
         return ""
     except (OSError, ValueError) as problem:
@@ -1062,10 +1079,11 @@ class Project:
         self.file = Path(f"{loop.config.path}.trust")
         self.path, self.text = self._find(loop.turn(session_key))
         self.version = f"{self.path} {hashlib.sha256(self.text.encode()).hexdigest()}"
-        lines = memory.read_records(self.file, partial(memory.has, version=str, follow=bool))
-        answers = {line["version"]: line["follow"] for line in lines}
         # True: follow this version, False: do not, None: the user was not asked about it
-        self.answer = answers.get(self.version)
+        self.answer = None
+        for line in memory.read_records(self.file, partial(memory.has, version=str, follow=bool)):
+            if line["version"] == self.version:
+                self.answer = line["follow"]
 
     def _find(self, turn):
         """The path and the first 16,000 characters of the file; (working folder, "") if there is
@@ -1131,8 +1149,7 @@ def attachment(path):
         image = tools.image_block(path.read_bytes())
     except OSError as problem:
         return f"[file: {path}, not readable: {problem.strerror}]", None
-    kind = "image" if image else "file"
-    return f"[{kind}: {path}]", image
+    return f"[{'image' if image else 'file'}: {path}]", image
 
 
 def with_images(messages, images):
@@ -1212,7 +1229,7 @@ class LoggingHook(AgentHook):
     only_watches = True
 
     async def after_tool(self, call, result, seconds):
-        log.info("%s: %s in %.3f s", tool_hint(call), result.shown.partition("\n")[0], seconds)
+        log.info("%s: %s in %.3f s", tool_hint(call), begin_of(result.shown, 300), seconds)
 
 
 class CostTrackingHook(AgentHook):
@@ -1224,16 +1241,14 @@ class CostTrackingHook(AgentHook):
         self.total = {"requests": 0, **providers.token_counts(0, 0)}
 
     async def after_iteration(self, context):
-        self.total["requests"] += 1
-        add_up(self.total, context.response.usage)
+        add_up(self.total, {"requests": 1, **context.response.usage})
 
     def line(self, usage):
         """Tokens and cost, such as "1,234 in (200 cached) · 56 out · 0.0012" (~ if estimated)."""
-        mark = "~" if usage["estimated"] else ""
         cached = f" ({usage['cached_tokens']:,} cached)" if usage["cached_tokens"] else ""
         money = f" · {self.price.of(usage):.4f}" if self.price else ""
         return (
-            f"{mark}{usage['prompt_tokens']:,} in{cached} · "
+            f"{'~' if usage['estimated'] else ''}{usage['prompt_tokens']:,} in{cached} · "
             f"{usage['completion_tokens']:,} out{money}"
         )
 
@@ -1259,7 +1274,7 @@ class ApprovalHook(AgentHook):
 
     tools: tools.ToolRegistry
     ask: Callable | None  # `await ask(question)`. No `ask`, or None as an answer: nobody is there
-    always: set[str] = field(default_factory=set)  # tools and commands that were approved for good
+    always: set = field(default_factory=set)  # tools and commands that were approved for good
 
     async def before_execute_tools(self, tool_calls):
         for call in tool_calls:
@@ -1270,8 +1285,9 @@ class ApprovalHook(AgentHook):
     async def _objection(self, call):
         """Ask the user. Returns "" if the user approves, else the reason for the model."""
         kind = what_always_allows(call)
-        question = channels.approval_question(call.name, call.arguments, kind)
-        answer = await self.ask(question) if self.ask else None
+        answer = None
+        if self.ask:
+            answer = await self.ask(channels.approval_question(call.name, call.arguments, kind))
         if answer is None:
             return (
                 "not approved: nobody can be asked here\nThis call did not run. Tell the user to "
@@ -1376,7 +1392,7 @@ class BusService:
         loop.subagents.report = bus.publish
         loop.tools.register(tools.tool(self.message))
 
-    async def receive(self, message):
+    def receive(self, message):
         """Queue a message in its chat. Commands run at once, except those of WAITING."""
         if message.channel == "system":  # a report: its `chat_id` is a session key
             self.background.start(self._conversation(message.chat_id).take_in(message, "report"))
@@ -1387,8 +1403,7 @@ class BusService:
             self.background.start(conversation.obey(command, message.content), conversation.key)
             message.confirm()  # a command is not stored: after a crash, it is not repeated
         else:
-            kind = "command" if command else "user"
-            self.background.start(conversation.take_in(message, kind))
+            self.background.start(conversation.take_in(message, "command" if command else "user"))
 
     def _conversation(self, key):
         return self.conversations.setdefault(key, Conversation(self, key))
@@ -1426,14 +1441,12 @@ class BusService:
         if content and key == turn.session_key:
             await conversation.say("final", content)
         elif content:  # a report, because the other chat's journal must get the text, too
-            await self.bus.publish(
-                channels.InboundMessage("system", "message", chat_id=key, content=content)
-            )
+            await self.bus.publish(channels.InboundMessage("system", "message", key, content))
         for file in files:
             await conversation.say("file", "", str(file))
         return f"Sent to {key}."
 
-    async def go_on_after_restart(self):
+    def go_on_after_restart(self):
         """Send all undelivered answers, resume open turns, and answer all waiting messages."""
         for key in self._chats():
             self.background.start(self._conversation(key).go_on_after_restart())
@@ -1517,17 +1530,20 @@ class Conversation:
         self._send_answers(session.undelivered, session)
         if session.is_open:
             report_id = f"open@{session.last}"  # the same at each start, so the chat is told once
-            was_told = report_id in session.known_ids
-            age = time.time() - session.path.stat().st_mtime
-            one_day = 86_400  # seconds
-            self.is_due = session.resumed < 2 and age < one_day and not was_told
+            is_recent = time.time() - session.path.stat().st_mtime < 86_400  # one day
+            self.is_due = session.resumed < 2 and is_recent and report_id not in session.known_ids
             if not self.is_due:
-                text = (
-                    "Your last message was not answered: nanobot was interrupted. "
-                    "/continue resumes the turn."
+                await self.take_in(
+                    channels.InboundMessage(
+                        "system",
+                        "",
+                        self.key,
+                        "Your last message was not answered: nanobot was interrupted. "
+                        "/continue resumes the turn.",
+                        message_id=report_id,
+                    ),
+                    "report",
                 )
-                report = channels.InboundMessage("system", "", self.key, text, message_id=report_id)
-                await self.take_in(report, "report")
         await self._answer_what_waits()
 
     async def _answer_what_waits(self):
@@ -1550,16 +1566,21 @@ class Conversation:
                     await self._answer(session, lines)
             except asyncio.CancelledError:
                 # the turn had journalled its answer when it was cancelled; older ones were sent
-                finished = [each for each in session.undelivered if each["n"] > before]
-                self._send_answers(finished, session)
+                self._send_answers(
+                    [each for each in session.undelivered if each["n"] > before], session
+                )
                 if not self.loop.is_ending:  # after /stop, start a task for the waiting messages
                     self.service.background.start(self._answer_what_waits())
                 raise
             except Exception as problem:
                 # lines that are journalled leave the inbox, so they are not tried again
                 if not lines or lines[0]["id"] in session.known_ids:
-                    error = f"{type(problem).__name__}: {problem}"
-                    self._deliver(session, AgentRunResult(stop_reason="error", error=error))
+                    self._deliver(
+                        session,
+                        AgentRunResult(
+                            stop_reason="error", error=f"{type(problem).__name__}: {problem}"
+                        ),
+                    )
                 raise
             finally:
                 await asyncio.to_thread(self.inbox.remove, set(session.known_ids))
@@ -1568,8 +1589,10 @@ class Conversation:
     def _next_lines(self, session):
         """Returns the next user messages (up to 100), or the next command, or the next report."""
         waiting = [line for line in self.inbox.read() if line["id"] not in session.known_ids]
-        users = itertools.takewhile(lambda line: line["kind"] == "user", waiting[:100])
-        return list(users) or waiting[:1]
+        return (
+            list(itertools.takewhile(lambda line: line["kind"] == "user", waiting[:100]))
+            or waiting[:1]
+        )
 
     async def _answer(self, session, lines):
         """Send the answer to these lines, or these lines themselves if they are a report."""
@@ -1586,11 +1609,16 @@ class Conversation:
             await session.synced()
             self._send_answers(session.undelivered[-1:], session)
             return
-        loop = self.loop
-        shows_deltas = self.bus.channels[self.chat[0]].shows_deltas
-        events = EventHook(self.emit, loop.turn(self.key), loop.program.streaming, shows_deltas)
-        result = await loop.answer(session, events, lines, partial(self._arrived, session))
-        self._deliver(session, result)
+        events = EventHook(
+            self.emit,
+            self.loop.turn(self.key),
+            self.loop.program.streaming,
+            self.bus.channels[self.chat[0]].shows_deltas,
+        )
+        self._deliver(
+            session,
+            await self.loop.answer(session, events, lines, partial(self._arrived, session)),
+        )
 
     def _arrived(self, session):
         """Up to three user messages that have arrived during the turn."""
@@ -1625,12 +1653,12 @@ class Conversation:
 
 def inbox_line(message, kind):
     """Convert a message of a channel to a line of the inbox."""
-    said = f"{message.speaker}: " if message.speaker and kind == "user" else ""
     return {
         "id": message.message_id or uuid.uuid4().hex,
         "kind": kind,
         "sender": message.sender_id,
-        "content": said + message.content,
+        "content": (f"{message.speaker}: " if message.speaker and kind == "user" else "")
+        + message.content,
         "media": [str(path) for path in message.media],
     }
 
@@ -1688,9 +1716,15 @@ async def serve(loop, page):
     event_loop = asyncio.get_running_loop()
     channels.end_on_signals(lambda *_: event_loop.call_soon_threadsafe(stop.set))
     bus = channels.MessageBus()
-    open_channels(loop, bus, page)
+    if page:
+        bus.open(page)
+    telegram = loop.config.channels.telegram
+    if telegram.token:
+        bus.open(channels.Telegram(**vars(telegram), media_folder=loop.state_folder / "media"))
+    if not page and not (telegram.token and telegram.allow_from):
+        log.warning("Nobody can reach the agent: set channels.telegram.token and allowFrom.")
     jobs = JobRunner(loop, bus.publish)
-    await tools.in_thread(jobs.add_system_jobs)
+    jobs.add_system_jobs()
     work = [asyncio.create_task(part) for part in (loop.run(bus), jobs.run(), stop.wait())]
     GATEWAY_LOG.info("serving %s", ", ".join([*bus.channels, "cron"]))
     try:
@@ -1702,20 +1736,11 @@ async def serve(loop, page):
         await asyncio.wait([ending], timeout=8.0)
         session_keys = {*loop.turns.tasks, *loop.subagents.running.values()}
         if session_keys or not ending.done():
-            what = ", ".join(sorted(session_keys)) or "a task of the gateway"
-            log.warning("still running at the end: %s; the journal has the finished steps", what)
+            log.warning(
+                "still running at the end: %s; the journal has the finished steps",
+                ", ".join(sorted(session_keys)) or "a task of the gateway",
+            )
     GATEWAY_LOG.info("ended")
-
-
-def open_channels(loop, bus, page):
-    if page:
-        bus.open(page)
-    telegram = loop.config.channels.telegram
-    if telegram.token:
-        bus.open(channels.Telegram(**vars(telegram), media_folder=loop.state_folder / "media"))
-    has_users = page or (telegram.token and telegram.allow_from)
-    if not has_users:
-        log.warning("Nobody can reach the agent: set channels.telegram.token and allowFrom.")
 
 
 async def end_in_order(loop, bus, work):
@@ -1748,17 +1773,18 @@ class JobRunner:
 
     async def run(self):
         """Run due jobs until cancelled, but only while no other program holds the lock `jobs`."""
-        loop = self.loop
         while True:
             try:
-                with memory.locked(loop.state_folder / "jobs.lock", "another program runs them"):
+                with memory.locked(
+                    self.loop.state_folder / "jobs.lock", "another program runs them"
+                ):
                     await self._work()
             except memory.SessionBusy:
                 if self.is_gateway:
                     channels.warn_once(
                         "The jobs wait for an open `nanobot`: if it is stopped, continue it (fg)."
                     )
-            await loop.program.sleep(1.0)
+            await self.loop.program.sleep(1.0)
 
     async def _work(self):
         """Start due jobs. A terminal ends that, and its running jobs, once a gateway starts."""
@@ -1775,14 +1801,6 @@ class JobRunner:
         self.clock.add_system("dream", (hours or 2) * 3_600, hours > 0)
         self.clock.add_system("heartbeat", heartbeat.interval_s, heartbeat.enabled)
 
-    async def _beat(self):
-        """If HEARTBEAT.md has tasks, run a turn. The model reports with the tool `message`."""
-        tasks = channels.active_tasks(
-            self.loop.memory.text_of(self.loop.workspace / "HEARTBEAT.md")
-        )
-        if tasks:
-            await self._answer("cron:heartbeat", template("heartbeat", tasks=tasks))
-
     async def run_job(self, job, run):
         """Run a job and send its answer or error to its chat. The report gets the id `run`."""
         if job.channel == "system":
@@ -1792,8 +1810,12 @@ class JobRunner:
                 # who has just opened the page would have to wait for the dream
                 await self.loop.program.sleep(600.0)
                 await self.loop.dream.run()
-            else:
-                await self._beat()
+                return
+            tasks = channels.active_tasks(
+                self.loop.memory.text_of(self.loop.workspace / "HEARTBEAT.md")
+            )
+            if tasks:  # the model reports with the tool `message`
+                await self._answer("cron:heartbeat", template("heartbeat", tasks=tasks))
             return
         GATEWAY_LOG.info("cron %s: %s", job.id, job.message[:80])
         chat = f"{job.channel}:{job.chat_id}"
@@ -1822,8 +1844,9 @@ class JobRunner:
         return text_for_chat(result)
 
     async def _into_inbox(self, report):
-        inbox = self.loop.sessions.inbox(report.chat_id)
-        await tools.in_thread(inbox.append, inbox_line(report, "report"))
+        await tools.in_thread(
+            self.loop.sessions.inbox(report.chat_id).append, inbox_line(report, "report")
+        )
 
     def cron_tool(self):
         """The tool `cron`: `CronService.cron`, but with the errors of a tool, and with a type for
@@ -1847,29 +1870,30 @@ class JobRunner:
 
 
 def memory_work(loop):
-    """Connect the memory to the model, the tools and the limits from the settings."""
+    """Connect the memory to the model, the tools and the limits from the settings. Returns the
+    consolidator and the dream."""
     settings = loop.limits
-    ask = partial(ask_for_memory, loop, RunEvents(loop.listeners, "memory"))
     dreaming = RunEvents(loop.listeners, "dream")
-    consolidator = memory.Consolidator(
-        loop.memory,
-        loop.sessions,
-        ask,
-        template("consolidate"),
-        settings.budget,
-        settings.memory_window,
+    return (
+        memory.Consolidator(
+            loop.memory,
+            loop.sessions,
+            partial(ask_for_memory, loop, RunEvents(loop.listeners, "memory")),
+            template("consolidate"),
+            settings.budget,
+            settings.memory_window,
+        ),
+        memory.Dream(
+            loop.memory,
+            partial(ask_for_memory, loop, dreaming),
+            partial(edit_memory, loop, dreaming),
+            template("dream_find"),
+            template("dream_edit"),
+            loop.skills,
+            settings.budget,
+            settings.dream.max_batch_size,
+        ),
     )
-    dream = memory.Dream(
-        loop.memory,
-        partial(ask_for_memory, loop, dreaming),
-        partial(edit_memory, loop, dreaming),
-        template("dream_find"),
-        template("dream_edit"),
-        loop.skills,
-        settings.budget,
-        settings.dream.max_batch_size,
-    )
-    return consolidator, dream
 
 
 async def ask_for_memory(loop, run, messages, definitions):
@@ -1878,12 +1902,14 @@ async def ask_for_memory(loop, run, messages, definitions):
         response = await loop.provider.chat(
             messages, definitions, max_tokens=loop.limits.max_tokens, on_event=run
         )
-        loop.cost.total["requests"] += 1
-        add_up(loop.cost.total, response.usage)
+        add_up(loop.cost.total, {"requests": 1, **response.usage})
         if response.unclear_at is None:
             break
-        request = {"role": "user", "content": template("only_the_call")}
-        messages = [*messages, response.to_message(), request]
+        messages = [
+            *messages,
+            response.to_message(),
+            {"role": "user", "content": template("only_the_call")},
+        ]
     return response
 
 
@@ -1942,8 +1968,9 @@ class SubagentManager:
             raise tools.ToolError("4 helpers are at work. Wait, or do the task yourself.")
         name = label or task[:40]
         is_awaited = wait or turn.channel == "cron"  # a finished job gets no report
-        work = self.work(task, turn) if is_awaited else self._report(name, task, turn)
-        helper = asyncio.create_task(work)
+        helper = asyncio.create_task(
+            self.work(task, turn) if is_awaited else self._report(name, task, turn)
+        )
         self.running[helper] = turn.session_key
         helper.add_done_callback(self.running.pop)
         if is_awaited:
@@ -1955,8 +1982,14 @@ class SubagentManager:
             outcome = await self.work(task, turn)
         except Exception as problem:
             outcome = problem
-        text = template("subagent_result", helper=name, result=outcome)
-        self.report(channels.InboundMessage("system", "subagent", turn.session_key, text))
+        self.report(
+            channels.InboundMessage(
+                "system",
+                "subagent",
+                turn.session_key,
+                template("subagent_result", helper=name, result=outcome),
+            )
+        )
 
 
 async def helper_answer(loop, task, turn):
@@ -1964,44 +1997,36 @@ async def helper_answer(loop, task, turn):
     registry = loop.tools.copy()
     for name in ("spawn", "message", "cron"):  # only the agent talks to people and plans
         registry.unregister(name)
-    unused = ("cron", "memory", "skill-creator")  # skills for work that only the agent does
-    skills = [skill for skill in loop.skills.load() if skill.name not in unused]
     system = [
-        template("subagent", cwd=turn.cwd, workspace=turn.workspace),
+        template("subagent", **vars(turn)),
         loop.context.parts(turn).get("Memory", ""),
-        *skill_parts(skills).values(),
+        *skill_parts(
+            skill
+            for skill in loop.skills.load()
+            # these skills are for work that only the agent does
+            if skill.name not in ("cron", "memory", "skill-creator")
+        ).values(),
     ]
     message, _ = loop.context.user_message(task, turn)  # adds date and time to the task
-    spec = loop.limited(
-        [{"role": "system", "content": "\n\n".join(system)}, memory.as_sent(message)],
-        tools=registry,
-        turn=replace(turn, seen={}),
-        hook=CompositeHook(loop.hooks_for(turn)),
-        on_event=RunEvents(loop.listeners, "helper", turn.session_key),
-        max_iterations=15,  # a helper's task is smaller than a turn's
+    result = await loop.runner.run(
+        loop.limited(
+            [{"role": "system", "content": "\n\n".join(system)}, memory.as_sent(message)],
+            tools=registry,
+            turn=replace(turn, seen={}),
+            hook=CompositeHook(loop.hooks_for(turn)),
+            on_event=RunEvents(loop.listeners, "helper", turn.session_key),
+            max_iterations=15,  # a helper's task is smaller than a turn's
+        )
     )
-    result = await loop.runner.run(spec)
     if result.stop_reason == "completed":
         return result.final_content
-    cause = result.error or result.final_content
-    raise tools.ToolError(f"The helper did not finish ({result.stop_reason}): {cause}")
+    raise tools.ToolError(
+        f"The helper did not finish ({result.stop_reason}): {result.error or result.final_content}"
+    )
 
 
 # ---- Slash commands ----
 
-COMMANDS = {
-    "start": "say what nanobot can do",
-    "new": "start a new conversation; the journal keeps the old one",
-    "stop": "stop this chat's turn, helpers and jobs; in a terminal press Ctrl-C instead",
-    "continue": "resume a turn that was interrupted",
-    "undo": "take back the file changes of the last turn that changed files",
-    "status": "version, model, tokens, context, uptime",
-    "model": "say which model answers, or use the one that you name until the program ends",
-    "dream": "read the recent history and save lasting facts in the memory",
-    "dream-log": "list the commits of the memory, or show the commit that you name",
-    "dream-restore": "undo the last dream, or the commit that you name",
-    "help": "this list; at a terminal, /quit or Ctrl-D leaves",
-}
 WAITING = ("new", "continue", "undo")  # these commands wait for the end of a running turn
 
 
@@ -2043,9 +2068,9 @@ def undo(loop, session):
         return NOTHING_TO_UNDO
     # an earlier version kept no words, and a turn that goes on after a restart has none
     asked = changes[0].get("asked") or "an earlier turn"
-    began = int(changes[0]["turn"]) / 1e9  # it is in nanoseconds
     files = "; ".join(f"{name}: {done}" for name, done in tools.take_back(changes).items())
-    told = f'Undo of "{asked}" ({ago(began)}): {files}.'
+    # its time is in nanoseconds
+    told = f'Undo of "{asked}" ({ago(int(changes[0]["turn"]) / 1e9)}): {files}.'
     session.append({"role": "assistant", "report": "undo", "content": told})
     session.mark("delivered", upto=session.highest)  # it is no answer that must be sent
     return f"{told} What commands (exec) did cannot be undone."
@@ -2055,10 +2080,8 @@ async def answer_command(loop, command, argument, turn):
     """Run a command that does not wait for the end of a running turn. Returns its answer."""
     repository = memory.MemoryRepository(loop.workspace)
     match command:
-        case "start":
-            return template("start", commands=", ".join(f"/{name}" for name in COMMANDS))
-        case "help":
-            return "\n".join(f"/{name}: {meaning}" for name, meaning in COMMANDS.items())
+        case "start" | "help":
+            return template(command)
         case "status":
             return status_text(loop, turn)
         case "stop":
@@ -2081,11 +2104,11 @@ async def answer_command(loop, command, argument, turn):
 
 def status_text(loop, turn):
     request = preview(loop, turn)
-    messages = memory.counted(len(loop.sessions.get(turn.session_key).history()), "message")
     return "\n".join(
         [
             f"nanobot {__version__}, model {loop.provider.model}, "
-            f"session {turn.session_key}, {messages}",
+            f"session {turn.session_key}, "
+            + memory.counted(len(loop.sessions.get(turn.session_key).history()), "message"),
             f"folder {turn.cwd}, workspace {loop.workspace}",
             loop.limits.share(request.tokens),
             *request.notes,
@@ -2096,8 +2119,9 @@ def status_text(loop, turn):
 
 def preview(loop, turn, *later):
     """Build the next request, with the messages `later`. Nothing is sent, and nothing is saved."""
-    history = loop.sessions.get(turn.session_key).history(*later)
-    spec = loop.run_spec(history, EventHook(None, turn, False))
+    spec = loop.run_spec(
+        loop.sessions.get(turn.session_key).history(*later), EventHook(None, turn, False)
+    )
     state = RunState(spec.messages, spec=spec)
     loop.runner.prepare(state)
     return loop.runner.govern(state)
@@ -2279,16 +2303,14 @@ class Config:
 
     def check(self):
         """Raises ConfigError if a value cannot work; warns of settings that have no effect."""
-        max_tokens = self.defaults.max_tokens
         window = self.defaults.context_window_tokens
-        if max_tokens * 2 >= window or self.defaults.budget <= 0:
+        if max(self.defaults.max_tokens, 1_024) * 2 >= window:
             raise ConfigError(
-                f"agents.defaults.maxTokens ({max_tokens}) must be under half of "
+                f"agents.defaults.maxTokens ({self.defaults.max_tokens}) must be under half of "
                 f"contextWindowTokens ({window}), which is over 2,048."
             )
-        shell = self.tools.exec
         search = self.tools.web.search
-        if shell.sandbox_network and not shell.sandbox:
+        if self.tools.exec.sandbox_network and not self.tools.exec.sandbox:
             log.warning("tools.exec.sandboxNetwork has no effect without a sandbox")
         if search.api_key and not tools.SEARCH_SERVICES[search.provider].headers:
             log.warning("tools.web.search.apiKey has no effect: %s takes no key", search.provider)
@@ -2319,8 +2341,7 @@ def path_of(text):
 def load_config(path=None, environ=os.environ):
     """Read the settings file. Environment variables override it. If given, `path` must exist."""
     file = path or path_of(USUAL_SETTINGS)
-    values = read_json(file, environ) if path or file.exists() else {}
-    config = read_setting(Config, values)
+    config = read_setting(Config, read_json(file, environ) if path or file.exists() else {})
     config.path = file
     for row in providers.ROWS.values():
         if key := environ.get(row.env_key):
@@ -2345,8 +2366,7 @@ def read_json(file, environ):
         return json.dumps(environ[name])[1:-1]  # a quote in the value becomes \"
 
     try:
-        text = file.read_text(encoding="utf-8-sig")
-        return json.loads(re.sub(r"\$\{(\w+)\}", value_of, text))
+        return json.loads(re.sub(r"\$\{(\w+)\}", value_of, file.read_text(encoding="utf-8-sig")))
     except OSError as problem:
         fault = f"{file}: {problem.strerror}. `nanobot onboard --config {file}` creates it."
     except ValueError as problem:
@@ -2409,10 +2429,13 @@ def make_provider(config, model=""):
         name: providers.Endpoint(providers.ROWS[name], **vars(row))
         for name, row in config.providers.items()
     }
-    chosen = "" if defaults.provider == "auto" else defaults.provider
     try:
         endpoint = providers.choose_endpoint(
-            own, model, chosen, config.base_url, config.general_key
+            own,
+            model,
+            "" if defaults.provider == "auto" else defaults.provider,
+            config.base_url,
+            config.general_key,
         )
     except ValueError as problem:
         raise ConfigError(str(problem)) from None
@@ -2447,7 +2470,7 @@ class ReadOnlyTools(tools.ToolRegistry):
 def make_tools(config):
     """The tools that the settings allow. MCP tools are added when their server connects."""
     settings = config.tools
-    shell = config.tools.exec
+    shell = settings.exec
     kind = ReadOnlyTools if config.read_only else tools.ToolRegistry
     registry = kind(tools.FILE_TOOLS)
     if shell.enable:
@@ -2481,17 +2504,23 @@ class StepHook(AgentHook):
     ask: Callable
 
     async def before_request(self, messages, tools):
-        last = str(messages[-1].get("content"))[-1_000:]  # the end is what the model reacts to
-        text = f"{last}\n---- {len(messages)} messages. Enter sends them; type stop to cancel: "
-        await self._decide(text, "request", messages=messages, tools=tools)
+        await self._decide(  # the end of a long text is what the model reacts to
+            f"{str(messages[-1]['content'])[-1_000:]}\n"
+            f"---- {len(messages)} messages. Enter sends them; type stop to cancel: ",
+            "request",
+            messages=messages,
+            tools=tools,
+        )
 
     async def after_response(self, response):
         for call in response.tool_calls:
-            text = (
+            answer = await self._decide(
                 f"{call.name} {json.dumps(call.arguments, ensure_ascii=False)}\n"
-                "Enter runs it; or type skip, stop or new JSON arguments: "
+                "Enter runs it; or type skip, stop or new JSON arguments: ",
+                "call",
+                name=call.name,
+                arguments=call.arguments,
             )
-            answer = await self._decide(text, "call", name=call.name, arguments=call.arguments)
             if answer == "skip":
                 call.denied = "The user skipped this call."
             elif answer:
@@ -2538,7 +2567,6 @@ class RunEvents:
 
         [system, question, answer] → {"sent": [1, 2, 3], "messages": [answer], "tokens": …}
         """
-        parts = [*str(messages[0]["content"]).split(PART_END), lines_of_json(self.tools)]
         texts = [lines_of_json([message]) for message in messages]
         new = []
         for text in texts:
@@ -2550,7 +2578,10 @@ class RunEvents:
         return {
             "sent": [self.numbers[text] for text in texts],
             "tokens": list(map(memory.message_tokens, messages)),
-            "parts": list(map(memory.estimate, parts)),
+            "parts": [
+                *map(memory.estimate, str(messages[0]["content"]).split(PART_END)),
+                memory.estimate(lines_of_json(self.tools)),
+            ],
             "messages": new,
         }
 
@@ -2560,22 +2591,22 @@ def record_events(loop, files):
     JSON without keys. Raises OSError."""
     as_json = providers.keyless_json([asdict(loop.config), dict(os.environ)])
 
-    def write(event, file):
+    def write(file, event):
         file.write(f"{as_json(event)}\n".encode(errors="replace"))
 
     for name in files:
-        mode = "wb" if name == 1 else "ab"  # "ab" seeks, which fails on some pipes of Windows
-        file = open(name, mode, 0, opener=partial(os.open, mode=0o600))  # noqa: SIM115
-        loop.listeners.append(partial(write, file=file))
+        # not "ab" on stdout: it seeks, which fails on some pipes of Windows
+        file = open(name, "wb" if name == 1 else "ab", 0, opener=partial(os.open, mode=0o600))  # noqa: SIM115
+        loop.listeners.append(partial(write, file))
     return as_json
 
 
 def glass_html(**run):
     """The HTML of the page. With the `events` of a recorded run, or with the `runs` that are
     shipped, the page needs no server."""
-    html = (DATA / "templates/glass.html").read_text(encoding="utf-8")
+    # the data cannot contain </script> or %NONCE%
     escaped = json.dumps(run).replace("<", "\\u003c").replace("%", "\\u0025")
-    return html.replace("%RUN%", escaped)  # the data cannot contain </script> or %NONCE%
+    return (DATA / "templates/glass.html").read_text(encoding="utf-8").replace("%RUN%", escaped)
 
 
 def recorded(file):
@@ -2611,8 +2642,12 @@ def text_of(event):
     match event["kind"]:
         case "request":
             users = [each for each in event["messages"] if each["role"] == "user"]
-            size = f"{event['model']}, messages {event['sent']}, ~{sum(event['tokens']):,} tokens"
-            return "\n".join([size, *map(memory.readable, users)])
+            return "\n".join(
+                [
+                    f"{event['model']}, messages {event['sent']}, ~{sum(event['tokens']):,} tokens",
+                    *map(memory.readable, users),
+                ]
+            )
         case "answer":
             return str(event["answer"]["content"] or "")
         case "call":
@@ -2629,8 +2664,7 @@ async def play(events, terminal, pace):
     calls = {}  # id → the hint of a call whose result comes later
     before = sys.float_info.max  # so the first pause is negative: no pause
     for event in events:
-        pause = min(event["time"] - before, 3)
-        await asyncio.sleep(pause * pace)
+        await asyncio.sleep(pace * min(event["time"] - before, 3))
         before = event["time"]
         kind = event["kind"]  # if the terminal shows it: the kind of its OutboundMessage
         text = text_of(event)
@@ -2662,7 +2696,7 @@ def settings_of(arguments):
     if arguments.provider or arguments.base_url:
         defaults.provider = arguments.provider or "auto"
         config.base_url = arguments.base_url or ""
-    config.read_only = vars(arguments).get("read_only", False)
+    config.read_only = getattr(arguments, "read_only", False)
     return config
 
 
@@ -2670,8 +2704,7 @@ def command_with_flags(arguments, *words):
     """A command for the user: `nanobot -s work -m /continue --workspace /tmp/ws`"""
     command = ["nanobot", *words]
     for name in ("config", "workspace", "model", "base_url", "provider", "read_only", "approve"):
-        value = vars(arguments).get(name)
-        if value:
+        if value := getattr(arguments, name, None):
             flag = "--" + name.replace("_", "-")
             command += [flag] if value is True else [flag, str(value)]
     return shlex.join(command)
@@ -2706,10 +2739,12 @@ class Talk:
         self.arguments = arguments
         self.words = arguments.text + arguments.message
         self.background = background
-        # with --json, stdout has the events
-        out = sys.stderr if 1 in arguments.record else sys.stdout
         err = open(os.devnull, "w") if arguments.quiet else sys.stderr  # noqa: SIM115
-        self.terminal = channels.CLI(out, err, kinds_to_show(config.channels))
+        self.terminal = channels.CLI(
+            sys.stderr if 1 in arguments.record else sys.stdout,  # with --json, it has the events
+            err,
+            kinds_to_show(config.channels),
+        )
         # who is there: a person who types, or only one who sees what is printed, or a script
         self.has_keyboard = sys.stdin.isatty()
         self.is_watched = err.isatty()
@@ -2769,25 +2804,29 @@ class Talk:
         status = self.converse() if self.is_conversation else self.answer_once()
         self.terminal.bottom.begin("the memory (Ctrl-C leaves it for next time)")
         with contextlib.suppress(KeyboardInterrupt):  # a later turn does the cancelled memory work
-            seconds = 5.0 if self.is_conversation else 60.0  # a single message seldom has such work
-            if self.background.complete(self.loop.background.settled(seconds)):
+            if self.background.complete(  # a single message seldom has such work
+                self.loop.background.settled(5.0 if self.is_conversation else 60.0)
+            ):
                 self.terminal.note("The work for the memory goes on next time.")
         return status
 
     def answer_once(self):
         """Answer one message, which may include piped input. Returns the exit status."""
-        text = " ".join(self.words).strip()
+        text = " ".join(self.words)
         if not self.has_keyboard:
-            piped = self.terminal.read_piped(bool(self.words), self.folder / "piped")
-            text = f"{text}\n\n{piped}".strip()
+            text += "\n\n" + self.terminal.read_piped(bool(self.words), self.folder / "piped")
+        text = text.strip()
         if not text:
             complain("there is no message: pass one with -m TEXT or on standard input")
             return 2
         try:
             return self.answer(text)
         except KeyboardInterrupt:
-            resume = command_with_flags(self.arguments, "-s", self.key, "-m", "/continue")
-            self.terminal.note(f"stopped; `{resume}` resumes this turn")
+            self.terminal.note(
+                "stopped; "
+                f"`{command_with_flags(self.arguments, '-s', self.key, '-m', '/continue')}` "
+                "resumes this turn"
+            )
             raise
 
     def converse(self):
@@ -2821,8 +2860,7 @@ class Talk:
         if self.loop.config.read_only:
             state = f"read-only · {state}"
         # a turn's working folder, because with a fence, nanobot does not work in HOME
-        folder = short_path(self.loop.turn(self.key).cwd)
-        return f"{folder} · {self.loop.provider.model} · {state}"
+        return f"{short_path(self.loop.turn(self.key).cwd)} · {self.loop.provider.model} · {state}"
 
     def answer(self, text):
         """Answer one message on the terminal. Returns the exit status."""
@@ -2832,9 +2870,10 @@ class Talk:
         terminal = self.terminal
         terminal.bottom.begin("the model")
         before = dict(loop.cost.total)
-        work = answer_with_helpers(loop, text, self.key, terminal.send, terminal.take_queued)
-        # after a single message, the shell gets what was typed
-        result = self.background.complete(work, self.is_conversation)
+        result = self.background.complete(
+            answer_with_helpers(loop, text, self.key, terminal.send, terminal.take_queued),
+            self.is_conversation,  # after a single message, the shell gets what was typed
+        )
         usage = {name: count - before[name] for name, count in loop.cost.total.items()}
         if usage["requests"]:
             terminal.note(
@@ -2889,10 +2928,13 @@ class Talk:
         if loop.config.read_only or not self.is_watched or not loop.limits.dream.interval_h:
             return
         unread = loop.memory.unread()
-        enough = 1 if self.is_conversation else 10
-        has_work = len(unread) >= enough and unread[0]["timestamp"] < self.day
+        is_enough = len(unread) >= (1 if self.is_conversation else 10)
         day_file = self.folder / "last-dream"  # it has the day of the last dream
-        if has_work and loop.memory.text_of(day_file) < self.day:
+        if (
+            is_enough
+            and unread[0]["timestamp"] < self.day
+            and loop.memory.text_of(day_file) < self.day
+        ):
             loop.background.start(self.dream(day_file), "the dream")
 
     async def dream(self, day_file):
@@ -2944,8 +2986,7 @@ def trust_command(arguments):
             f"{project.path} has no AGENTS.md or CLAUDE.md, and neither has its git repository."
         )
     project.keep(arguments.answer == "yes")
-    state = "followed" if project.answer else "not followed"
-    show(f"{project}: {state}")
+    show(f"{project}: {'followed' if project.answer else 'not followed'}")
 
 
 def undo_command(arguments):
@@ -3003,8 +3044,11 @@ def status_rows(loop):
     yield "workspace", loop.workspace, ""
     yield "model", *asyncio.run(model_and_problem(loop.provider))
     sandbox = loop.config.tools.exec.sandbox
-    state = sandbox or "off: commands run with all your rights"
-    yield "sandbox", state, sandbox and tools.sandbox_problem()
+    yield (
+        "sandbox",
+        sandbox or "off: commands run with all your rights",
+        sandbox and tools.sandbox_problem(),
+    )
     telegram = loop.config.channels.telegram  # the token is never printed
     state = "off: put a token into channels.telegram.token"
     problem = None
@@ -3032,8 +3076,11 @@ async def model_and_problem(provider):
     problem = await provider.check()
     await provider.close()
     endpoint = provider.endpoint
-    address = endpoint.without_secrets(endpoint.api_base)
-    return f"{provider.model or 'no model name'} at {address} ({endpoint.spec.name})", problem or ""
+    return (
+        f"{provider.model or 'no model name'} at {endpoint.without_secrets(endpoint.api_base)} "
+        f"({endpoint.spec.name})",
+        problem or "",
+    )
 
 
 def prompt_command(arguments):
@@ -3051,9 +3098,11 @@ def prompt_command(arguments):
     request = preview(loop, turn, message)
     _, *history, last = providers.legal(request.messages)
     parts = loop.context.parts(turn)
-    parts["Tools"] = lines_of_json(loop.tools.get_definitions())
-    parts["History"] = lines_of_json(history)
-    parts["User"] = last["content"]
+    parts |= {
+        "Tools": lines_of_json(loop.tools.get_definitions()),
+        "History": lines_of_json(history),
+        "User": last["content"],
+    }
     for name, text in parts.items():
         if text:
             show(f"==== {name} (~{memory.estimate(text):,} tokens) ====\n{text}\n")
@@ -3083,15 +3132,10 @@ def sessions_command(arguments):
             if message["role"] == "/new":
                 break
             if message["role"] == "user":
-                words = first_words(message["content"])
+                words = begin_of(message["content"], 50)
         folder = sessions.first_line(key).get("folder")
         place = f"{short_path(Path(folder))}, {key}" if folder else key
         show(f"{number:>3}  {ago(used):>14}  {words}  ({place})")
-
-
-def first_words(text):
-    """A name for what the user asked: the first 50 characters, in one line."""
-    return " ".join(str(text).split())[:50]
 
 
 def conversations(sessions):
@@ -3191,9 +3235,8 @@ def web_command(arguments):
 def connect_page(loop, page, arguments):
     """Let the page show the sessions and each turn, and ask the questions of a turn."""
     for key in loop.sessions.list_keys():
-        channel, _, chat_id = key.partition(":")
-        if channel == "web":
-            page.chats[chat_id] = False  # it does not pause
+        if key.startswith("web:"):
+            page.chats[key.removeprefix("web:")] = False  # it does not pause
     page.memory = lambda: loop.context.parts(loop.turn("web:page"))
     loop.listeners.append(page.show)
     let_agent_ask(loop, page.ask, arguments.approve, True)
@@ -3201,8 +3244,7 @@ def connect_page(loop, page, arguments):
 
 def replay_command(arguments):
     """Show a recorded run as it looked at the terminal: no tool runs, and no model is asked."""
-    pace = 0 if arguments.fast else 1
-    return asyncio.run(play(recorded(arguments.file), channels.CLI(), pace))
+    return asyncio.run(play(recorded(arguments.file), channels.CLI(), 0 if arguments.fast else 1))
 
 
 def trace_command(arguments):
@@ -3245,63 +3287,49 @@ SWITCH = {"action": "store_true"}
 FILE = {"metavar": "FILE", "type": path_of}
 
 SESSION = {"metavar": "NUMBER|KEY", "default": ""}
-OPTIONS = (  # rows: commands ("" means all), spellings, help, more settings of argparse
-    ("", "--config", "default: ~/.nanobot/config.json", FILE),
-    ("", "--workspace", "default: ~/.nanobot/workspace", {}),
-    ("", "--model", "", {}),
-    ("", "--base-url", "URL of the endpoint; usually ends in /v1", {}),
-    ("", "--provider", ", ".join([*providers.ROWS, "offline", "human"]), {}),
-    ("", "--offline", "", {"dest": "provider", "action": "store_const", "const": "offline"}),
-    ("", "--logs --verbose", "write log messages to stderr", SWITCH),
-    ("agent", "text", "answer this text, then exit", {"metavar": "TEXT", "nargs": "*"}),
-    ("agent", "-m --message", "", {"metavar": "TEXT", "action": "append", "default": []}),
-    ("agent prompt", "-s --session", "a conversation's number or name", SESSION),
-    (
-        "agent",
-        "-c --continue",
-        "continue this folder's latest conversation",
-        SWITCH | {"dest": "resume"},
+OPTIONS = {  # "commands (none: all) | spellings | help": more settings of argparse
+    "| --config | default: ~/.nanobot/config.json": FILE,
+    "| --workspace | default: ~/.nanobot/workspace": {},
+    "| --model |": {},
+    "| --base-url | URL of the endpoint; usually ends in /v1": {},
+    f"| --provider | {', '.join(providers.ROWS)}, offline, human": {},
+    "| --offline |": {"dest": "provider", "action": "store_const", "const": "offline"},
+    "| --logs --verbose | write log messages to stderr": SWITCH,
+    "agent | text | answer this text, then exit": {"metavar": "TEXT", "nargs": "*"},
+    "agent | -m --message |": {"metavar": "TEXT", "action": "append", "default": []},
+    "agent prompt | -s --session | a conversation's number or name": SESSION,
+    "agent | -c --continue | continue this folder's latest conversation": (
+        SWITCH | {"dest": "resume"}
     ),
-    ("agent", "--no-stream", "do not stream answers", SWITCH),
-    ("agent", "--step", "stop before each request and tool call", SWITCH),
-    ("agent", "-q --quiet", "print nothing but the answer and errors", SWITCH),
-    ("agent web", "--approve", "ask before a tool writes or executes", SWITCH),
-    ("agent prompt web", "--read-only", "only tools that change nothing", SWITCH),
-    (
-        "agent web",
-        "--trace",
-        "append all events",
-        FILE | {"dest": "record", "action": "append", "default": []},
+    "agent | --no-stream | do not stream answers": SWITCH,
+    "agent | --step | stop before each request and tool call": SWITCH,
+    "agent | -q --quiet | print nothing but the answer and errors": SWITCH,
+    "agent web | --approve | ask before a tool writes or executes": SWITCH,
+    "agent prompt web | --read-only | only tools that change nothing": SWITCH,
+    "agent web | --trace | append all events": (
+        FILE | {"dest": "record", "action": "append", "default": []}
     ),
-    (
-        "agent",
-        "--json",
-        "print all events on stdout, the answer on stderr",
-        {"dest": "record", "action": "append_const", "const": 1, "default": []},
+    "agent | --json | print all events on stdout, the answer on stderr": (
+        {"dest": "record", "action": "append_const", "const": 1, "default": []}
     ),
-    ("prompt", "text", "", {"nargs": "?", "default": "Hello!"}),
-    ("sessions", "action", "", {"nargs": "?", "choices": ["show"]}),
-    ("sessions", "show", "", SESSION | {"nargs": "?"}),
-    ("sessions", "--all", "list all sessions, not only the last twenty", SWITCH),
-    ("trust", "answer", "", {"nargs": "?", "choices": ["yes", "no"], "default": "yes"}),
-    ("cron", "action", "", {"nargs": "?", "choices": ["list", "remove"], "default": "list"}),
-    ("cron", "job_id", "job to remove", {"nargs": "?", "default": "", "metavar": "ID"}),
-    ("replay trace", "file", "", FILE),
-    ("replay", "--fast", "without pauses", SWITCH),
-    ("trace", "--html", "write the run as an HTML page", FILE),
-    ("web", "--port", "default: any free port", {"type": int, "default": 0}),
-    ("web", "--no-open", "do not open the browser", SWITCH),
-    ("walk", "-m --message", "", {"metavar": "TEXT", "default": "read a.txt"}),
-    ("walk", "--all", "also show functions of second readings", SWITCH),
-    ("walk", "--short", "only the data and the functions of AgentRunner", SWITCH),
-    ("exercises", "numbers", "", {"nargs": "*", "metavar": "NUMBER"}),
-    (
-        "exercises",
-        "--class",
-        "who solved what: a folder for each student",
-        FILE | {"dest": "folder"},
-    ),
-)
+    "prompt | text |": {"nargs": "?", "default": "Hello!"},
+    "sessions | action |": {"nargs": "?", "choices": ["show"]},
+    "sessions | show |": SESSION | {"nargs": "?"},
+    "sessions | --all | list all sessions, not only the last twenty": SWITCH,
+    "trust | answer |": {"nargs": "?", "choices": ["yes", "no"], "default": "yes"},
+    "cron | action |": {"nargs": "?", "choices": ["list", "remove"], "default": "list"},
+    "cron | job_id | job to remove": {"nargs": "?", "default": "", "metavar": "ID"},
+    "replay trace | file |": FILE,
+    "replay | --fast | without pauses": SWITCH,
+    "trace | --html | write the run as an HTML page": FILE,
+    "web | --port | default: any free port": {"type": int, "default": 0},
+    "web | --no-open | do not open the browser": SWITCH,
+    "walk | -m --message |": {"default": "read a.txt"},
+    "walk | --all | also show functions of second readings": SWITCH,
+    "walk | --short | only the data and the functions of AgentRunner": SWITCH,
+    "exercises | numbers |": {"nargs": "*"},
+    "exercises | --class | who solved what: a folder for each student": (FILE | {"dest": "folder"}),
+}
 
 
 def parser():
@@ -3310,20 +3338,21 @@ def parser():
     commands = main_parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, run in COMMAND_LINE.items():  # allow_abbrev: reject `--app` for `--approve`
         command = commands.add_parser(name, help=run.__doc__, allow_abbrev=False)
-        for names, spellings, about, more in OPTIONS:
+        for row, more in OPTIONS.items():
+            names, spellings, about = row.split("|")
             if name in (names.split() or COMMAND_LINE):
-                command.add_argument(*spellings.split(), help=about, **more)
+                command.add_argument(*spellings.split(), help=about.strip(), **more)
     return main_parser
 
 
 def main(argv=None):
     """Returns the exit status: 0 success, 1 failure, 2 wrong usage, 130 interrupted."""
-    argv = sys.argv[1:] if argv is None else list(argv)
+    argv = sys.argv[1:] if argv is None else argv
     first = argv[0] if argv else ""
     known = [*COMMAND_LINE, "-h", "--help", "--version"]
     if first not in known:
         is_alone = first.isalpha() and (len(argv) == 1 or argv[1].startswith("-"))
-        meant = difflib.get_close_matches(first, known, n=1)
+        meant = difflib.get_close_matches(first, known)
         # `sesions -q` for `sessions`, `help` for `--help`; but `read a.txt` is a message
         if is_alone and meant:
             complain(
@@ -3331,7 +3360,7 @@ def main(argv=None):
                 "one word with -m"
             )
             return 2
-        argv.insert(0, "agent")
+        argv = ["agent", *argv]
     channels.prepare_streams()
     arguments = parser().parse_args(argv)  # exits with status 2 for a wrong flag
     line = "%(levelname)s %(name)s: %(message)s"
@@ -3340,7 +3369,7 @@ def main(argv=None):
     handler = logging.StreamHandler()
     handler.setFormatter(channels.PrintableFormatter(line))
     level = logging.INFO if arguments.logs else logging.WARNING
-    if vars(arguments).get("quiet"):
+    if getattr(arguments, "quiet", False):
         level = logging.ERROR
     logging.basicConfig(level=level, handlers=[handler])
     channels.end_on_signals()  # SIGTERM acts like Ctrl-C: the journal keeps all finished steps
