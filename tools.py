@@ -510,15 +510,7 @@ JSON_TYPES = {
     "null": types.NoneType,
 }
 # An object whose schema has one of these keywords may have keys that `properties` does not name.
-ALLOWS_OTHER_KEYS = (
-    "additionalProperties",
-    "patternProperties",
-    "allOf",
-    "anyOf",
-    "oneOf",
-    "$ref",
-    "if",
-)
+ALLOWS_OTHER_KEYS = "additionalProperties patternProperties allOf anyOf oneOf $ref if".split()
 
 
 def union_schema(options):
@@ -699,18 +691,10 @@ def tool_parameters(schema: dict):
 
 # ---- Reading and writing files safely ----
 
-AGENT_FILES = (
-    "sessions",
-    "cron",
-    "memory/history.jsonl",
-    "memory/HISTORY.md",
-    "memory/.cursor",
-    "memory/.dream_cursor",
-    "memory/history-archive.jsonl",
-    "memory/.lock",
-    "memory/.git",
-    ".nanobot",
-)
+AGENT_FILES = """
+sessions cron memory/history.jsonl memory/HISTORY.md memory/.cursor memory/.dream_cursor
+memory/history-archive.jsonl memory/.lock memory/.git .nanobot
+""".split()
 MAX_FILE_BYTES = 50_000_000
 # O_NOFOLLOW refuses a link that was created after the check; O_NONBLOCK opens a FIFO at once
 READ_FLAGS = sum(getattr(os, flag, 0) for flag in ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY"))
@@ -1140,17 +1124,9 @@ def new_cell(old, source, kind):
 # ---- Which files are searched ----
 # Files that git ignores are skipped. A repository's git settings must not start a program.
 
-SKIPPED_FOLDERS = {
-    ".git",
-    "node_modules",
-    "__pycache__",
-    ".venv",
-    ".tox",
-    ".mypy_cache",
-    ".pytest_cache",
-    ".ruff_cache",
-    ".nanobot",
-}
+SKIPPED_FOLDERS = """
+.git node_modules __pycache__ .venv .tox .mypy_cache .pytest_cache .ruff_cache .nanobot
+""".split()
 
 
 def find_files(turn, path, glob):
@@ -1618,14 +1594,11 @@ def paths_in(word):
 
 # ---- The shell: what is different on Windows ----
 
-POWERSHELL = [  # it joins all words after -Command to one command
-    "-NoProfile",
-    "-NonInteractive",
-    "-ExecutionPolicy",
-    "RemoteSigned",
-    "-Command",
-    "[Console]::OutputEncoding = [Text.Encoding]::UTF8;",
-]
+# it joins all words after -Command to one command
+POWERSHELL = """
+-NoProfile -NonInteractive -ExecutionPolicy RemoteSigned
+-Command [Console]::OutputEncoding = [Text.Encoding]::UTF8;
+""".split()
 SHELL_OPTIONS = {"bash": ["-c"], "sh": ["-c"], "powershell": POWERSHELL}
 # Git's installer puts C:\Program Files\Git\cmd on PATH, and bash is in Git\bin. The bash.exe of
 # C:\Windows\System32 starts WSL, where paths have other names; C:\Windows\bin does not exist.
@@ -1662,19 +1635,11 @@ def job_object(process):
 
 MAX_OUTPUT_CHARS = 10_000
 KEPT_BYTES = 3_000_000  # at most these at the start, and twice as many at the end
-SAFE_ENVIRONMENT = (  # other variables may hold API keys
-    "HOME",
-    "LANG",
-    "TERM",
-    "PATH",
-    "USERPROFILE",  # this one and the next ones: on Windows
-    "TEMP",
-    "APPDATA",
-    "LOCALAPPDATA",
-    "PATHEXT",
-    "COMSPEC",
-    "SYSTEMROOT",
-)
+# Other variables may hold API keys. The names from USERPROFILE on are of Windows.
+SAFE_ENVIRONMENT = """
+HOME LANG TERM PATH
+USERPROFILE TEMP APPDATA LOCALAPPDATA PATHEXT COMSPEC SYSTEMROOT
+""".split()
 
 
 def clean_environment(*more):
@@ -1901,14 +1866,8 @@ def sandbox_problem():
 
 PORTS = {"http": 80, "https": 443}
 CARRIERS = ("::ffff:0:0/96", "64:ff9b::/96", "::/96")  # contain IPv4 addresses: ::ffff:1.2.3.4
-NOT_PUBLIC = (
-    "168.63.129.16",  # belongs to Azure
-    "192.0.0.0/24",
-    "192.88.99.0/24",
-    "2002::/16",
-    "3fff::/20",
-    "fec0::/10",
-)
+# 168.63.129.16 belongs to Azure
+NOT_PUBLIC = "168.63.129.16 192.0.0.0/24 192.88.99.0/24 2002::/16 3fff::/20 fec0::/10".split()
 
 
 def is_public(ip):
