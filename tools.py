@@ -159,12 +159,14 @@ class Tool:
         return validate(params, self.parameters) + unexpected_keys(params, self.parameters)
 
     def to_schema(self) -> dict:
-        function = {
-            "name": self.name,
-            "description": self.description,
-            "parameters": self.parameters,
+        return {
+            "type": "function",
+            "function": {
+                "name": self.name,
+                "description": self.description,
+                "parameters": self.parameters,
+            },
         }
-        return {"type": "function", "function": function}
 
 
 def tool(function: Callable | None = None, **flags):
@@ -235,8 +237,6 @@ def signature_schema(function: Callable) -> dict:
 class ToolRegistry:
     """The tools of one agent. A result longer than the turn's limit is saved to a file."""
 
-    missing = "There is no tool"  # how the answer to a call of an unknown tool begins
-
     def __init__(self, tools: Iterable[Tool] = ()):
         self._tools = {}  # name → tool
         self.turn = Turn()  # remembers which files were read by calls without a turn
@@ -275,7 +275,7 @@ class ToolRegistry:
         if not tool:
             # 99 names at most, with a likeness of at least 0: that is, all tools
             near = ", ".join(difflib.get_close_matches(name[:64].lower(), self._tools, 99, 0))
-            return None, {}, f"{self.missing} {name[:64]!r}.\nThe tools, closest first: {near}."
+            return None, {}, f"There is no tool {name[:64]!r}.\nThe tools, closest first: {near}."
         params = cast(params or {}, {"type": "object"})  # JSON text → dict
         if not isinstance(params, dict):
             problem = f'The arguments of {name} must be one JSON object, like {{"name": "value"}}.'
@@ -356,7 +356,7 @@ class Turn:
             raise Refused(f"{real} holds keys: the agent may not open it.\nAsk the user to look.")
         if write:
             home = self.workspace.resolve()
-            if any(real.is_relative_to(home / name) for name in AGENT_FILES):
+            if any(real.is_relative_to(home / name) for name in AGENT_FILES.split()):
                 raise Refused(f"{real} is the agent's own record: tools may not write to it.")
         if self.restrict:
             roots = [self.workspace, self.cwd]
@@ -473,7 +473,6 @@ def fitted(text, most, name, turn):
         return text
     room = (most - 400) // 2  # half for the start, half for the end; 400 for the line between
     head = text[:room]
-    tail = text[-room:]
     first = head.count("\n") + 1
     last = text.count("\n", 0, -room) + 1
     folder = turn.store("results")
@@ -486,7 +485,7 @@ def fitted(text, most, name, turn):
         how = f"the text is in {path}: read_file offset={first} limit={last - first + 1}"
     except OSError as problem:
         how = f"the text could not be saved: {problem}"
-    return f"{head}…\n(lines {first}–{last} are cut or missing; {how})\n…{tail}"
+    return f"{head}…\n(lines {first}–{last} are cut or missing; {how})\n…{text[-room:]}"
 
 
 def counted(count, one, many):
@@ -510,7 +509,7 @@ JSON_TYPES = {
     "null": types.NoneType,
 }
 # An object whose schema has one of these keywords may have keys that `properties` does not name.
-ALLOWS_OTHER_KEYS = "additionalProperties patternProperties allOf anyOf oneOf $ref if".split()
+ALLOWS_OTHER_KEYS = "additionalProperties patternProperties allOf anyOf oneOf $ref if"
 
 
 def union_schema(options):
@@ -534,13 +533,11 @@ def kinds(schema):
 
 
 def fits(value, wanted):
-    """Does a value have one of these types? 5.0 is an integer, True is not; [] means any type."""
+    """Does a value have one of these types? True is not an integer; [] means any type."""
     if not wanted:
         return True
     if isinstance(value, bool):  # in Python True is an int, in JSON it is not
         return "boolean" in wanted
-    if isinstance(value, float) and value.is_integer() and "integer" in wanted:
-        return True
     return isinstance(value, tuple(JSON_TYPES[kind] for kind in wanted))
 
 
@@ -555,7 +552,7 @@ def cast(value, schema: dict):
     elif isinstance(value, str):
         text = value.lower() if value in ("True", "False") else value
         with contextlib.suppress(ValueError, RecursionError):  # invalid JSON, an overlong integer
-            read = json.loads(text)
+            read = cast(json.loads(text), schema)
             if fits(read, wanted):
                 value = read
     elif "string" in wanted and fits(value, ["number"]):
@@ -625,7 +622,7 @@ def wrong_size(value, schema, name):
 
 def unexpected_keys(params, schema):
     """{"pth": "a"} → ["unexpected parameter pth (known: path, limit)"]"""
-    is_open = any(schema.get(word) not in (None, False) for word in ALLOWS_OTHER_KEYS)
+    is_open = any(schema.get(word) not in (None, False) for word in ALLOWS_OTHER_KEYS.split())
     known = schema.get("properties")
     if is_open or known is None:
         return []
@@ -693,7 +690,7 @@ def tool_parameters(schema: dict):
 AGENT_FILES = """
 sessions cron memory/history.jsonl memory/HISTORY.md memory/.cursor memory/.dream_cursor
 memory/history-archive.jsonl memory/.lock memory/.git .nanobot
-""".split()
+"""
 MAX_FILE_BYTES = 50_000_000
 # O_NOFOLLOW refuses a link that was created after the check; O_NONBLOCK opens a FIFO at once
 READ_FLAGS = sum(getattr(os, flag, 0) for flag in ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY"))
@@ -1062,8 +1059,12 @@ def notebook_text(text):
             shown += [f"[cell {number}, {cell['cell_type']}]", "".join(cell["source"])]
             for output in cell.get("outputs", []):
                 data = output.get("data", {})  # {"text/plain": "2"} or {"image/png": "iVBOR…"}
-                said = output.get("text") or output.get("evalue") or data.get("text/plain")
-                said = said or ", ".join(data)  # "image/png"
+                said = (
+                    output.get("text")
+                    or output.get("evalue")
+                    or data.get("text/plain")
+                    or ", ".join(data)  # "image/png"
+                )
                 shown += ["[output]", shorten("".join(said), 1_000)]
     except Exception:
         return ""
@@ -1100,8 +1101,7 @@ def change_cell(text, index, source, kind, mode):
         if mode != "delete":
             cells.insert(index, new_cell(old_cell, source, kind or old_cell["cell_type"]))
         indented = re.match(r"\s*\{\n([ \t]*)", text)  # Jupyter indents by one space, Colab by two
-        indent = indented and indented[1]
-        after = json.dumps(book, ensure_ascii=False, indent=indent)
+        after = json.dumps(book, ensure_ascii=False, indent=indented and indented[1])
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
         raise ToolError(f"Not a notebook of nbformat 4: {problem!r}.\nUse edit_file.") from None
     return after + text[len(text.rstrip()) :]
@@ -1121,7 +1121,7 @@ def new_cell(old, source, kind):
 
 SKIPPED_FOLDERS = """
 .git node_modules __pycache__ .venv .tox .mypy_cache .pytest_cache .ruff_cache .nanobot
-""".split()
+"""
 
 
 def find_files(turn, path, glob):
@@ -1133,7 +1133,7 @@ def find_files(turn, path, glob):
     if not root.is_dir():
         raise ToolError(f"There is no folder {root}.{similar_names(root)}")
     globs = [] if glob in ("", "*") else plain_globs(glob.replace(os.sep, "/"))
-    shown_root = "" if path in ("", ".") else os.path.join(path, "").replace(os.sep, "/")
+    shown_root = "" if path == "." else os.path.join(path, "").replace(os.sep, "/")
     # To ask is_secret about each of 20,000 files would take 0.4 s. A file can hold keys only if its
     # path starts so, or if it has the inode number of a file with keys (a hard link, CONFIG.JSON).
     secret_starts = ("/proc/", *map(str, turn.secret))
@@ -1162,7 +1162,7 @@ def walk(folder, parents="", ignored=None):
     if ignored is None or any(entry.name == ".git" for entry in entries):  # a nested repository
         ignored = ignored_by_git(folder)
     for entry in entries:
-        if entry.name in SKIPPED_FOLDERS or entry.path in ignored:
+        if entry.name in SKIPPED_FOLDERS.split() or entry.path in ignored:
             continue
         name = parents + entry.name
         if entry.is_file(follow_symlinks=False):
@@ -1233,9 +1233,11 @@ def glob(pattern: str, path: str = ".", head_limit: Limit = 250, *, turn: Turn):
     """Find files by name, newest first. `*.py` finds files in all folders below path."""
     if re.match(r"[/~]|\.\.|\w:", pattern):  # /etc/*.conf, C:\x\*.txt
         raise ToolError("Name the folder in path, and in pattern only what follows it.")
-    found = find_files(turn, path, pattern)
-    # `lexists` is false if a path is too long for Windows
-    ages = [(-os.lstat(file).st_mtime, name) for name, file in found if os.path.lexists(file)]
+    ages = [
+        (-os.lstat(file).st_mtime, name)
+        for name, file in find_files(turn, path, pattern)
+        if os.path.lexists(file)  # false if a path is too long for Windows
+    ]
     names = [name for _, name in sorted(ages)]
     text = first_lines(names, head_limit) or f"No file below {turn.path(path)} matches {pattern}."
     return ToolResult(text, shown=counted(len(names), "file", "files"))
@@ -1513,7 +1515,7 @@ def check_deleted(name, here, turn):
     real = real_path(folder, here, turn)
     chosen_by = pattern if real == turn.cwd.resolve() else name
     is_named = re.search(r"\w", re.sub(r"\[[^]]*", "", chosen_by))  # no letter is in * and [a-z]*
-    records = [turn.workspace.resolve() / name for name in AGENT_FILES]
+    records = [turn.workspace.resolve() / name for name in AGENT_FILES.split()]
     # would the shell's pattern name one of these files, or a folder that it is in?
     deleted = os.path.join(real or "", pattern, "*")
     holds_kept = any(fnmatch.fnmatch(f"{path}/", deleted) for path in (*turn.secret, *records))
@@ -1592,8 +1594,8 @@ def paths_in(word):
 POWERSHELL = """
 -NoProfile -NonInteractive -ExecutionPolicy RemoteSigned
 -Command [Console]::OutputEncoding = [Text.Encoding]::UTF8;
-""".split()
-SHELL_OPTIONS = {"bash": ["-c"], "sh": ["-c"], "powershell": POWERSHELL}
+"""
+SHELL_OPTIONS = {"bash": ["-c"], "sh": ["-c"], "powershell": POWERSHELL.split()}
 # Git's installer puts C:\Program Files\Git\cmd on PATH, and bash is in Git\bin. The bash.exe of
 # C:\Windows\System32 starts WSL, where paths have other names; C:\Windows\bin does not exist.
 # C:\Program Files\Git\cmd → C:\Program Files\Git/bin   C:\Windows\System32 → C:\Windows/bin
@@ -1633,11 +1635,13 @@ KEPT_BYTES = 3_000_000  # at most these at the start, and twice as many at the e
 SAFE_ENVIRONMENT = """
 HOME LANG TERM PATH
 USERPROFILE TEMP APPDATA LOCALAPPDATA PATHEXT COMSPEC SYSTEMROOT
-""".split()
+"""
 
 
 def clean_environment(*more):
-    return {name: os.environ[name] for name in {*SAFE_ENVIRONMENT, *more} & os.environ.keys()}
+    return {
+        name: os.environ[name] for name in {*SAFE_ENVIRONMENT.split(), *more} & os.environ.keys()
+    }
 
 
 RUNS_BASH = (
@@ -1695,8 +1699,7 @@ class Exec(Tool):
             environment["HOME"] = "/tmp"
         job = Job(argv, folder, environment)
         seconds = timeout or self.timeout
-        output = await job.run(seconds)
-        text = fitted(output, MAX_OUTPUT_CHARS, "exec", turn)
+        text = fitted(await job.run(seconds), MAX_OUTPUT_CHARS, "exec", turn)
         code = job.process.returncode
         shown = f"exit {code}"
         if job.is_late:
@@ -1861,14 +1864,14 @@ def sandbox_problem():
 PORTS = {"http": 80, "https": 443}
 CARRIERS = ("::ffff:0:0/96", "64:ff9b::/96", "::/96")  # contain IPv4 addresses: ::ffff:1.2.3.4
 # 168.63.129.16 belongs to Azure
-NOT_PUBLIC = "168.63.129.16 192.0.0.0/24 192.88.99.0/24 2002::/16 3fff::/20 fec0::/10".split()
+NOT_PUBLIC = "168.63.129.16 192.0.0.0/24 192.88.99.0/24 2002::/16 3fff::/20 fec0::/10"
 
 
 def is_public(ip):
     """Is the address on the public internet? `is_global` alone accepts multicast and tunnels."""
     if is_in(ip, CARRIERS):  # check the IPv4 address that `ip` contains
         ip = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
-    return ip.is_global and not (ip.is_multicast or ip.is_reserved or is_in(ip, NOT_PUBLIC))
+    return ip.is_global and not (ip.is_multicast or ip.is_reserved or is_in(ip, NOT_PUBLIC.split()))
 
 
 def is_in(ip, networks):
@@ -2062,13 +2065,12 @@ def link_text(match, url):
     """<a href="b?x=1"> <b>go</b> </a> → [go](https://example.com/b?x=1)"""
     # <h3>A</h3><p>B → A B, but <b>A</b>B → AB
     words = re.sub(TAG, "", re.sub(rf"(?i)<({BLOCK}|br|t[dh])\b", r" \g<0>", match[2])).split()
-    text = " ".join(words)
     href = href_of(match[1])
-    target = ""
     with contextlib.suppress(ValueError):  # if the URL is invalid, no link is made
-        target = urllib.parse.urljoin(url, href) if href else ""
-    is_link = text and target.startswith("http")
-    return f"[{text}]({html.escape(target)})" if is_link else match[2]
+        target = urllib.parse.urljoin(url, href)
+        if words and href and target.startswith("http"):
+            return f"[{' '.join(words)}]({html.escape(target)})"
+    return match[2]
 
 
 def href_of(attributes):
@@ -2131,33 +2133,28 @@ def readable(response, body):
 
 class SearchService(NamedTuple):
     url: str  # for a path without a host, like /search, the user must set baseUrl
-    query_name: str = "q"  # the name of the parameter for the search words
-    count_name: str = "count"  # the name of the parameter for the number of results
     headers: dict = {}  # {key} is replaced by the user's key
     results: str = ""  # the path to the results in the JSON, or "" for DuckDuckGo's HTML
     snippet: str = "snippet"  # the name of the JSON field with a short text from the page
 
 
 SEARCH_SERVICES = {
-    "duckduckgo": SearchService("https://html.duckduckgo.com/html/"),
+    "duckduckgo": SearchService("https://html.duckduckgo.com/html/?q={query}"),
     "brave": SearchService(
-        "https://api.search.brave.com/res/v1/web/search",
+        "https://api.search.brave.com/res/v1/web/search?q={query}&count={count}",
         headers={"X-Subscription-Token": "{key}"},
         results="web.results",
         snippet="description",
     ),
     "tavily": SearchService(  # Tavily expects the query in a JSON body
         "https://api.tavily.com/search",
-        query_name="query",
-        count_name="max_results",
         headers={"Authorization": "Bearer {key}", "Content-Type": "application/json"},
         results="results",
         snippet="content",
     ),
-    "searxng": SearchService("/search?format=json", results="results", snippet="content"),
+    "searxng": SearchService("/search?format=json&q={query}", results="results", snippet="content"),
     "jina": SearchService(
-        "https://s.jina.ai/",
-        count_name="num",
+        "https://s.jina.ai/?q={query}&num={count}",
         results="data",
         snippet="description",
         headers={
@@ -2210,17 +2207,13 @@ class WebSearch(Tool):
         return "\n".join(lines)
 
     async def _ask(self, service, query, count):
-        parameters = {service.query_name: query, service.count_name: count}
-        url = service.url
+        url = service.url.format(query=urllib.parse.quote_plus(query), count=count)
         body = None
         key = "".join(self.api_key.split())  # no header may contain a line break
         if self.base_url:  # https://api.x.com/search → http://localhost:8080/search
             url = self.base_url.rstrip("/") + re.sub("^https://[^/]+", "", url)
         if "Content-Type" in service.headers:
-            body = json.dumps(parameters).encode()
-        else:
-            separator = "&" if "?" in url else "?"
-            url += separator + urllib.parse.urlencode(parameters)
+            body = json.dumps({"query": query, "max_results": count}).encode()
         headers = {name: value.format(key=key) for name, value in service.headers.items()}
         return await self.web.ask(url, trusted=bool(self.base_url), body=body, headers=headers)
 
@@ -2463,8 +2456,7 @@ class MCPServer:
                 name = re.sub("[^A-Za-z0-9_-]", "_", name)
                 wanted = {"*", item["name"], name} & set(self.settings.enabled_tools)
                 # a.b and a/b, or a tool of another server: the first stays
-                is_taken = self.registry.get(name)
-                if is_taken or (kind == "tools" and not wanted):
+                if self.registry.get(name) or (kind == "tools" and not wanted):
                     continue
                 if len(self.tools) == MAX_MCP_TOOLS:
                     log.warning("MCP server %s has too many tools, from %s on", self.name, name)
