@@ -623,9 +623,7 @@ def wrong_size(value, schema, name):
 def unexpected_keys(params, schema):
     """{"pth": "a"} → ["unexpected parameter pth (known: path, limit)"]"""
     is_open = any(schema.get(word) not in (None, False) for word in ALLOWS_OTHER_KEYS.split())
-    known = schema.get("properties")
-    if is_open or known is None:
-        return []
+    known = params if is_open else schema.get("properties", params)
     names = ", ".join(known)
     return [f"unexpected parameter {key} (known: {names})" for key in params if key not in known]
 
@@ -696,12 +694,10 @@ MAX_FILE_BYTES = 50_000_000
 READ_FLAGS = sum(getattr(os, flag, 0) for flag in ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY"))
 UTF8_MARK = b"\xef\xbb\xbf"
 UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
-IMAGE_STARTS = {
-    "png": rb"\x89PNG\r\n\x1a\n",
-    "jpeg": rb"\xff\xd8\xff",
-    "gif": rb"GIF8[79]a",
-    "webp": rb"RIFF(?s:....)WEBP",
-}
+IMAGE_START = (  # the name of the group is the kind of the image
+    rb"(?P<png>\x89PNG\r\n\x1a\n)|(?P<jpeg>\xff\xd8\xff)|(?P<gif>GIF8[79]a)"
+    rb"|(?P<webp>RIFF(?s:....)WEBP)"
+)
 
 
 def try_to_read(path, most):
@@ -807,11 +803,11 @@ def write_atomic(path, data):
 
 def image_block(data):
     """Make an `image_url` block; returns None if the data are not a png, jpeg, gif or webp."""
-    for kind, start in IMAGE_STARTS.items():
-        if re.match(start, data):
-            url = f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
-            return {"type": "image_url", "image_url": {"url": url}}
-    return None
+    start = re.match(IMAGE_START, data)
+    if not start:
+        return None
+    url = f"data:image/{start.lastgroup};base64,{base64.b64encode(data).decode()}"
+    return {"type": "image_url", "image_url": {"url": url}}
 
 
 @tool(read_only=True)
@@ -1427,7 +1423,7 @@ PREFIX = (
     r"(?s)sudo|doas|env|nohup|setsid|stdbuf|time|timeout|exec|eval|nice|ionice|xargs|if|then|do"
     r"|else|while|until|cmd|powershell|/c|[!{]?|{}|[-\d].*|[^=]*=.*"
 )  # in A=1 sudo nice -n 5 rm, the program is rm
-SHELLS = {"sh", "bash", "dash", "zsh", "su"}  # a shell runs an argument: bash -c 'rm x'
+SHELLS = "sh bash dash zsh su"  # a shell runs an argument: bash -c 'rm x'
 # cat > a.txt <<'END', but not $((1 << n))
 HERE_DOCUMENT = r"(?<!<)<<-?\s*[\"'\\]?([A-Za-z_]\w*)\b(?!\s*\))"
 READ_BY_A_SHELL = r"(^|[\s;&|(/])((ba|da|z|s)?sh|su|eval|source)([\s<]|$)"  # bash <<END
@@ -1464,7 +1460,7 @@ def check_command(command: str, turn: Turn, *, confined: bool = False):
         line = " ".join([name, *arguments, ""]).replace(str(Path.home()), "~")
         if re.match(FATAL, line):
             raise Refused(f"{name} is too dangerous here.\nAsk the user to run it.")
-        inner = names if name in SHELLS else []
+        inner = names if name in SHELLS.split() else []
         if " " in program:  # eval 'rm -rf b': the prefix `eval` is left out, so this is the program
             inner = [program]
         for script in inner:
@@ -1691,8 +1687,8 @@ class Exec(Tool):
         await in_thread(check_command, checked, inside, confined=confined)
         environment = clean_environment(*self.allowed_env)
         if self.path_append:
-            path = environment.get("PATH", os.defpath)
-            environment["PATH"] = f"{path}{os.pathsep}{self.path_append}"
+            folders = [environment.get("PATH", os.defpath), self.path_append]
+            environment["PATH"] = os.pathsep.join(folders)
         argv = [*shell, command]
         if self.sandbox:
             argv = [*await in_thread(self._bwrap, turn), "--chdir", str(folder), *argv]
@@ -1980,12 +1976,12 @@ class Web:
             if self.proxy.hostname and url.scheme == "http":
                 target = url
                 own_headers = own_headers | self.login
-            method = "POST" if body else "GET"
-            connection.request(method, target.geturl(), body, own_headers | dict(headers))
+            connection.request(
+                "POST" if body else "GET", target.geturl(), body, own_headers | dict(headers)
+            )
             response = connection.getresponse()
             response.url = url.geturl()
-            data = response.read(MAX_WEB_BYTES)
-        return response, data
+            return response, response.read(MAX_WEB_BYTES)
 
 
 # ---- The web: a page as text ----
