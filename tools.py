@@ -624,8 +624,11 @@ def unexpected_keys(params, schema):
     """{"pth": "a"} → ["unexpected parameter pth (known: path, limit)"]"""
     is_open = any(schema.get(word) not in (None, False) for word in ALLOWS_OTHER_KEYS.split())
     known = params if is_open else schema.get("properties", params)
-    names = ", ".join(known)
-    return [f"unexpected parameter {key} (known: {names})" for key in params if key not in known]
+    return [
+        f"unexpected parameter {key} (known: {', '.join(known)})"
+        for key in params
+        if key not in known
+    ]
 
 
 class Schema(dict):
@@ -1357,8 +1360,10 @@ def shown_lines(name, lines, found, mode, context):
     for hit in found:
         for near in range(max(hit - context, 0), min(hit + context + 1, len(lines))):
             marks[near] = ":" if near == hit else marks.get(near, "-")
-    shown = sorted(marks.items())
-    return [f"{name}{mark}{number + 1}{mark} {lines[number][:500]}" for number, mark in shown]
+    return [
+        f"{name}{mark}{number + 1}{mark} {lines[number][:500]}"
+        for number, mark in sorted(marks.items())
+    ]
 
 
 # The child gets compiled functions, because importing all of tools.py takes 200 ms, and because
@@ -1552,8 +1557,8 @@ def without_here_documents(command):
     for line in command.split("\n"):
         if not ends:
             kept.append(line)
-            is_run = re.search(READ_BY_A_SHELL, line)  # cat <<E | sh
-            ends = [] if is_run else re.findall(HERE_DOCUMENT, line)
+            if not re.search(READ_BY_A_SHELL, line):  # cat <<E | sh
+                ends = re.findall(HERE_DOCUMENT, line)
         elif line.strip() == ends[0]:
             ends.pop(0)
     return command if ends else "\n".join(kept)  # if the end is missing, it was none
@@ -2270,8 +2275,11 @@ class MCPTool(Tool):
         arguments = item.get("arguments", [])  # of a prompt; only tools have an inputSchema
         texts = {each["name"]: StringSchema(each.get("description")) for each in arguments}
         required = [each["name"] for each in arguments if each.get("required")]
-        schema = ObjectSchema(texts, required)
-        self.parameters = {**schema, **item.get("inputSchema", {}), "type": "object"}
+        self.parameters = {
+            **ObjectSchema(texts, required),
+            **item.get("inputSchema", {}),
+            "type": "object",
+        }
 
     async def execute(self, /, **arguments):
         request = self.request
