@@ -564,14 +564,16 @@ def cast(value, schema: dict):
     if isinstance(value, float) and value.is_integer() and "integer" in wanted:
         return int(value)
     if isinstance(value, dict):
-        required = schema.get("required", ())
-        properties = schema.get("properties", {})
         converted = {}
         for key, item in value.items():
-            own_schema = properties.get(key, {})
-            is_dropped = item is None and key not in required and validate(None, own_schema)
-            if not is_dropped:
-                converted[key] = cast(item, own_schema)
+            own_schema = schema.get("properties", {}).get(key, {})
+            if (
+                item is None
+                and key not in schema.get("required", ())
+                and validate(None, own_schema)
+            ):
+                continue
+            converted[key] = cast(item, own_schema)
         return converted
     if isinstance(value, list):
         return [cast(item, schema.get("items", {})) for item in value]
@@ -598,11 +600,11 @@ def validate(value, schema: dict, path: str = ""):
             errors += validate(item, schema.get("items", {}), f"{path}[{index}]")
     if isinstance(value, dict):
         prefix = f"{path}.".removeprefix(".")
-        properties = schema.get("properties", {})
-        missing = [key for key in schema.get("required", ()) if key not in value]
-        errors += [f"{prefix}{key} is required" for key in missing]
+        errors += [
+            f"{prefix}{key} is required" for key in schema.get("required", ()) if key not in value
+        ]
         for key, item in value.items():
-            errors += validate(item, properties.get(key, {}), prefix + key)
+            errors += validate(item, schema.get("properties", {}).get(key, {}), prefix + key)
     return errors
 
 
@@ -1283,10 +1285,14 @@ async def grep(
         or f"No match for {pattern!r} in {len(files):,} files of {root}."
     )
     if skipped:
-        names = shorten(", ".join(skipped), 1_000)
-        text = f"NOT searched: {names} (a large file is searched if it is named in path)\n{text}"
-    ended = f"{counted(sum(hits), 'match', 'matches')} in {counted(len(hits), 'file', 'files')}"
-    return ToolResult(text, shown=ended)
+        text = (
+            f"NOT searched: {shorten(', '.join(skipped), 1_000)} "
+            f"(a large file is searched if it is named in path)\n{text}"
+        )
+    return ToolResult(
+        text,
+        shown=f"{counted(sum(hits), 'match', 'matches')} in {counted(len(hits), 'file', 'files')}",
+    )
 
 
 async def search_files(*request):
@@ -1300,10 +1306,10 @@ async def search_files(*request):
         stderr=subprocess.PIPE,
     )
     program = {function.__name__: function.__code__ for function in CHILD_FUNCTIONS}
-    work = marshal.dumps([CHILD_VALUES, program, request])
     try:
         output, errors = await asyncio.wait_for(
-            in_thread(process.communicate, work), SEARCH_SECONDS
+            in_thread(process.communicate, marshal.dumps([CHILD_VALUES, program, request])),
+            SEARCH_SECONDS,
         )
     except TimeoutError:
         raise ToolError(
@@ -1684,8 +1690,9 @@ class Exec(Tool):
         await in_thread(check_command, checked, inside, confined=confined)
         environment = clean_environment(*self.allowed_env)
         if self.path_append:
-            folders = [environment.get("PATH", os.defpath), self.path_append]
-            environment["PATH"] = os.pathsep.join(folders)
+            environment["PATH"] = os.pathsep.join(
+                [environment.get("PATH", os.defpath), self.path_append]
+            )
         argv = [*shell, command]
         if self.sandbox:
             argv = [*await in_thread(self._bwrap, turn), "--chdir", str(folder), *argv]
@@ -2182,8 +2189,8 @@ class WebSearch(Tool):
             raise ToolError(f"{self.provider} needs the setting tools.web.search.{missing}.")
         response, body = await self._ask(service, query, count)
         page = body.decode(errors="replace")
-        is_captcha = re.search(r"duckduckgo\.com/anomaly|\banomaly-modal", page)
-        if response.status != 200 or is_captcha:
+        # a captcha of DuckDuckGo
+        if response.status != 200 or re.search(r"duckduckgo\.com/anomaly|\banomaly-modal", page):
             advice = ADVICE.get(response.status, "The service may take this program for a robot.")
             raise ToolError(
                 f"{self.provider} answered {response.status}. {advice} "
@@ -2194,9 +2201,9 @@ class WebSearch(Tool):
         if not results:
             lines.append("(no results: use other words)")
         for number, result in enumerate(results, 1):
-            title = one_line(result.get("title"))
+            lines.append(f"{number}. {one_line(result.get('title'))}")
             snippet = one_line(result.get(service.snippet))
-            lines += [f"{number}. {title}", f"   {result.get('url')}", f"   {snippet[:500]}"]
+            lines += [f"   {result.get('url')}", f"   {snippet[:500]}"]
         return "\n".join(lines)
 
     async def _ask(self, service, query, count):
