@@ -159,14 +159,12 @@ class Tool:
         return validate(params, self.parameters) + unexpected_keys(params, self.parameters)
 
     def to_schema(self) -> dict:
-        return {
-            "type": "function",
-            "function": {
-                "name": self.name,
-                "description": self.description,
-                "parameters": self.parameters,
-            },
+        function = {
+            "name": self.name,
+            "description": self.description,
+            "parameters": self.parameters,
         }
+        return {"type": "function", "function": function}
 
 
 def tool(function: Callable | None = None, **flags):
@@ -237,6 +235,8 @@ def signature_schema(function: Callable) -> dict:
 class ToolRegistry:
     """The tools of one agent. A result longer than the turn's limit is saved to a file."""
 
+    missing = "There is no tool"  # how the answer to a call of an unknown tool begins
+
     def __init__(self, tools: Iterable[Tool] = ()):
         self._tools = {}  # name → tool
         self.turn = Turn()  # remembers which files were read by calls without a turn
@@ -275,7 +275,7 @@ class ToolRegistry:
         if not tool:
             # 99 names at most, with a likeness of at least 0: that is, all tools
             near = ", ".join(difflib.get_close_matches(name[:64].lower(), self._tools, 99, 0))
-            return None, {}, f"There is no tool {name[:64]!r}.\nThe tools, closest first: {near}."
+            return None, {}, f"{self.missing} {name[:64]!r}.\nThe tools, closest first: {near}."
         params = cast(params or {}, {"type": "object"})  # JSON text → dict
         if not isinstance(params, dict):
             problem = f'The arguments of {name} must be one JSON object, like {{"name": "value"}}.'
@@ -533,11 +533,13 @@ def kinds(schema):
 
 
 def fits(value, wanted):
-    """Does a value have one of these types? True is not an integer; [] means any type."""
+    """Does a value have one of these types? 5.0 is an integer, True is not; [] means any type."""
     if not wanted:
         return True
     if isinstance(value, bool):  # in Python True is an int, in JSON it is not
         return "boolean" in wanted
+    if isinstance(value, float) and value.is_integer() and "integer" in wanted:
+        return True
     return isinstance(value, tuple(JSON_TYPES[kind] for kind in wanted))
 
 
@@ -552,7 +554,7 @@ def cast(value, schema: dict):
     elif isinstance(value, str):
         text = value.lower() if value in ("True", "False") else value
         with contextlib.suppress(ValueError, RecursionError):  # invalid JSON, an overlong integer
-            read = cast(json.loads(text), schema)
+            read = json.loads(text)
             if fits(read, wanted):
                 value = read
     elif "string" in wanted and fits(value, ["number"]):
