@@ -1279,9 +1279,8 @@ async def grep(
     if case_insensitive:
         source = f"(?i){source}"
     most_bytes = 1_000_000_000 if root.is_file() else 2_000_000
-    items, hits, skipped = await search_files(
-        files, source, most_bytes, head_limit, output_mode, context
-    )
+    request = (source, most_bytes, head_limit, output_mode, context)
+    items, hits, skipped = await search_files(files, request)
     text = (
         first_lines(items, head_limit)
         or f"No match for {pattern!r} in {len(files):,} files of {root}."
@@ -1297,10 +1296,18 @@ async def grep(
     )
 
 
-async def search_files(*request):
-    """Search in a child process; takes the arguments of `search_child`. Raises ToolError after
+async def search_files(files, request):
+    """Search in several processes, one per CPU, if there are many files. Raises ToolError after
     SEARCH_SECONDS. Returns the lines to show, the number of matches in each file that has some, and
     what was not searched: ["a.py:3: x = 1"], [1], ["a.log (binary)"]"""
+    size = max(1_000, len(files) // (os.cpu_count() or 1) + 1)
+    starts = range(0, len(files) or 1, size)
+    parts = [search_part(files[start : start + size], request) for start in starts]
+    answers = await asyncio.gather(*parts)
+    return [sum(lists, []) for lists in zip(*answers, strict=True)]  # joins the parts' lists
+
+
+async def search_part(files, request):
     process = subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", CHILD],
         stdin=subprocess.PIPE,
@@ -1310,7 +1317,7 @@ async def search_files(*request):
     program = {function.__name__: function.__code__ for function in CHILD_FUNCTIONS}
     try:
         output, errors = await asyncio.wait_for(
-            in_thread(process.communicate, marshal.dumps([CHILD_VALUES, program, request])),
+            in_thread(process.communicate, marshal.dumps([CHILD_VALUES, program, files, request])),
             SEARCH_SECONDS,
         )
     except TimeoutError:
@@ -1325,6 +1332,7 @@ async def search_files(*request):
     return json.loads(output)
 
 
+# `request` of the functions above is a tuple of the parameters after `files`.
 def search_child(files, source, most_bytes, most, mode, context):
     """The main function of the child: print the answer as JSON (see `search_files`)."""
     # end this child even if its parent has died
@@ -1383,11 +1391,11 @@ CHILD_VALUES = {
     "SEARCH_SECONDS": SEARCH_SECONDS,
 }
 CHILD = """import faulthandler, json, marshal, os, re, stat, sys, types
-values, program, request = marshal.load(sys.stdin.buffer)
+values, program, files, request = marshal.load(sys.stdin.buffer)
 globals().update(values)
 for name, code in program.items():
     globals()[name] = types.FunctionType(code, globals())
-search_child(*request)"""
+search_child(files, *request)"""
 
 
 FILE_TOOLS = [read_file, write_file, edit_file, notebook_edit, list_dir, glob, grep]
