@@ -141,7 +141,7 @@ class Tool:
         """JSON Schema of the arguments: from the signature, or written by hand in the subclass."""
         return signature_schema(self.body)
 
-    @functools.cached_property
+    @property
     def turn_parameters(self) -> list[str]:
         """The parameters annotated with `Turn`: the model does not see them."""
         return [name for name, hint in get_type_hints(self.body).items() if hint is Turn]
@@ -482,7 +482,7 @@ def fitted(text, most, name, turn):
         path.write_bytes(text.encode(errors="replace"))
         for old in sorted(folder.glob("*-*.txt"))[:-200]:  # the last 200 results are kept
             old.unlink(missing_ok=True)  # another program may have deleted the file
-        how = f"the text is in {path}: read_file offset={first} limit={last - first + 1}"
+        how = f"the text is in {path}: read_file offset={first}"
     except OSError as problem:
         how = f"the text could not be saved: {problem}"
     return f"{head}…\n(lines {first}–{last} are cut or missing; {how})\n…{text[-room:]}"
@@ -592,7 +592,7 @@ def validate(value, schema, path=""):
         return [f"{name} must be {' or '.join(wanted)}, not {json.dumps(value, default=str)[:80]}"]
     choices = schema.get("enum")
     if choices and value is not None and value not in choices:
-        return [f"{name} must be one of {json.dumps(choices, ensure_ascii=False)[:1_000]}"]
+        return [f"{name} must be one of {json.dumps(choices, ensure_ascii=False)}"]
     failures = [validate(value, option, path) for option in schema.get("anyOf", ())]
     if failures and all(failures):
         return [" or ".join(failure[0] for failure in failures)]
@@ -913,7 +913,7 @@ def nearest(text, old):
     lines = text.split("\n")
     wanted = old.strip("\n").split("\n")
     starts = [line[:100] for line in lines[:5_000]]  # the limits keep the comparison fast
-    close = difflib.get_close_matches(wanted[0][:100], starts, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(wanted[0][:100], starts, cutoff=0.5)
     if not close:
         return "\nNo line is like the first one of old_text: read the file again."
     at = starts.index(close[0])
@@ -1027,10 +1027,8 @@ def restore(path, changes):
     these bytes must be what the change before has written.
     """
     data = read_bytes(path)
-    if path.resolve() != path:
-        raise ToolError("a folder became a link")
     for change in reversed(changes):
-        if digest(data) != change["written"]:
+        if digest(data) != change["written"] or path.resolve() != path:  # a folder became a link
             raise ToolError("something else has changed it")
         data = change["file"].read_bytes().partition(b"\n")[2]
     if not changes[0]["is_new"]:
@@ -1192,9 +1190,6 @@ def ignored_by_git(folder):
     return {os.path.normpath(os.path.join(folder, name)) for name in names}
 
 
-Limit = Annotated[int, IntegerSchema(minimum=1)]
-
-
 def plain_globs(glob):
     """Replace braces, which Python's globs do not know: src/*.{py,js} → src/*.py, src/*.js"""
     inner = re.search(r"\{([^{}]*)\}", glob)  # *.{p,{py,js}} → {py,js}
@@ -1227,7 +1222,7 @@ def is_match(name, glob):
 
 
 @tool(read_only=True)
-def glob(pattern: str, path: str = ".", head_limit: Limit = 250, *, turn: Turn):
+def glob(pattern: str, path: str = ".", head_limit: int = 250, *, turn: Turn):
     """Find files by name, newest first. `*.py` finds files in all folders below path."""
     if re.match(r"[/~]|\.\.|\w:", pattern):  # /etc/*.conf, C:\x\*.txt
         raise ToolError("Name the folder in path, and in pattern only what follows it.")
@@ -1262,7 +1257,7 @@ async def grep(
     fixed_strings: bool = False,
     output_mode: Literal["files_with_matches", "content", "count"] = "files_with_matches",
     context: Annotated[int, IntegerSchema("Lines before and after a match", minimum=0)] = 0,
-    head_limit: Limit = 250,
+    head_limit: int = 250,
     *,
     turn: Turn,
 ):
@@ -1684,16 +1679,16 @@ class Exec(Tool):
         *,
         turn: Turn,
     ):
-        confined = bool(self.sandbox)  # the sandbox itself hides everything outside its folders
         folder = turn.path(working_dir, write=True)
-        inside = replace(turn, cwd=folder, restrict=turn.restrict and not confined)
+        # the sandbox itself hides everything outside its folders
+        inside = replace(turn, cwd=folder, restrict=turn.restrict and not self.sandbox)
         shell = find_shell()
         checked = command
         if not shell:
             raise ToolError("There is no bash. The user has to install bash (Git for Windows).")
         if "-Command" in shell:  # check C:\a,b as C:/a b
             checked = command.translate(str.maketrans("\\,", "/ "))
-        await in_thread(check_command, checked, inside, confined=confined)
+        await in_thread(check_command, checked, inside, confined=self.sandbox)
         environment = clean_environment(*self.allowed_env)
         if self.path_append:
             environment["PATH"] = os.pathsep.join(
@@ -1702,7 +1697,6 @@ class Exec(Tool):
         argv = [*shell, command]
         if self.sandbox:
             argv = [*await in_thread(self._bwrap, turn), "--chdir", str(folder), *argv]
-            environment["HOME"] = "/tmp"
         job = Job(argv, folder, environment)
         seconds = timeout or self.timeout
         text = fitted(await job.run(seconds), MAX_OUTPUT_CHARS, "exec", turn)
@@ -1842,7 +1836,7 @@ class Capture(threading.Thread):
 # `/proc/sys` is read-only, also for root.
 BWRAP = (
     "bwrap --unshare-all --cap-drop ALL --die-with-parent --new-session --proc /proc "
-    "--ro-bind /proc/sys /proc/sys --dev /dev --tmpfs /tmp"
+    "--ro-bind /proc/sys /proc/sys --dev /dev --tmpfs /tmp --setenv HOME /tmp"
 )
 SYSTEM = """
 /usr /bin /sbin /lib /lib64 /etc/alternatives /etc/ca-certificates /etc/debian_version
@@ -1857,7 +1851,7 @@ def sandbox_problem():
     """Test whether bwrap works on this machine; returns the problem and the fix, or ""."""
     try:
         subprocess.run(
-            [*BWRAP.split(), "--ro-bind", "/", "/", "true"],
+            f"{BWRAP} --ro-bind / / true".split(),
             check=True,
             capture_output=True,
             text=True,
@@ -2404,8 +2398,9 @@ class MCPServer:
         handshake = "legacy" if self.settings.command else "auto"
         async with contextlib.AsyncExitStack() as stack:
             self.scope = stack.enter_context(anyio.fail_after(self.time_limit))
-            transport = await self._transport(stack)
-            client = await stack.enter_async_context(Client(transport, mode=handshake))
+            client = await stack.enter_async_context(
+                Client(await self._transport(stack), mode=handshake)
+            )
             await self._offer(client)
             self.scope.deadline = math.inf
             self.client = client
