@@ -275,8 +275,7 @@ class ToolRegistry:
         """Return (tool or None, arguments after casting, problem or None)."""
         tool = self._tools.get(name)
         if not tool:
-            known = ", ".join(self._tools)
-            return None, {}, f"{self.missing} {name[:64]!r}.\nThe tools: {known}."
+            return None, {}, f"{self.missing} {name[:64]!r}.\nTools: {', '.join(self._tools)}."
         params = cast(params or {}, {"type": "object"})  # JSON text → dict
         if not isinstance(params, dict):
             problem = f'The arguments of {name} must be one JSON object, like {{"name": "value"}}.'
@@ -338,7 +337,7 @@ class Turn:
     max_result_chars: int = 16_000
     results: Path | None = None  # longer results are saved here; None: in a temporary folder
     undo: Path | None = None  # old versions of changed files (see `take_back`); None: as above
-    started: str = field(default_factory=lambda: str(time.time_ns()), compare=False)
+    started: str = field(default_factory=lambda: str(time.time_ns()))
     asked: str = ""  # the user's first words, by which an undo names the turn
     # (file, hash of its bytes) → number of lines that were read, counted from the first line
     seen: dict = field(default_factory=dict, compare=False)
@@ -614,7 +613,7 @@ def wrong_size(value, schema, name):
     """9, {"maximum": 6}, "size" → ["size must be <= 6"]; of texts and lists, the length counts"""
     if isinstance(value, str | list):
         value = len(value)
-        name = f"{name}: its length"
+        name += ": its length"
     if isinstance(value, int | float):
         for keyword, limit in schema.items():  # minimum, minLength, minItems, maximum, …
             if keyword.startswith("min") and value < limit:
@@ -1232,8 +1231,10 @@ def glob(pattern: str, path: str = ".", head_limit: int = 250, *, turn: Turn):
         if os.path.lexists(file)  # false if a path is too long for Windows
     ]
     names = [name for _, name in sorted(ages)]
-    text = first_lines(names, head_limit) or f"No file below {turn.path(path)} matches {pattern}."
-    return ToolResult(text, shown=counted(len(names), "file", "files"))
+    return ToolResult(
+        first_lines(names, head_limit) or f"No file below {turn.path(path)} matches {pattern}.",
+        shown=counted(len(names), "file", "files"),
+    )
 
 
 def first_lines(lines, limit):
@@ -2087,9 +2088,8 @@ def decode_page(body, kind):
         r"[\w:.-]*)",
         f"{kind}\n{body[:2_048].decode('latin-1')}",
     )
-    charset = named[1] if named else "utf-8"
     with contextlib.suppress(LookupError):
-        return body.decode(charset, "replace").removeprefix("\ufeff")
+        return body.decode(named[1] if named else "utf-8", "replace").removeprefix("\ufeff")
     return body.decode(errors="replace")
 
 
@@ -2270,10 +2270,11 @@ class MCPTool(Tool):
         self.read_only = kind != "tools"
         self.description = item.get("description", "")[:2_000]
         arguments = item.get("arguments", [])  # of a prompt; only tools have an inputSchema
-        texts = {each["name"]: StringSchema(each.get("description")) for each in arguments}
-        required = [each["name"] for each in arguments if each.get("required")]
         self.parameters = {
-            **ObjectSchema(texts, required),
+            **ObjectSchema(
+                {each["name"]: StringSchema(each.get("description")) for each in arguments},
+                [each["name"] for each in arguments if each.get("required")],
+            ),
             **item.get("inputSchema", {}),
             "type": "object",
         }
