@@ -1673,7 +1673,7 @@ def test_each_search_service_is_asked_and_read_in_its_format(site, provider):
     "provider, status, body, told",
     [
         ("duckduckgo", 200, "<form action='//duckduckgo.com/anomaly.js'>", "robot"),
-        ("brave", 401, "sk-key is wrong", "key is missing"),
+        ("brave", 401, "sk-key is wrong", "Unauthorized. It may refuse the key"),
         ("brave", 200, "[" * 100_000, "not JSON"),
     ],
 )
