@@ -17,7 +17,6 @@ history entries; Dream turns history entries into facts and skills. memory.py ca
     print(session.path.read_text(), session.history())
 """
 
-import asyncio
 import json
 import logging
 import os
@@ -25,6 +24,7 @@ import re
 import shutil
 import subprocess
 import time
+from asyncio import Lock, to_thread
 from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager, suppress
@@ -86,8 +86,15 @@ class Session:
 
     def _write(self, lines):
         if not self.size:
-            first = {"mark": "session", "key": self.key, "created_at": self.created_at}
-            lines.insert(0, first | self.origin)
+            lines.insert(
+                0,
+                {
+                    "mark": "session",
+                    "key": self.key,
+                    "created_at": self.created_at,
+                    **self.origin,
+                },
+            )
         for line in lines:
             line.setdefault("timestamp", time.strftime(MOMENT))  # a report has its own time
         self.size += append_lines(self.path, lines)
@@ -131,8 +138,11 @@ class Session:
     def _take_message(self, message):
         self.highest = max(self.highest, message["n"])
         self.messages.append(message)
-        is_whole = not message.get("tool_calls") and "cut" not in message
-        ends_turn = message["role"] == "assistant" and is_whole
+        ends_turn = (
+            message["role"] == "assistant"
+            and not message.get("tool_calls")
+            and "cut" not in message
+        )
         if ends_turn and message.get("content"):
             self.undelivered.append(message)
         if "report" in message:
@@ -145,7 +155,7 @@ class Session:
         self.last = message["n"]
 
     async def synced(self):
-        await asyncio.to_thread(fsync, self.path)
+        await to_thread(fsync, self.path)
 
     def conversation(self) -> list[dict]:
         return [message for message in self.messages if message["n"] > self.start]
@@ -420,7 +430,7 @@ class Consolidator:
     prompt: str
     budget: int  # maximum number of tokens in a request
     window: int  # maximum number of messages that are not in the long-term memory
-    one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock)
+    one_at_a_time: Lock = field(default_factory=Lock)
 
     async def make_room(self, session, tokens):
         """Runs before each request. If `tokens` is over 80 % of the budget, move turns until about
@@ -514,11 +524,11 @@ class Consolidator:
             entry = re.sub(THOUGHTS, "", answer["history_entry"]).strip()
             if not entry:
                 break
-            await asyncio.to_thread(repository.record, OUTSIDE)
+            await to_thread(repository.record, OUTSIDE)
             if not self.store.write_facts(answer["memory_update"], facts):
                 continue  # somebody has changed MEMORY.md meanwhile: ask again
-            changes = await asyncio.to_thread(repository.record, "saved from a conversation")
-            return entry, answer.get("summary"), changes
+            told = await to_thread(repository.record, "saved from a conversation")
+            return entry, answer.get("summary"), told
         return f"[RAW] {fitted(text, 400)}", "", ""
 
 
@@ -564,9 +574,9 @@ class Governed:
         freed = 0
         for n, message in enumerate(self.messages[: max(begin, last_step)]):
             role = message["role"]
-            begins_turn = role == "user" and n <= begin  # earlier turns go as a whole
-            begins_step = role != "tool" and n > begin  # this turn goes step by step
-            if (begins_turn or begins_step) and freed >= excess + self.list_size:
+            # earlier turns go as a whole, this turn goes step by step
+            begins_part = role == "user" if n <= begin else role != "tool"
+            if begins_part and freed >= excess + self.list_size:
                 break
             is_own = role == "user" and n >= begin
             if is_own or role == "system" or "is_summary" in message:
@@ -1125,7 +1135,7 @@ class Dream:
             self.store.archive_old()
             told = f"Dreamt about {counted(len(batch), 'entry', 'entries')}"
             try:
-                changes = await asyncio.to_thread(repository.commit, "dream")
+                changes = await to_thread(repository.commit, "dream")
             except OSError as problem:
                 return f"{told}. The changes cannot be shown or undone: {problem}"
             return f"{told}: {changes or 'no change'}. /dream-log shows the changes."
@@ -1142,7 +1152,7 @@ class Dream:
         response = await self.ask(request(self.find_prompt, question), [])
         # what others have changed until now is no part of the dream
         with suppress(OSError):  # if it fails, the second commit fails, too
-            await asyncio.to_thread(repository.commit, OUTSIDE)
+            await to_thread(repository.commit, OUTSIDE)
         if response.finish_reason == "error":
             return "failed" if response.is_overflow else UNREACHABLE
         answer = re.sub(THOUGHTS, "", response.content or "")
@@ -1350,10 +1360,10 @@ def skill_of(path, data):
         ("bins", shutil.which, "program"),
         ("env", os.getenv, "environment variable"),
     ):
-        needs = re.search(NEEDS.format(key), front)
-        if needs:
-            names = re.findall(NAME, needs[1])  # '["gh", "jq"]' → ["gh", "jq"]
-            missing += [f"{kind} {name}" for name in names if not find(name)]
+        if needs := re.search(NEEDS.format(key), front):
+            for name in re.findall(NAME, needs[1]):  # '["gh", "jq"]' → ["gh", "jq"]
+                if not find(name):
+                    missing.append(f"{kind} {name}")
     return Skill(
         fields.get("name") or path.parent.name,
         path,
@@ -1374,8 +1384,7 @@ def fields_of(front):
     for line in re.sub(r"\n[ \t]+", " ", front).split("\n"):
         key, _, value = line.partition(":")
         value = value.strip()
-        quoted = re.match(QUOTED, value)
-        if quoted:
+        if quoted := re.match(QUOTED, value):
             value = quoted[2].replace("''", "'").replace('\\"', '"')
         else:
             value = value.lstrip(">|+-").partition(" #")[0]
