@@ -25,7 +25,6 @@ import json
 import logging
 import os
 import re
-import select
 import signal
 import sys
 import threading
@@ -42,6 +41,7 @@ from functools import cache, lru_cache
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from secrets import compare_digest, token_hex, token_urlsafe
+from select import select
 from typing import Annotated, Literal
 from unicodedata import east_asian_width
 from urllib.parse import quote, unquote
@@ -129,7 +129,7 @@ class OutboundMessage:
     reply_to: str = ""  # the message_id of the InboundMessage that is answered
     parts_sent: int = 0  # the number of parts already sent; a retry skips these parts
     failures: int = 0  # the number of failed attempts to send the message
-    on_delivered: Callable | None = None
+    on_delivered: Callable = lambda: None
 
 
 class Refused(Exception):
@@ -188,8 +188,7 @@ async def deliver(channel, waiting, sleep):
                 message.failures += 1
                 continue
         try:
-            if message.on_delivered:
-                message.on_delivered()
+            message.on_delivered()
         except Exception as problem:  # the message has arrived: no retry
             log.error("%s: a delivery could not be recorded: %s", chat, problem)
         waiting.popleft()  # not earlier, because `MessageBus.send` starts a task if none is waiting
@@ -430,7 +429,7 @@ class BottomLine:
             if settings[tty.LFLAG] & termios.ECHO and (self.can_draw or quiet):
                 self._usual = settings
                 tty.setcbreak(keyboard, termios.TCSANOW)  # keys come at once and are not shown
-            while select.select([keyboard], [], [], quiet)[0]:
+            while select([keyboard], [], [], quiet)[0]:
                 data += os.read(keyboard, 4_096)
         return data
 
@@ -612,6 +611,7 @@ class CLI(Channel):
 
     name = "cli"
     shows_deltas = True
+    _streamed = ""  # the text of an unfinished answer so far
 
     def __init__(
         self,
@@ -625,7 +625,6 @@ class CLI(Channel):
         self.live = self.out.isatty()
         self.bottom = BottomLine(self.err)
         self.bottom.can_draw &= self.live  # in `nanobot -m hi | cat`, cat prints at any time
-        self._streamed = ""  # the text of an unfinished answer so far
 
     async def send(self, message):
         kind = message.kind
@@ -661,8 +660,7 @@ class CLI(Channel):
 
     def report(self, text):
         """Print a job's report at once, then the prompt again with the text typed so far."""
-        prompt = self.bottom.prompt
-        if prompt:
+        if prompt := self.bottom.prompt:
             with suppress(ImportError):
                 import readline
 
@@ -965,13 +963,12 @@ class Telegram(Channel):
         if any("media_group_id" in update.get("message", {}) for update in updates):
             await self.sleep(2.0)
             updates = await self._get_updates(0)  # the same updates, now with the whole album
-        new = [update for update in updates if self._is_new(update)]
-
-        def album_of(update):  # all messages of an album have one id
-            return update["message"].get("media_group_id", update["update_id"])
-
-        for _, group in itertools.groupby(new, album_of):
-            album = list(group)
+        albums = defaultdict(list)  # all messages of an album have one id
+        for update in updates:
+            if self._is_new(update):
+                album_id = update["message"].get("media_group_id", update["update_id"])
+                albums[album_id].append(update)
+        for album in albums.values():
             storing = asyncio.create_task(self._take([each["message"] for each in album], bus))
             self._storing |= {update["update_id"]: storing for update in album}
         if self._storing:  # at most 1 s, because other chats do not wait for one that is slow
@@ -1196,8 +1193,6 @@ BOLD = r"\*\*(?=[^\s*])((?:[^*\n]|\*(?!\*))+?)(?<=[^\s*])\*\*"  # **now**
 ITALIC = r"(?<![\w*])\*(?=[^\s*])((?:[^*<>\n]|<b>[^<>\n]*</b>)+)(?<!\s)\*(?![\w*])"
 UNDERLINED = r"(?<!\w)_(?=[^\s_])([^_<>\n]+)(?<!\s)_(?!\w)"  # _now_   not a_b_c
 TAG = r"</?[a-z][^>]*>"  # <b>   </b>   <a href="https://x.y">
-# up to the last newline, or else to the last space that is not in a tag like <a href="…">
-WHOLE_WORDS = r"(?s).*\n|.* (?![^<>]*>)"
 
 
 def as_html(markdown):
@@ -1263,7 +1258,8 @@ def beginning(text, limit):
     if head == text:
         return text
     whole = re.match(rf"(?s:{TAG}|&#?\w+;|[^<&])*", head)[0]  # <b>   &lt;   a
-    words = re.match(WHOLE_WORDS, whole)
+    # up to the last newline, or else to the last space that is not in a tag like <a href="…">
+    words = re.match(r"(?s).*\n|.* (?![^<>]*>)", whole)
     return words[0] if words else whole
 
 
@@ -1447,8 +1443,9 @@ class CronService:
 
     store: JobStore
     fire: Callable
-    zone: tzinfo | None
+    zone: tzinfo  # None is the zone of the machine
     now: Callable = time.time
+    sleep: Callable = asyncio.sleep
     is_wanted: Callable = lambda job: True
     running: dict = field(default_factory=dict)  # job id → the task of its run
 
@@ -1499,7 +1496,7 @@ class CronService:
                 del self.running[job.id]
             except OSError as problem:  # a full disk: the job waits, or its run would be repeated
                 log.error("cron: the run of %s cannot be recorded: %s", job.id, problem)
-                await asyncio.sleep(60)
+                await self.sleep(60)
 
     def _shown(self, moment):
         return f"{datetime.fromtimestamp(moment).astimezone(self.zone):%a %Y-%m-%d %H:%M %Z}"
@@ -1568,8 +1565,8 @@ class CronService:
             if due is None:
                 raise CronError(f"it never runs. It is now {self._shown(job.after)}")
             if job.at:  # stored with its offset, because other programs may have other zones
-                at = datetime.fromtimestamp(due).astimezone(self.zone)
-                job.at = at.isoformat(timespec="seconds")
+                moment = datetime.fromtimestamp(due).astimezone(self.zone)
+                job.at = moment.isoformat(timespec="seconds")
             added = f"Added job {self._line(job)}"
         except (ValueError, OverflowError, OSError) as problem:  # OSError: the year 30000, Windows
             raise CronError(f"No job was added for {job.schedule()!r}: {problem}.") from None
