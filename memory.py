@@ -101,12 +101,10 @@ class Session:
         for line in lines:
             self.take(line)
             if self.on_event:
-                without_text = {  # the texts are in the events of requests and answers
-                    name: line[name]
-                    for name in ("n", "role", "cut", "report", "mark", "why", "upto")
-                    if name in line
-                }
-                self.on_event("journal", who="session", line=without_text)
+                # without the texts, which are in the events of requests and answers
+                names = ("n", "role", "cut", "report", "mark", "why", "upto")
+                told = {name: line[name] for name in names if name in line}
+                self.on_event("journal", who="session", line=told)
 
     def take(self, line: dict):
         """Update the state with one journal line."""
@@ -132,7 +130,7 @@ class Session:
                 self.resumed += 1
             case {"mark": "session", "created_at": str(created_at)}:
                 self.created_at = created_at
-            case {"n": int(), "role": str()}:
+            case {"n": int()}:
                 self._take_message(line)
 
     def _take_message(self, message):
@@ -178,8 +176,10 @@ class Session:
                 continue
             notes = []
             if message["role"] == "user":
-                quotes = [quoted(report, 2_500 // len(reports)) for report in reports]
-                notes = [self.gap_after(previous), *quotes]
+                notes = [
+                    self.gap_after(previous),
+                    *(quoted(report, 2_500 // len(reports)) for report in reports),
+                ]
                 reports.clear()
             sent.append(as_sent(message, *notes))
             previous = message
@@ -320,7 +320,7 @@ class MemoryStore:
     def text_of(self, path):
         """Read a text file; a missing file gives "". Raises OSError if the file cannot be read."""
         try:
-            return self.read(path).decode("utf-8-sig", errors="replace")
+            return self.read(path).decode("utf-8-sig", "replace")
         except FileNotFoundError:
             return ""
 
@@ -510,8 +510,8 @@ class Consolidator:
         repository = MemoryRepository(self.store.workspace)
         for _ in range(3):
             facts = self.store.read_facts()
-            question = "\n\n".join(["# MEMORY.md", facts, "# Conversation", *earlier, text])
-            response = await self.ask(request(self.prompt, question), [SAVE_MEMORY])
+            messages = request(self.prompt, "# MEMORY.md", facts, "# Conversation", *earlier, text)
+            response = await self.ask(messages, [SAVE_MEMORY])
             if response.finish_reason == "error" and not response.is_overflow:
                 return None
             if response.finish_reason in ("length", "content_filter"):
@@ -527,8 +527,8 @@ class Consolidator:
             await to_thread(repository.record, OUTSIDE)
             if not self.store.write_facts(answer["memory_update"], facts):
                 continue  # somebody has changed MEMORY.md meanwhile: ask again
-            told = await to_thread(repository.record, "saved from a conversation")
-            return entry, answer.get("summary"), told
+            changes = await to_thread(repository.record, "saved from a conversation")
+            return entry, answer.get("summary"), changes
         return f"[RAW] {fitted(text, 400)}", "", ""
 
 
@@ -610,7 +610,7 @@ class Governed:
                     cut += "\n[not all of it: ask for a part]"
                     self.messages[n] = {**message, "content": cut}
         if results:
-            self.notes.append(f"{counted(len(results), 'tool result')} cut")
+            self.notes.append("tool results cut")
 
 
 # ======== Second reading: terminals, damage, files and locks, sizes, Dream, skills ========
@@ -899,9 +899,8 @@ class SessionManager:
     def first_line(self, key):
         """The first line of the journal. Terminals write their `folder`, and `typed: true` for what
         `-c` may continue. {} if there is no journal, or the line is damaged."""
-        with suppress(OSError, ValueError):
-            with open(self.path(key), "rb") as file:
-                first = json.loads(file.readline(100_000))
+        with suppress(OSError, ValueError), open(self.path(key), "rb") as file:
+            first = json.loads(file.readline(100_000))
             if has(first):
                 return first
         return {}
@@ -1026,7 +1025,8 @@ def without_images(message):
     return {**message, "content": "\n".join(texts) or "[image]"}
 
 
-def request(system, text):
+def request(system, *parts):
+    text = "\n\n".join(parts)
     return [{"role": "system", "content": system}, {"role": "user", "content": text}]
 
 
@@ -1035,7 +1035,7 @@ def request(system, text):
 
 def counted(count, one, several=""):
     """Returns "0 steps", "1 step", "2,000 steps", "2 entries"."""
-    return f"{count:,} {one}" if count == 1 else f"{count:,} {several or one + 's'}"
+    return f"{count:,} {one if count == 1 else several or one + 's'}"
 
 
 def fitted(text, most):
@@ -1066,7 +1066,7 @@ def estimate(text):
     return int(letters / 5 + marks / 1.5 + (len(foreign) - rare) / 4.5 + rare) + 1
 
 
-cached_estimate = lru_cache(maxsize=1_000)(estimate)  # each request repeats most messages
+cached_estimate = lru_cache(1_000)(estimate)  # each request repeats most messages
 
 
 def message_tokens(message):
@@ -1148,8 +1148,9 @@ class Dream:
         for name in DREAM_FILES:
             path = self.store.workspace / name
             files.append(f"# {path}\n\n{fitted(self.store.text_of(path), self.budget // 8)}")
-        question = "\n\n".join([time.strftime("Today: %Y-%m-%d, %A"), *files, "# History", *lines])
-        response = await self.ask(request(self.find_prompt, question), [])
+        today = time.strftime("Today: %Y-%m-%d, %A")
+        question = request(self.find_prompt, today, *files, "# History", *lines)
+        response = await self.ask(question, [])
         # what others have changed until now is no part of the dream
         with suppress(OSError):  # if it fails, the second commit fails, too
             await to_thread(repository.commit, OUTSIDE)
@@ -1162,8 +1163,8 @@ class Dream:
         skills = [
             f"- {skill.name}: {skill.description} ({skill.path})" for skill in self.skills.load()
         ]
-        question = "\n\n".join(["# Findings", *findings, *files, "# Skills", *skills])
-        result = await self.run_agent(request(self.edit_prompt, question), self.refuse)
+        task = request(self.edit_prompt, "# Findings", *findings, *files, "# Skills", *skills)
+        result = await self.run_agent(task, self.refuse)
         if result.stop_reason == "error":
             return UNREACHABLE
         return "completed" if result.stop_reason == "completed" else "failed"
@@ -1265,13 +1266,6 @@ class MemoryRepository:
         except OSError as problem:
             return f"There is no log: {problem}"
 
-    def applies(self, patch):
-        try:
-            self.git("apply", "--check", patch)
-        except OSError:
-            return False
-        return True
-
     def restore(self, sha=""):
         """Undo one commit (default: the last dream) with a new commit. Returns a message."""
         why = "the commit is undone already, or its lines have changed since then."
@@ -1290,7 +1284,11 @@ class MemoryRepository:
                 )
                 files = [self.workspace / name for name in self.git("ls-files", "-z").split("\0")]
                 modes = {path: path.stat().st_mode for path in files if path.is_file()}
-                if self.applies(patch):  # it could be made once more, so it is undone already
+                try:
+                    self.git("apply", "--check", patch)
+                except OSError:
+                    pass
+                else:  # it could be made once more, so it is undone already
                     raise OSError(why)
                 # -C0: the lines around a change may have changed since
                 self.git("apply", "-R", "-C0", "--whitespace=nowarn", patch, why=why)
@@ -1315,7 +1313,7 @@ class Skill:
     description: str
     text: str  # without the front matter
     always: bool  # if True, the whole text is in every system prompt
-    missing: list[str]  # missing programs and variables
+    missing: list  # missing programs and variables
 
 
 class SkillsLoader:
@@ -1351,7 +1349,7 @@ NAME = r"[^\s,\[\]\"'-][^\s,\[\]\"']{0,200}"
 
 def skill_of(path, data):
     """Parse the bytes of a file SKILL.md. All parts of the file are optional."""
-    text = data.decode("utf-8-sig", errors="replace").replace("\r\n", "\n")
+    text = data.decode("utf-8-sig", "replace").replace("\r\n", "\n")
     match = re.match(FRONT_MATTER, text)
     front = match[1] or ""
     fields = fields_of(front)
