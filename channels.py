@@ -336,6 +336,10 @@ def width_of(text):
     return sum(2 if east_asian_width(letter) in "WF" else 1 for letter in text)
 
 
+def write_now(text, file):
+    print(text, end="", file=file, flush=True)
+
+
 class BottomLine:
     """During a turn, the last line shows what the user types, or else what the turn waits for:
 
@@ -389,14 +393,14 @@ class BottomLine:
         finally:
             self.close()
         before, line_end, prompt = printable(question).rpartition("\n")
-        print(before, end=line_end, file=sys.stderr, flush=True)
+        write_now(before + line_end, sys.stderr)
         return self.read(prompt)
 
     def read(self, prompt):
         """Read a line from the keyboard. If stdout is no terminal, print the prompt to stderr."""
         self.prompt = prompt
         if not sys.stdout.isatty():
-            print(prompt, end="", file=sys.stderr, flush=True)
+            write_now(prompt, sys.stderr)
             prompt = ""
         try:
             line = input(prompt)
@@ -448,7 +452,7 @@ class BottomLine:
             self.drawn = line
             self.drawn_width = self._columns
             if line:
-                self._write(f"{self._way_below()}\r\x1b[K\x1b[2m{line}\x1b[0m")
+                write_now(f"{self._way_below()}\r\x1b[K\x1b[2m{line}\x1b[0m", self.err)
 
     @property
     def _columns(self):
@@ -484,17 +488,14 @@ class BottomLine:
                     self.unfinished = ""  # the place has moved: go on in a row of its own
                 back = "\x1b8" if self.unfinished else ""
                 self.drawn = ""
-                self._write(f"{up}\r\x1b[J{back}")
-
-    def _write(self, codes):
-        print(codes, end="", file=self.err, flush=True)
+                write_now(f"{up}\r\x1b[J{back}", self.err)
 
     def print(self, text, file):
         """Print text above the line."""
         with self._lock:
             was_drawn = self.drawn
             self.erase()
-            print(text, end="", file=file, flush=True)
+            write_now(text, file)
             self.unfinished = (self.unfinished + text).rpartition("\n")[2]
             if was_drawn:  # not while a question is open
                 self.draw()
@@ -656,7 +657,7 @@ class CLI(Channel):
         lines = printable(text).split("\n")
         if self.err.isatty():
             lines = [f"\x1b[{COLOURS.get(line[:1], 2)}m{line}\x1b[0m" for line in lines]
-        self.bottom.print("\n".join([*lines, ""]), self.err)
+        self.bottom.print("\n".join(lines) + "\n", self.err)
 
     def report(self, text):
         """Print a job's report at once, then the prompt again with the text typed so far."""
@@ -776,15 +777,15 @@ def text_of_pipe(begun, folder):
     """Read the rest of standard input; `begun` are the bytes that were read already. Return the
     text, or save a long text in a file and return the start and the path."""
     data = begun + sys.stdin.buffer.read()
-    text = data.decode("utf-8-sig", errors="replace")  # PowerShell sends a BOM
+    text = data.decode("utf-8-sig", "replace")  # PowerShell sends a BOM
     if len(text) <= 100_000:
         return text.strip()
     folder.mkdir(exist_ok=True, mode=0o700)
     path = folder / f"{token_hex(8)}.txt"
     path.write_bytes(data)
     return (
-        f"{text[:10_000]}\n[standard input is longer: all {len(data):,} bytes are "
-        f"in {path}. Use grep, or read_file in pages]"
+        f"{text[:10_000]}\n[standard input is longer: all of it is in {path}. Use grep, or "
+        "read_file in pages]"
     )
 
 
@@ -925,7 +926,7 @@ class Telegram(Channel):
         *,
         api_base="https://api.telegram.org",
         group_policy="mention",  # "open": the bot reads all group messages
-        media_folder=Path("media"),
+        media_folder,
         sleep=asyncio.sleep,
     ):
         super().__init__(allow_from)
@@ -1313,8 +1314,7 @@ def next_run(expr, after, zone):
     parts = expr.lower().split()
     if len(parts) != 5:
         raise ValueError(
-            f"{expr!r} has {len(parts)} fields instead of five: "
-            "minute, hour, day of month, month, day of week"
+            f"{expr!r} must have five fields: minute, hour, day of month, month, day of week"
         )
     minutes, hours, days, months, weekdays = map(cron_numbers, CRON_FIELDS, parts)
     weekdays = {number % 7 for number in weekdays}  # Sunday is 0 or 7
@@ -1326,8 +1326,7 @@ def next_run(expr, after, zone):
     # leap day, for "0 0 29 2 *": 2096, 2104; not 2100
     for number in range(-1, 9 * 366):
         day = datetime.fromtimestamp(after, zone) + timedelta(days=number)
-        in_week = day.isoweekday() % 7 in weekdays
-        if day.month in months and suffices([day.day in days, in_week]):
+        if day.month in months and suffices([day.day in days, day.isoweekday() % 7 in weekdays]):
             moments = [
                 day.replace(hour=hour, minute=minute, fold=fold).timestamp()
                 for hour, minute, fold in itertools.product(hours, minutes, folds)
@@ -1454,8 +1453,12 @@ class CronService:
         jobs = []
         for row in self.store.read():
             try:
-                given = [each for each in fields(CronJob) if row.get(each.name) is not None]
-                job = CronJob(**{each.name: each.type(row[each.name]) for each in given})
+                values = {
+                    each.name: each.type(row[each.name])
+                    for each in fields(CronJob)
+                    if row.get(each.name) is not None
+                }
+                job = CronJob(**values)
                 job.due(1e6, self.zone)  # raises an error if the schedule is invalid
                 jobs.append(job)
             except Exception as problem:
@@ -1608,8 +1611,9 @@ def active_tasks(text):
     "# Tasks\\n- [x] call Ann\\n- [ ] water the plants" → "# Tasks\\n\\n- [ ] water the plants"
     """
     rest = re.sub(DONE, "", re.sub(COMMENT, "", text))
-    tasks = [line for line in rest.splitlines() if not re.fullmatch(NO_TASK, line)]
-    return rest.strip() if tasks else ""
+    if all(re.fullmatch(NO_TASK, line) for line in rest.splitlines()):
+        return ""
+    return rest.strip()
 
 
 # ---- The web page of `nanobot web` ----
@@ -1635,12 +1639,12 @@ class WebPage(Channel):
     `ask(text)` shows a question of the current turn in all windows and waits for the answer.
     `journal_of("web:page")` returns the path of a chat's journal; the page shows each new line.
     `as_json(event)` writes an event without API keys. `runs` is the HTML with the recorded runs.
+    `memory()`, which is set later, returns name → text of the parts of the prompt.
     """
 
     name = "web"
     shows_deltas = True
     polls = 0  # rises while a window is open
-    memory = dict  # returns name → text of the parts of the prompt
 
     def __init__(
         self,
@@ -1687,8 +1691,8 @@ class WebPage(Channel):
         class Server(ThreadingHTTPServer):
             allow_reuse_address = os.name == "posix"  # on Windows, two programs could use one port
 
-            def handle_error(self, *_):  # a closed window needs no traceback
-                log.debug("page: a request has failed", exc_info=True)
+            def handle_error(self, *_):
+                """A closed window needs no traceback."""
 
             def verify_request(self, *_):  # silent connections leave descriptors to the agent
                 return threading.active_count() < 100
@@ -1732,8 +1736,8 @@ class WebPage(Channel):
         number = token_hex(8)
         answer = asyncio.Future()
         self.questions[number] = answer
-        details |= {"session": self.turn_of.get(), "id": number}
-        self._add("memory", kind="ask", what=what, text=text, **details)
+        session = self.turn_of.get()
+        self._add("memory", kind="ask", what=what, text=text, session=session, id=number, **details)
         question = self.events[-1]
         polls = -1
         try:
