@@ -58,10 +58,10 @@ class Session:
     resumed = 0  # number of restarts that resumed the open turn
     size = 0  # expected file size; another size means that another program wrote to it
 
-    def __init__(self, key: str, path: Path, on_event=None):
+    def __init__(self, key: str, path: Path, on_event):
         self.key = key
         self.path = path
-        self.on_event = on_event  # called with "journal" and each new line, without its text
+        self.on_event = on_event  # called with "journal" and each new line, or None
         self.created_at = time.strftime(MOMENT)
         self.origin = {}  # for the first line: {"folder": "/home/ada/plan", "typed": True}
         self.messages = []  # messages that are not in the long-term memory
@@ -588,8 +588,8 @@ class Governed:
             told = f"{counted(len(left_out), 'message')} left out"
             spare = max(freed - excess - 10, 50)  # 10 tokens for the list's message itself
             text = list_of(left_out, told, min(spare, self.list_size))
-            not_reached = self.messages[len(kept) + len(left_out) :]
-            self.messages = [*kept, {"role": "user", "content": text}, *not_reached]
+            replaced = len(kept) + len(left_out)
+            self.messages[:replaced] = [*kept, {"role": "user", "content": text}]
             self.notes.append(f"{told} (~{freed:,} tokens)")
 
     def _remove_pictures(self, _):
@@ -604,8 +604,8 @@ class Governed:
         room = total_tokens(results) - excess
         for n, message in enumerate(self.messages):
             if message["role"] == "tool":
-                share = room // len(results) - 20  # 20 tokens for the line below
-                cut = fitted(message["content"], max(share, 10))
+                # 20 tokens for the line below
+                cut = fitted(message["content"], max(room // len(results) - 20, 10))
                 if cut != message["content"]:
                     cut += "\n[not all of it: ask for a part]"
                     self.messages[n] = {**message, "content": cut}
@@ -643,8 +643,9 @@ def remember_terminals(sessions):
                 text = f"In {first['folder']}:\n{in_short(said)}"
                 if session.is_open:
                     text += "\n(not answered: the program ended)"
-                moment = time.strftime("%Y-%m-%d %H:%M", time.localtime(used))
-                store.append_history(text, timestamp=moment)
+                store.append_history(
+                    text, timestamp=time.strftime("%Y-%m-%d %H:%M", time.localtime(used))
+                )
                 session.mark("remembered", upto=session.highest)
                 os.utime(session.path, (used, used))  # the mark is no use of the conversation
         os.utime(lock)
@@ -1149,8 +1150,7 @@ class Dream:
             path = self.store.workspace / name
             files.append(f"# {path}\n\n{fitted(self.store.text_of(path), self.budget // 8)}")
         today = time.strftime("Today: %Y-%m-%d, %A")
-        question = request(self.find_prompt, today, *files, "# History", *lines)
-        response = await self.ask(question, [])
+        response = await self.ask(request(self.find_prompt, today, *files, "# History", *lines), [])
         # what others have changed until now is no part of the dream
         with suppress(OSError):  # if it fails, the second commit fails, too
             await to_thread(repository.commit, OUTSIDE)
@@ -1365,10 +1365,10 @@ def skill_of(path, data):
     return Skill(
         fields.get("name") or path.parent.name,
         path,
-        description=fields.get("description", ""),
-        text=text[match.end() :].strip(),
-        always=fields.get("always", "").lower() in ("true", "yes"),
-        missing=missing,
+        fields.get("description", ""),
+        text[match.end() :].strip(),
+        fields.get("always", "").lower() in ("true", "yes"),
+        missing,
     )
 
 
