@@ -110,7 +110,7 @@ class MessageBus:
         if len(waiting) == 1:  # otherwise, `deliver` is running already
             self._deliveries[key] = asyncio.create_task(deliver(channel, waiting, self._sleep))
 
-    async def close(self, seconds=5.0):
+    async def close(self, seconds):
         """Wait at most `seconds` for the delivery of queued messages, then stop the channels."""
         deliveries = self._deliveries.values()
         if deliveries:
@@ -291,8 +291,9 @@ def prepare_streams():
             stream.reconfigure(errors="replace")
             if os.name == "nt":
                 os.system("")  # switches the escape codes on, else cmd.exe shows `←[2m`
-                raw = getattr(stream.buffer, "raw", stream.buffer)
-                if isinstance(raw, io.FileIO):  # not a console: UTF-8, whatever the code page is
+                if isinstance(
+                    getattr(stream.buffer, "raw", stream.buffer), io.FileIO
+                ):  # not a console: UTF-8, whatever the code page is
                     stream.reconfigure(encoding="utf-8")
                     stream.isatty = lambda: False  # Windows says that NUL is a terminal
 
@@ -354,9 +355,7 @@ class BottomLine:
     prompt = ""  # the prompt or question at which the user is typing now
     draft = ""  # what the user is typing; after the turn, it stands in the next prompt
     what = ""  # what the turn waits for
-    since = 0.0  # since when it waits
     drawn = ""  # what the line shows now
-    drawn_width = 0  # the columns of the window when it was drawn
     unfinished = ""  # the last line of the printed text; "" if that line has ended
     _usual = None  # the terminal's settings, while it does not show the keys
 
@@ -371,7 +370,7 @@ class BottomLine:
     def begin(self, what):
         """After a second, show what the turn waits for, such as `the model`; "": for nothing."""
         if not self.what:
-            self.since = self.clock()
+            self.since = self.clock()  # since when it waits
         self.what = what
 
     def close(self):
@@ -450,7 +449,7 @@ class BottomLine:
                 return
             self.erase()
             self.drawn = line
-            self.drawn_width = self._columns
+            self.drawn_width = self._columns  # the window may become narrower or wider
             if line:
                 write_now(f"{self._way_below()}\r\x1b[K\x1b[2m{line}\x1b[0m", self.err)
 
@@ -646,7 +645,12 @@ class CLI(Channel):
         self.bottom.print(text, self.out)
 
     def _end_text(self, text):
-        self._print(not_yet_shown(text, self._streamed).removesuffix("\n") + "\n")
+        """Print the rest of the answer: after "Hel", of "Hello." the text "lo."; but a different
+        text, "Bye.", gets a new line."""
+        shown = self._streamed.strip()  # providers remove blanks at both ends of the final text
+        rest = text.lstrip()
+        rest = rest.removeprefix(shown) if rest.startswith(shown) else f"\n{text}"
+        self._print(rest.removesuffix("\n") + "\n")
         self._streamed = ""
 
     def note(self, text):
@@ -737,7 +741,9 @@ class CLI(Channel):
 
     def read_piped(self, beside_message, folder):
         """Read standard input. With -m, wait at most 3 s, because a pipe may never send a byte, and
-        leave a file alone that another program is reading."""
+        leave a file alone that another program is reading. Return the text, or save a long text in
+        a file and return the start and the path: `nanobot -m "what went wrong?" < server.log` must
+        not put 50 MB into the journal."""
         begun = b""
         if beside_message:
             if stdin_is_partly_read():
@@ -747,21 +753,19 @@ class CLI(Channel):
             except TimeoutError:
                 self.note("nanobot: standard input is open but silent, going on without it")
                 return ""
-        text = text_of_pipe(begun, folder)
+        data = begun + sys.stdin.buffer.read()
+        text = data.decode("utf-8-sig", "replace").strip()  # PowerShell sends a BOM
         if text and beside_message:
             self.note(f"attached: {len(text):,} characters from standard input")
-        return text
-
-
-def not_yet_shown(text, streamed):
-    """("Hello.", "Hel") → "lo."; ("Bye.", "Hel") → "\\nBye.": a different text gets a new line."""
-    shown = streamed.strip()  # providers remove blanks at both ends of the final text
-    rest = text.lstrip()
-    return rest.removeprefix(shown) if rest.startswith(shown) else f"\n{text}"
-
-
-# ---- Piped text that is too long for a message ----
-# `nanobot -m "what went wrong?" < server.log` must not put 50 MB into the journal.
+        if len(text) <= 100_000:
+            return text
+        folder.mkdir(exist_ok=True, mode=0o700)
+        path = folder / f"{token_hex(8)}.txt"
+        path.write_bytes(data)
+        return (
+            f"{text[:10_000]}\n[standard input is longer: all of it is in {path}. Use grep, or "
+            "read_file in pages]"
+        )
 
 
 def stdin_is_partly_read():
@@ -771,22 +775,6 @@ def stdin_is_partly_read():
         return os.lseek(sys.stdin.fileno(), 0, os.SEEK_CUR) > 0
     except OSError:  # a pipe, or a window of an IDE
         return False
-
-
-def text_of_pipe(begun, folder):
-    """Read the rest of standard input; `begun` are the bytes that were read already. Return the
-    text, or save a long text in a file and return the start and the path."""
-    data = begun + sys.stdin.buffer.read()
-    text = data.decode("utf-8-sig", "replace")  # PowerShell sends a BOM
-    if len(text) <= 100_000:
-        return text.strip()
-    folder.mkdir(exist_ok=True, mode=0o700)
-    path = folder / f"{token_hex(8)}.txt"
-    path.write_bytes(data)
-    return (
-        f"{text[:10_000]}\n[standard input is longer: all of it is in {path}. Use grep, or "
-        "read_file in pages]"
-    )
 
 
 # ---- The Bot API of Telegram ----
@@ -857,11 +845,10 @@ class BotAPI:
         status, data = await self._exchange(f"bot{self.token}/{method}", seconds, body, form)
         try:
             answer = json.loads(data)
-            is_done = answer["ok"]
+            if answer["ok"]:
+                return answer["result"]
         except (ValueError, TypeError, KeyError):  # the page of a proxy
             raise TelegramError(f"{method}: {status} not the Bot API") from None
-        if is_done:
-            return answer["result"]
         problem = self._scrub(f"{method}: {status} {answer.get('description')}")
         if status in (401, 404):
             raise TelegramError(
@@ -922,7 +909,7 @@ class Telegram(Channel):
     def __init__(
         self,
         token,
-        allow_from=(),
+        allow_from,
         *,
         api_base="https://api.telegram.org",
         group_policy="mention",  # "open": the bot reads all group messages
@@ -1050,8 +1037,8 @@ class Telegram(Channel):
             str(chat["id"]),
             content,
             media,
-            message_id=f"{messages[0]['message_id']}/{self.bot['id']}",
-            speaker="" if is_private else name_of(sender),
+            f"{messages[0]['message_id']}/{self.bot['id']}",
+            "" if is_private else name_of(sender),
         )
 
     async def _save(self, file):
@@ -1453,12 +1440,13 @@ class CronService:
         jobs = []
         for row in self.store.read():
             try:
-                values = {
-                    each.name: each.type(row[each.name])
-                    for each in fields(CronJob)
-                    if row.get(each.name) is not None
-                }
-                job = CronJob(**values)
+                job = CronJob(
+                    **{
+                        each.name: each.type(row[each.name])
+                        for each in fields(CronJob)
+                        if row.get(each.name) is not None
+                    }
+                )
                 job.due(1e6, self.zone)  # raises an error if the schedule is invalid
                 jobs.append(job)
             except Exception as problem:
@@ -1545,8 +1533,6 @@ class CronService:
         now = self.now()
         if in_seconds:
             at = datetime.fromtimestamp(now + in_seconds, UTC).isoformat()
-        # a chat's jobs run in the gateway's folder
-        folder = str(turn.cwd) if turn.channel == "cli" else ""
         return self._add(
             CronJob(
                 token_hex(4),
@@ -1557,7 +1543,8 @@ class CronService:
                 at,
                 turn.channel,
                 turn.chat_id,
-                folder,
+                # a chat's jobs run in the gateway's folder
+                str(turn.cwd) if turn.channel == "cli" else "",
                 now,
             )
         )
@@ -1829,14 +1816,13 @@ class PageRequest:
 
     def _reply(self, status, text, kind="text/plain", **more):
         self.send_response(status)
-        headers = {
+        for name, value in {
             "Content-Type": f"{kind}; charset=utf-8",
             "Cache-Control": "no-store",
             "X-Content-Type-Options": "nosniff",
             "Referrer-Policy": "no-referrer",
             **more,
-        }
-        for name, value in headers.items():
+        }.items():
             self.send_header(name, value)
         self.end_headers()
         self.wfile.write(text.encode())
@@ -1862,8 +1848,12 @@ class PageRequest:
         else:
             html, directive = self.page.runs if path == "/runs" else self.page.html
             nonce = token_urlsafe(16)
-            policy = {"Content-Security-Policy": PAGE_POLICY.format(nonce, directive)}
-            self._reply(200, html.replace("%NONCE%", nonce), "text/html", **policy)
+            self._reply(
+                200,
+                html.replace("%NONCE%", nonce),
+                "text/html",
+                **{"Content-Security-Policy": PAGE_POLICY.format(nonce, directive)},
+            )
 
     def do_POST(self):  # noqa: N802
         if not self._is_allowed():
