@@ -18,34 +18,34 @@ Read this file last. Not covered: turns, sessions, options. The file works alone
 """
 
 import asyncio
-import codecs
-import contextlib
-import contextvars
-import functools
 import html
 import io
 import itertools
 import json
 import logging
 import os
-import queue
 import re
-import secrets
-import select
 import signal
 import sys
 import threading
 import time
-import unicodedata
-import urllib.parse
-import zoneinfo
+from codecs import getincrementaldecoder
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
+from contextlib import suppress
+from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime, timedelta, tzinfo
+from functools import cache, lru_cache
 from pathlib import Path
+from queue import Empty, SimpleQueue
+from secrets import compare_digest, token_hex, token_urlsafe
+from select import select
 from typing import Annotated, Literal
+from unicodedata import east_asian_width
+from urllib.parse import quote, unquote
+from zoneinfo import ZoneInfo
 
 log = logging.getLogger("nanobot.channels")
 
@@ -64,7 +64,7 @@ class InboundMessage:
     stored: asyncio.Future | None = None  # done when the message is on disk
 
     @property
-    def session_key(self) -> str:
+    def session_key(self):
         return f"{self.channel}:{self.chat_id}"
 
     def confirm(self):
@@ -74,7 +74,7 @@ class InboundMessage:
 
 
 class MessageBus:
-    def __init__(self, sleep: Callable = asyncio.sleep):
+    def __init__(self, sleep=asyncio.sleep):
         self.channels = {}  # name → Channel
         self._inbound = asyncio.Queue()  # of InboundMessage
         self._listening = []  # tasks
@@ -87,7 +87,7 @@ class MessageBus:
         self.channels[channel.name] = channel
         self._listening.append(asyncio.create_task(channel.listen(self)))
 
-    def publish(self, message: InboundMessage) -> asyncio.Future:
+    def publish(self, message: InboundMessage):
         """Queue a message. The future is done after `confirm()`, when the message is on disk."""
         message.stored = asyncio.Future()
         self._inbound.put_nowait(message)
@@ -110,7 +110,7 @@ class MessageBus:
         if len(waiting) == 1:  # otherwise, `deliver` is running already
             self._deliveries[key] = asyncio.create_task(deliver(channel, waiting, self._sleep))
 
-    async def close(self, seconds: float = 5.0):
+    async def close(self, seconds):
         """Wait at most `seconds` for the delivery of queued messages, then stop the channels."""
         deliveries = self._deliveries.values()
         if deliveries:
@@ -129,7 +129,7 @@ class OutboundMessage:
     reply_to: str = ""  # the message_id of the InboundMessage that is answered
     parts_sent: int = 0  # the number of parts already sent; a retry skips these parts
     failures: int = 0  # the number of failed attempts to send the message
-    on_delivered: Callable | None = None
+    on_delivered: Callable = lambda: None
 
 
 class Refused(Exception):
@@ -144,19 +144,19 @@ class Channel:
     name = ""
     shows_deltas = False  # do people see an answer while the model writes it?
 
-    def __init__(self, allow_from: Sequence[str | int] = ()):
+    def __init__(self, allow_from=()):
         self.allow_from = [str(sender_id) for sender_id in allow_from]
 
     async def start(self, bus: MessageBus): ...
     async def send(self, message: OutboundMessage): ...
 
-    async def listen(self, bus: MessageBus):
+    async def listen(self, bus):
         try:
             await self.start(bus)
         except Exception as problem:
             log.error("%s: the channel has stopped listening: %s", self.name, problem)
 
-    def is_allowed(self, sender_id: str | int) -> bool:
+    def is_allowed(self, sender_id):
         """[] → nobody, ["*"] → everybody, ["7", 8] → senders whose id is exactly 7 or 8."""
         return "*" in self.allow_from or str(sender_id) in self.allow_from
 
@@ -188,8 +188,7 @@ async def deliver(channel, waiting, sleep):
                 message.failures += 1
                 continue
         try:
-            if message.on_delivered:
-                message.on_delivered()
+            message.on_delivered()
         except Exception as problem:  # the message has arrived: no retry
             log.error("%s: a delivery could not be recorded: %s", chat, problem)
         waiting.popleft()  # not earlier, because `MessageBus.send` starts a task if none is waiting
@@ -250,8 +249,8 @@ def approval_question(name, arguments, always=""):
             text = rest.pop(key)
             if key == "content":  # of a file: "a\n" is one line, not a line and an empty one
                 text = text.removesuffix("\n")
-            later_mark = mark.replace("$", ">")  # as bash marks them: "$ cat <<E", "> hi", "> E"
-            lines.append(mark + text.replace("\n", f"\n{later_mark}"))
+            # as bash marks the lines: "$ cat <<E", "> hi", "> E"
+            lines.append(mark + text.replace("\n", "\n" + mark.replace("$", ">")))
     others = json.dumps(rest, ensure_ascii=False) if rest else ""
     question = "Run it? [y/N] (or n REASON) "
     if always:
@@ -286,15 +285,15 @@ def prepare_streams():
     for name in ("stdin", "stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
-            mode = "r" if name == "stdin" else "w"
-            stream = open(os.devnull, mode)  # noqa: SIM115
+            stream = open(os.devnull, "r" if name == "stdin" else "w")  # noqa: SIM115
             setattr(sys, name, stream)
         if isinstance(stream, io.TextIOWrapper):  # false in a notebook
             stream.reconfigure(errors="replace")
             if os.name == "nt":
                 os.system("")  # switches the escape codes on, else cmd.exe shows `←[2m`
-                raw = getattr(stream.buffer, "raw", stream.buffer)
-                if isinstance(raw, io.FileIO):  # not a console: UTF-8, whatever the code page is
+                if isinstance(
+                    getattr(stream.buffer, "raw", stream.buffer), io.FileIO
+                ):  # not a console: UTF-8, whatever the code page is
                     stream.reconfigure(encoding="utf-8")
                     stream.isatty = lambda: False  # Windows says that NUL is a terminal
 
@@ -335,7 +334,11 @@ def start_of(text, columns):
 
 def width_of(text):
     """The columns that a text takes. A Chinese character or an emoji takes two."""
-    return sum(2 if unicodedata.east_asian_width(letter) in "WF" else 1 for letter in text)
+    return sum(2 if east_asian_width(letter) in "WF" else 1 for letter in text)
+
+
+def write_now(text, file):
+    print(text, end="", file=file, flush=True)
 
 
 class BottomLine:
@@ -349,26 +352,25 @@ class BottomLine:
     line first. The terminal itself shows no key, because keys would appear in the middle of an
     answer. Only the main thread begins to draw, because it knows whether a question is open."""
 
+    prompt = ""  # the prompt or question at which the user is typing now
+    draft = ""  # what the user is typing; after the turn, it stands in the next prompt
+    what = ""  # what the turn waits for
+    drawn = ""  # what the line shows now
+    unfinished = ""  # the last line of the printed text; "" if that line has ended
+    _usual = None  # the terminal's settings, while it does not show the keys
+
     def __init__(self, err, clock=time.monotonic):
         self.err = err
         self.clock = clock
         self.can_draw = err.isatty()
-        self.prompt = ""  # the prompt or question at which the user is typing now
-        self.draft = ""  # what the user is typing; after the turn, it stands in the next prompt
         self.queued = []  # what was typed and ended with Enter
-        self.what = ""  # what the turn waits for
-        self.since = 0.0  # since when it waits
-        self.drawn = ""  # what the line shows now
-        self.drawn_width = 0  # the columns of the window when it was drawn
-        self.unfinished = ""  # the last line of the printed text; "" if that line has ended
         self._lock = threading.RLock()  # the main thread and the loop's thread both print
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a letter comes in parts
-        self._usual = None  # the terminal's settings, while it does not show the keys
+        self._decoder = getincrementaldecoder("utf-8")("replace")  # a letter comes in parts
 
     def begin(self, what):
         """After a second, show what the turn waits for, such as `the model`; "": for nothing."""
         if not self.what:
-            self.since = self.clock()
+            self.since = self.clock()  # since when it waits
         self.what = what
 
     def close(self):
@@ -390,14 +392,14 @@ class BottomLine:
         finally:
             self.close()
         before, line_end, prompt = printable(question).rpartition("\n")
-        print(before, end=line_end, file=sys.stderr, flush=True)
+        write_now(before + line_end, sys.stderr)
         return self.read(prompt)
 
     def read(self, prompt):
         """Read a line from the keyboard. If stdout is no terminal, print the prompt to stderr."""
         self.prompt = prompt
         if not sys.stdout.isatty():
-            print(prompt, end="", file=sys.stderr, flush=True)
+            write_now(prompt, sys.stderr)
             prompt = ""
         try:
             line = input(prompt)
@@ -419,7 +421,7 @@ class BottomLine:
 
     def _keys(self, quiet):
         data = b""
-        with contextlib.suppress(ImportError, OSError, AttributeError):  # Windows, or no terminal
+        with suppress(ImportError, OSError, AttributeError):  # Windows, or no terminal
             import termios
             import tty
 
@@ -430,7 +432,7 @@ class BottomLine:
             if settings[tty.LFLAG] & termios.ECHO and (self.can_draw or quiet):
                 self._usual = settings
                 tty.setcbreak(keyboard, termios.TCSANOW)  # keys come at once and are not shown
-            while select.select([keyboard], [], [], quiet)[0]:
+            while select([keyboard], [], [], quiet)[0]:
                 data += os.read(keyboard, 4_096)
         return data
 
@@ -447,9 +449,9 @@ class BottomLine:
                 return
             self.erase()
             self.drawn = line
-            self.drawn_width = self._columns
+            self.drawn_width = self._columns  # the window may become narrower or wider
             if line:
-                self._write(f"{self._way_below()}\r\x1b[K\x1b[2m{line}\x1b[0m")
+                write_now(f"{self._way_below()}\r\x1b[K\x1b[2m{line}\x1b[0m", self.err)
 
     @property
     def _columns(self):
@@ -481,23 +483,18 @@ class BottomLine:
             if self.drawn:
                 # a window that became narrower has broken the line into several rows
                 up = "\x1b[A" * ((width_of(self.drawn) - 1) // self._columns)
-                if (
-                    self.drawn_width != self._columns
-                ):  # the place has moved: go on in a row of its own
-                    self.unfinished = ""
+                if self.drawn_width != self._columns:
+                    self.unfinished = ""  # the place has moved: go on in a row of its own
                 back = "\x1b8" if self.unfinished else ""
                 self.drawn = ""
-                self._write(f"{up}\r\x1b[J{back}")
-
-    def _write(self, codes):
-        print(codes, end="", file=self.err, flush=True)
+                write_now(f"{up}\r\x1b[J{back}", self.err)
 
     def print(self, text, file):
         """Print text above the line."""
         with self._lock:
             was_drawn = self.drawn
             self.erase()
-            print(text, end="", file=file, flush=True)
+            write_now(text, file)
             self.unfinished = (self.unfinished + text).rpartition("\n")[2]
             if was_drawn:  # not while a question is open
                 self.draw()
@@ -524,7 +521,7 @@ class BackgroundLoop:
         self.bottom = BottomLine(io.StringIO())  # this draws nothing
         self._turn = self.loop.create_future()  # the current or the last turn
         self._turn.cancel()  # no turn is running
-        self._questions = queue.SimpleQueue()  # (answer, question), or None at the end
+        self._questions = SimpleQueue()  # (answer, question), or None at the end
         on_thread(self._serve)
 
     def _serve(self):
@@ -534,7 +531,7 @@ class BackgroundLoop:
     def complete(self, work, hears=False):
         """Run `work`. On Ctrl-C, cancel `work`, wait for its end, and raise KeyboardInterrupt.
         `hears`: what the user types meanwhile is queued in `bottom`."""
-        questions = queue.SimpleQueue()  # a new queue contains no old question and no old None
+        questions = SimpleQueue()  # a new queue contains no old question and no old None
         self._questions = questions
 
         def start():
@@ -565,7 +562,7 @@ class BackgroundLoop:
                 self.bottom.hear()
             self.bottom.draw()
             # without a timeout, `get` would ignore a Ctrl-C that reached another thread
-            with contextlib.suppress(queue.Empty):
+            with suppress(Empty):
                 return self._questions.get(timeout=0.05)  # a key is shown within this time
 
     async def ask(self, question, what="", **details):
@@ -588,8 +585,8 @@ class BackgroundLoop:
     def __exit__(self, *_):
         ended = asyncio.run_coroutine_threadsafe(self._end(), self.loop)
         while not ended.done():
-            with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C must not stop the cleanup
-                wait([ended])
+            with suppress(KeyboardInterrupt):  # Ctrl-C must not stop the cleanup
+                ended.exception()  # waits for the end
         self.loop.call_soon_threadsafe(self.loop.stop)
         if problem := ended.exception():
             log.warning("the cleanup at the end has failed: %s", problem)
@@ -614,6 +611,7 @@ class CLI(Channel):
 
     name = "cli"
     shows_deltas = True
+    _streamed = ""  # the text of an unfinished answer so far
 
     def __init__(
         self,
@@ -627,7 +625,6 @@ class CLI(Channel):
         self.live = self.out.isatty()
         self.bottom = BottomLine(self.err)
         self.bottom.can_draw &= self.live  # in `nanobot -m hi | cat`, cat prints at any time
-        self._streamed = ""  # the text of an unfinished answer so far
 
     async def send(self, message):
         kind = message.kind
@@ -648,7 +645,11 @@ class CLI(Channel):
         self.bottom.print(text, self.out)
 
     def _end_text(self, text):
-        rest = not_yet_shown(text, self._streamed)
+        """Print the rest of the answer: after "Hel", of "Hello." the text "lo."; but a different
+        text, "Bye.", gets a new line."""
+        shown = self._streamed.strip()  # providers remove blanks at both ends of the final text
+        rest = text.lstrip()
+        rest = rest.removeprefix(shown) if rest.startswith(shown) else f"\n{text}"
         self._print(rest.removesuffix("\n") + "\n")
         self._streamed = ""
 
@@ -660,18 +661,16 @@ class CLI(Channel):
         lines = printable(text).split("\n")
         if self.err.isatty():
             lines = [f"\x1b[{COLOURS.get(line[:1], 2)}m{line}\x1b[0m" for line in lines]
-        self.bottom.print("\n".join([*lines, ""]), self.err)
+        self.bottom.print("\n".join(lines) + "\n", self.err)
 
     def report(self, text):
         """Print a job's report at once, then the prompt again with the text typed so far."""
-        prompt = self.bottom.prompt
-        if prompt:
-            with contextlib.suppress(ImportError):
+        if prompt := self.bottom.prompt:
+            with suppress(ImportError):
                 import readline
 
                 prompt += printable(readline.get_line_buffer())
-        report = printable(text.removesuffix("\n"))
-        self.bottom.print(f"\r\x1b[K{report}\n{prompt}", self.err)
+        self.bottom.print(f"\r\x1b[K{printable(text).rstrip()}\n{prompt}", self.err)
         self.bottom.unfinished = ""  # Enter will end the line of the prompt
 
     def take_queued(self):
@@ -701,8 +700,7 @@ class CLI(Channel):
             except Terminated:
                 raise
             except KeyboardInterrupt:
-                stopped = "\nstopped; /continue resumes the turn" if text else ""
-                self.note(stopped)
+                self.note("\nstopped; /continue resumes the turn" if text else "")
                 self.bottom.take_back()
             except Exception as problem:  # a failed turn does not end the conversation
                 if not text:
@@ -719,33 +717,33 @@ class CLI(Channel):
             return line
         # there is no readline on Windows; other systems have one without some of the functions
         missing = (ImportError, OSError, AttributeError)
-        with contextlib.suppress(*missing):
+        with suppress(*missing):
             import readline
 
+            def insert_draft():
+                readline.insert_text(self.bottom.draft)
+                self.bottom.draft = ""
+                readline.set_startup_hook()  # the next input may be the answer to a question
+
             readline.parse_and_bind("set enable-bracketed-paste on")  # pasted lines are one message
-            readline.set_startup_hook(self._insert_draft)
+            readline.set_startup_hook(insert_draft)
             if not readline.get_current_history_length():  # this program's first line
-                history.parent.mkdir(parents=True, exist_ok=True)
+                history.parent.mkdir(exist_ok=True)
                 history.touch(0o600)  # `append_history_file` needs the file to exist
                 readline.read_history_file(history)
         line = self.bottom.read(prompt)
         if line and self.live:
-            with contextlib.suppress(*missing):
+            with suppress(*missing):
                 import readline
 
                 readline.append_history_file(1, history)
         return line
 
-    def _insert_draft(self):
-        import readline
-
-        readline.insert_text(self.bottom.draft)
-        self.bottom.draft = ""
-        readline.set_startup_hook()  # the next input may be the answer to a question
-
     def read_piped(self, beside_message, folder):
         """Read standard input. With -m, wait at most 3 s, because a pipe may never send a byte, and
-        leave a file alone that another program is reading."""
+        leave a file alone that another program is reading. Return the text, or save a long text in
+        a file and return the start and the path: `nanobot -m "what went wrong?" < server.log` must
+        not put 50 MB into the journal."""
         begun = b""
         if beside_message:
             if stdin_is_partly_read():
@@ -755,21 +753,19 @@ class CLI(Channel):
             except TimeoutError:
                 self.note("nanobot: standard input is open but silent, going on without it")
                 return ""
-        text = text_of_pipe(begun, folder)
+        data = begun + sys.stdin.buffer.read()
+        text = data.decode("utf-8-sig", "replace").strip()  # PowerShell sends a BOM
         if text and beside_message:
             self.note(f"attached: {len(text):,} characters from standard input")
-        return text
-
-
-def not_yet_shown(text, streamed):
-    """("Hello.", "Hel") → "lo."; ("Bye.", "Hel") → "\\nBye.": a different text gets a new line."""
-    shown = streamed.strip()  # providers remove blanks at both ends of the final text
-    rest = text.lstrip()
-    return rest.removeprefix(shown) if rest.startswith(shown) else f"\n{text}"
-
-
-# ---- Piped text that is too long for a message ----
-# `nanobot -m "what went wrong?" < server.log` must not put 50 MB into the journal.
+        if len(text) <= 100_000:
+            return text
+        folder.mkdir(exist_ok=True, mode=0o700)
+        path = folder / f"{token_hex(8)}.txt"
+        path.write_bytes(data)
+        return (
+            f"{text[:10_000]}\n[standard input is longer: all of it is in {path}. Use grep, or "
+            "read_file in pages]"
+        )
 
 
 def stdin_is_partly_read():
@@ -779,22 +775,6 @@ def stdin_is_partly_read():
         return os.lseek(sys.stdin.fileno(), 0, os.SEEK_CUR) > 0
     except OSError:  # a pipe, or a window of an IDE
         return False
-
-
-def text_of_pipe(begun, folder):
-    """Read the rest of standard input; `begun` are the bytes that were read already. Return the
-    text, or save a long text in a file and return the start and the path."""
-    data = begun + sys.stdin.buffer.read()
-    text = data.decode("utf-8-sig", errors="replace")  # PowerShell sends a BOM
-    if len(text) <= 100_000:
-        return text.strip()
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    path = folder / f"{secrets.token_hex(8)}.txt"
-    path.write_bytes(data)
-    return (
-        f"{text[:10_000]}\n[standard input is longer: all {len(data):,} bytes are "
-        f"in {path}. Use grep, or read_file in pages]"
-    )
 
 
 # ---- The Bot API of Telegram ----
@@ -834,7 +814,7 @@ class BotAPI:
     """`await api.call("sendMessage", chat_id=1, text="Hi")`: https://core.telegram.org/bots/api"""
 
     def __init__(self, token, base):
-        self.token = urllib.parse.quote(token.strip(), safe=":")  # quoted if it is no token at all
+        self.token = quote(token.strip(), safe=":")  # quoted if it is no token at all
         self.base = base.rstrip("/")
 
     async def call(self, method, seconds=60, **fields):
@@ -848,7 +828,7 @@ class BotAPI:
         size = path.stat().st_size
         if size > 50_000_000:  # Telegram would refuse it after the upload
             raise Refused(f"it has {size:,} bytes, and Telegram accepts at most 50,000,000")
-        boundary = secrets.token_hex(16)
+        boundary = token_hex(16)
         file_name = re.sub(r"[^\w.-]", "_", path.name)  # a"b.txt, for example
         head = (
             f"--{boundary}\r\n"
@@ -856,8 +836,7 @@ class BotAPI:
             f"--{boundary}\r\n"
             f"Content-Disposition: form-data; name={kind}; filename={file_name}\r\n\r\n"
         )
-        data = await in_thread(path.read_bytes)
-        body = head.encode() + data + f"\r\n--{boundary}--\r\n".encode()
+        body = head.encode() + await in_thread(path.read_bytes) + f"\r\n--{boundary}--\r\n".encode()
         return await self._ask(
             f"send{kind.title()}", body, f"multipart/form-data; boundary={boundary}", 300
         )
@@ -866,11 +845,10 @@ class BotAPI:
         status, data = await self._exchange(f"bot{self.token}/{method}", seconds, body, form)
         try:
             answer = json.loads(data)
-            is_done = answer["ok"]
+            if answer["ok"]:
+                return answer["result"]
         except (ValueError, TypeError, KeyError):  # the page of a proxy
             raise TelegramError(f"{method}: {status} not the Bot API") from None
-        if is_done:
-            return answer["result"]
         problem = self._scrub(f"{method}: {status} {answer.get('description')}")
         if status in (401, 404):
             raise TelegramError(
@@ -884,20 +862,21 @@ class BotAPI:
 
     async def download(self, path):
         """Download a file by the `file_path` from getFile; the server sends at most 20 MB."""
-        status, data = await self._exchange(f"file/bot{self.token}/{urllib.parse.quote(path)}", 300)
+        status, data = await self._exchange(f"file/bot{self.token}/{quote(path)}", 300)
         if status != 200:
             raise TelegramError(f"HTTP {status}")
         return data
 
     async def _exchange(self, address, seconds, body=None, form=""):
         """Returns the status and the body of the response."""
-        import urllib.request
+        from urllib.error import HTTPError
+        from urllib.request import Request, urlopen
 
         def fetch():
-            request = urllib.request.Request(f"{self.base}/{address}", body, {"Content-Type": form})
+            request = Request(f"{self.base}/{address}", body, {"Content-Type": form})
             try:
-                response = urllib.request.urlopen(request, timeout=seconds)
-            except urllib.error.HTTPError as refusal:  # it has a status and a body, too
+                response = urlopen(request, timeout=seconds)
+            except HTTPError as refusal:  # it has a status and a body, too
                 response = refusal
             with response:
                 return response.status, response.read()
@@ -925,15 +904,16 @@ class Telegram(Channel):
     name = "telegram"
     poll_seconds = 50  # if no message arrives within this time, the server returns []
     slack_seconds = 15  # getUpdates times out so many seconds after the server should answer
+    _offset = 0  # all updates with a lower id are on disk
 
     def __init__(
         self,
         token,
-        allow_from=(),
+        allow_from,
         *,
         api_base="https://api.telegram.org",
         group_policy="mention",  # "open": the bot reads all group messages
-        media_folder=Path("media"),
+        media_folder,
         sleep=asyncio.sleep,
     ):
         super().__init__(allow_from)
@@ -942,7 +922,6 @@ class Telegram(Channel):
         self.media_folder = media_folder
         self.sleep = sleep
         self.bot = {}  # the bot's id and username, from getMe
-        self._offset = 0  # all updates with a lower id are on disk
         self._storing = {}  # update id → task that ends with `confirm()`
         self._order = defaultdict(asyncio.Lock)  # chat id → lock
         self._typing = {}  # chat id → task
@@ -972,13 +951,12 @@ class Telegram(Channel):
         if any("media_group_id" in update.get("message", {}) for update in updates):
             await self.sleep(2.0)
             updates = await self._get_updates(0)  # the same updates, now with the whole album
-        new = [update for update in updates if self._is_new(update)]
-
-        def album_of(update):  # all messages of an album have one id
-            return update["message"].get("media_group_id", update["update_id"])
-
-        for _, group in itertools.groupby(new, album_of):
-            album = list(group)
+        albums = defaultdict(list)  # all messages of an album have one id
+        for update in updates:
+            if self._is_new(update):
+                album_id = update["message"].get("media_group_id", update["update_id"])
+                albums[album_id].append(update)
+        for album in albums.values():
             storing = asyncio.create_task(self._take([each["message"] for each in album], bus))
             self._storing |= {update["update_id"]: storing for update in album}
         if self._storing:  # at most 1 s, because other chats do not wait for one that is slow
@@ -1036,8 +1014,8 @@ class Telegram(Channel):
         chat = messages[0]["chat"]
         sender = messages[0]["from"]
         is_private = chat["type"] == "private"
-        is_open = is_private or self.group_policy == "open"
-        if not is_open and not any(is_call(message, self.bot) for message in messages):
+        is_called = any(is_call(message, self.bot) for message in messages)
+        if not (is_private or is_called or self.group_policy == "open"):
             return None
         texts = []
         media = []
@@ -1059,8 +1037,8 @@ class Telegram(Channel):
             str(chat["id"]),
             content,
             media,
-            message_id=f"{messages[0]['message_id']}/{self.bot['id']}",
-            speaker="" if is_private else name_of(sender),
+            f"{messages[0]['message_id']}/{self.bot['id']}",
+            "" if is_private else name_of(sender),
         )
 
     async def _save(self, file):
@@ -1084,7 +1062,7 @@ class Telegram(Channel):
             task.cancel()
 
     async def _type(self, chat_id):
-        with contextlib.suppress(TelegramError, Refused):  # "typing" is not important
+        with suppress(TelegramError, Refused):  # "typing" is not important
             for _ in range(75):  # five minutes; Telegram shows each signal for 5 s
                 await self.api.call("sendChatAction", chat_id=chat_id, action="typing")
                 await self.sleep(4.0)
@@ -1123,7 +1101,7 @@ class Telegram(Channel):
         await self.api.call("sendChatAction", action="upload_document", **target)
         try:
             if path.suffix.lower() in (".jpg", ".jpeg", ".png", ".webp"):
-                with contextlib.suppress(Refused):  # 400 PHOTO_INVALID_DIMENSIONS
+                with suppress(Refused):  # 400 PHOTO_INVALID_DIMENSIONS
                     return await self.api.upload("photo", message.chat_id, path)
             return await self.api.upload("document", message.chat_id, path)
         except (TelegramError, Refused, OSError) as failure:
@@ -1151,7 +1129,7 @@ def words_in(message):
     if words:
         return words
     for key in ("venue", "location", "contact", "poll"):  # a venue has a location, too
-        if message.get(key):
+        if key in message:
             return f"[{key}: {json.dumps(message[key], ensure_ascii=False)}]"
     return message.get("sticker", {}).get("emoji", "")
 
@@ -1167,10 +1145,10 @@ def with_quote(message):
 
 def file_in(message):
     """{"photo": [{small}, {"file_id": "A", …}]} → {"file_id": "A", …}; no file → {}"""
-    if message.get("photo"):
+    if "photo" in message:
         return message["photo"][-1]  # the last picture is the largest
     for key in ("document", "voice", "audio", "video", "video_note"):
-        if message.get(key):
+        if key in message:
             return message[key]
     return {}
 
@@ -1193,19 +1171,16 @@ FENCE = (
     r"(?P<block>(?:.*\n)*?.*?)(?:^[ \t]*```[ \t]*$|\Z)"
 )
 CODE = r"(?<!`)(?P<ticks>`{1,3})(?!`)(?P<code>.{1,2000}?)(?<!`)(?P=ticks)(?!`)"  # `a`   ``a ` b``
-# [a](http://b/c_(d))
-ADDRESS = r"https?://(?:[^\s()\[\]]|\([^\s()\[\]]*\))+"
-LINK = rf"\[(?P<words>[^\[\]\n]{{1,500}})\]\((?P<address>{ADDRESS})\)"
+LINK = (  # [a](http://b/c_(d))
+    r"\[(?P<words>[^\[\]\n]{1,500})\]"
+    r"\((?P<address>https?://(?:[^\s()\[\]]|\([^\s()\[\]]*\))+)\)"
+)
 HEADING = r"(?m)^#{1,6} +(\S.*)$"  # ## What to do
 BOLD = r"\*\*(?=[^\s*])((?:[^*\n]|\*(?!\*))+?)(?<=[^\s*])\*\*"  # **now**
 # *now*   *now and **then***   not 2 * 3 * 4; a match may contain <b>…</b>, but no other tag
 ITALIC = r"(?<![\w*])\*(?=[^\s*])((?:[^*<>\n]|<b>[^<>\n]*</b>)+)(?<!\s)\*(?![\w*])"
 UNDERLINED = r"(?<!\w)_(?=[^\s_])([^_<>\n]+)(?<!\s)_(?!\w)"  # _now_   not a_b_c
-ASIDE = "\ue000(\\d+)\ue001"  # the placeholder `\ue0000\ue001` replaces the first code or link
 TAG = r"</?[a-z][^>]*>"  # <b>   </b>   <a href="https://x.y">
-ATOM = rf"(?s:{TAG}|&#?\w+;|[^<&])"  # <b>   &lt;   a
-# up to the last newline, or else to the last space that is not in a tag like <a href="…">
-WHOLE_WORDS = r"(?s).*\n|.* (?![^<>]*>)"
 
 
 def as_html(markdown):
@@ -1231,7 +1206,8 @@ def as_html(markdown):
     text = re.sub(HEADING, lambda line: f"**{line[1].strip().replace('**', '')}**", text)
     for expression, tag in ((BOLD, "b"), (ITALIC, "i"), (UNDERLINED, "i")):
         text = re.sub(expression, rf"<{tag}>\1</{tag}>", text)
-    return re.sub(ASIDE, lambda match: aside[int(match[1])], text)
+    # the placeholder `\ue0000\ue001` stands for the first code or link
+    return re.sub("\ue000(\\d+)\ue001", lambda match: aside[int(match[1])], text)
 
 
 def plain_text(html_text):
@@ -1269,8 +1245,9 @@ def beginning(text, limit):
     head = text.encode("utf-16-le")[: 2 * limit].decode("utf-16-le", "ignore")
     if head == text:
         return text
-    whole = re.match(f"{ATOM}*", head)[0]
-    words = re.match(WHOLE_WORDS, whole)
+    whole = re.match(rf"(?s:{TAG}|&#?\w+;|[^<&])*", head)[0]  # <b>   &lt;   a
+    # up to the last newline, or else to the last space that is not in a tag like <a href="…">
+    words = re.match(r"(?s).*\n|.* (?![^<>]*>)", whole)
     return words[0] if words else whole
 
 
@@ -1297,9 +1274,8 @@ def cron_numbers(field, text):
     numbers = set()
     for part in text.split(","):
         match = re.fullmatch(PART, part)
-        if (
-            match
-        ):  # "8-18/2" → 8, 18, 2, None; "5" → None, None, None, 5; "*/15" → None, None, 15, None
+        if match:
+            # "8-18/2" → 8, 18, 2, None; "5" → None, None, None, 5; "*/15" → None, None, 15, None
             first, last, step, single = match.groups()
             low = int(first or single or lowest)
             high = int(last or single or highest)
@@ -1312,8 +1288,8 @@ def cron_numbers(field, text):
     return numbers
 
 
-@functools.lru_cache  # the clock asks once a second, and the answer stays the same
-def next_run(expr: str, after: float, zone: tzinfo):
+@lru_cache  # the clock asks once a second, and the answer stays the same
+def next_run(expr, after, zone):
     """The first time later than `after` that matches a cron expression, as in Vixie cron. Times are
     seconds since 1970, and `after` is a whole minute. Raises ValueError if the expression is
     invalid or no date matches, like 31 February. In Berlin in 2026:
@@ -1325,13 +1301,11 @@ def next_run(expr: str, after: float, zone: tzinfo):
     parts = expr.lower().split()
     if len(parts) != 5:
         raise ValueError(
-            f"{expr!r} has {len(parts)} fields instead of five: "
-            "minute, hour, day of month, month, day of week"
+            f"{expr!r} must have five fields: minute, hour, day of month, month, day of week"
         )
     minutes, hours, days, months, weekdays = map(cron_numbers, CRON_FIELDS, parts)
     weekdays = {number % 7 for number in weekdays}  # Sunday is 0 or 7
     folds = [0, 1] if len(hours) == 24 else [0]  # 1: the second 02:30 of a day; 24: hour `*`
-    times = list(itertools.product(hours, minutes, folds))
     # "0 9 13 * fri" runs on each 13th and on each Friday: any of the two suffices. "0 9 13 * *"
     # runs on each 13th only: all must match, and "*" always does
     suffices = all if "*" in parts[2] + parts[4] else any
@@ -1339,9 +1313,11 @@ def next_run(expr: str, after: float, zone: tzinfo):
     # leap day, for "0 0 29 2 *": 2096, 2104; not 2100
     for number in range(-1, 9 * 366):
         day = datetime.fromtimestamp(after, zone) + timedelta(days=number)
-        in_week = day.isoweekday() % 7 in weekdays
-        if day.month in months and suffices([day.day in days, in_week]):
-            moments = [day.replace(hour=h, minute=m, fold=f).timestamp() for h, m, f in times]
+        if day.month in months and suffices([day.day in days, day.isoweekday() % 7 in weekdays]):
+            moments = [
+                day.replace(hour=hour, minute=minute, fold=fold).timestamp()
+                for hour, minute, fold in itertools.product(hours, minutes, folds)
+            ]
             later = [moment for moment in moments if moment > after]
             if later:
                 return min(later)
@@ -1394,7 +1370,7 @@ def zone_named(name, default=None):
     """The zone, or the default if there is no name. None is the zone of the machine: `datetime`
     knows its summer time. (`astimezone().tzinfo` would be only the offset of one moment.)"""
     try:
-        return zoneinfo.ZoneInfo(name) if name else default
+        return ZoneInfo(name) if name else default
     except (KeyError, ValueError, OSError):  # "Mars/Olympus", "../x", "Europe"
         raise CronError(
             f"there is no time zone {name!r}: use a name like Europe/Berlin; "
@@ -1439,7 +1415,7 @@ class JobStore:
             self.write(self.path, json.dumps({"jobs": rows}, ensure_ascii=False, indent=1))
 
 
-warn_once = functools.cache(log.warning)  # the clock asks once a second
+warn_once = cache(log.warning)  # the clock asks once a second
 
 
 # ---- The clock that runs the jobs ----
@@ -1453,7 +1429,7 @@ class CronService:
 
     store: JobStore
     fire: Callable
-    zone: tzinfo | None
+    zone: tzinfo  # None is the zone of the machine
     now: Callable = time.time
     sleep: Callable = asyncio.sleep
     is_wanted: Callable = lambda job: True
@@ -1464,8 +1440,13 @@ class CronService:
         jobs = []
         for row in self.store.read():
             try:
-                given = [each for each in fields(CronJob) if row.get(each.name) is not None]
-                job = CronJob(**{each.name: each.type(row[each.name]) for each in given})
+                job = CronJob(
+                    **{
+                        each.name: each.type(row[each.name])
+                        for each in fields(CronJob)
+                        if row.get(each.name) is not None
+                    }
+                )
                 job.due(1e6, self.zone)  # raises an error if the schedule is invalid
                 jobs.append(job)
             except Exception as problem:
@@ -1552,21 +1533,21 @@ class CronService:
         now = self.now()
         if in_seconds:
             at = datetime.fromtimestamp(now + in_seconds, UTC).isoformat()
-        # a chat's jobs run in the gateway's folder
-        folder = str(turn.cwd) if turn.channel == "cli" else ""
-        job = CronJob(
-            secrets.token_hex(4),
-            message.strip(),
-            every_seconds,
-            cron_expr,
-            tz,
-            at,
-            turn.channel,
-            turn.chat_id,
-            folder,
-            now,
+        return self._add(
+            CronJob(
+                token_hex(4),
+                message.strip(),
+                every_seconds,
+                cron_expr,
+                tz,
+                at,
+                turn.channel,
+                turn.chat_id,
+                # a chat's jobs run in the gateway's folder
+                str(turn.cwd) if turn.channel == "cli" else "",
+                now,
+            )
         )
-        return self._add(job)
 
     def _add(self, job):
         try:
@@ -1574,8 +1555,8 @@ class CronService:
             if due is None:
                 raise CronError(f"it never runs. It is now {self._shown(job.after)}")
             if job.at:  # stored with its offset, because other programs may have other zones
-                at = datetime.fromtimestamp(due).astimezone(self.zone)
-                job.at = at.isoformat(timespec="seconds")
+                moment = datetime.fromtimestamp(due).astimezone(self.zone)
+                job.at = moment.isoformat(timespec="seconds")
             added = f"Added job {self._line(job)}"
         except (ValueError, OverflowError, OSError) as problem:  # OSError: the year 30000, Windows
             raise CronError(f"No job was added for {job.schedule()!r}: {problem}.") from None
@@ -1617,8 +1598,9 @@ def active_tasks(text):
     "# Tasks\\n- [x] call Ann\\n- [ ] water the plants" → "# Tasks\\n\\n- [ ] water the plants"
     """
     rest = re.sub(DONE, "", re.sub(COMMENT, "", text))
-    tasks = [line for line in rest.splitlines() if not re.fullmatch(NO_TASK, line)]
-    return rest.strip() if tasks else ""
+    if all(re.fullmatch(NO_TASK, line) for line in rest.splitlines()):
+        return ""
+    return rest.strip()
 
 
 # ---- The web page of `nanobot web` ----
@@ -1644,12 +1626,12 @@ class WebPage(Channel):
     `ask(text)` shows a question of the current turn in all windows and waits for the answer.
     `journal_of("web:page")` returns the path of a chat's journal; the page shows each new line.
     `as_json(event)` writes an event without API keys. `runs` is the HTML with the recorded runs.
+    `memory()`, which is set later, returns name → text of the parts of the prompt.
     """
 
     name = "web"
     shows_deltas = True
     polls = 0  # rises while a window is open
-    memory = dict  # returns name → text of the parts of the prompt
 
     def __init__(
         self,
@@ -1658,7 +1640,7 @@ class WebPage(Channel):
         journal_of,
         tell,
         as_json,
-        port=0,
+        port,
     ):
         # two pages: (HTML, what PAGE_POLICY adds for it); recorded runs, which may be a stranger's,
         # have no cookie and reach no server
@@ -1667,7 +1649,7 @@ class WebPage(Channel):
         self.journal_of = journal_of
         self.tell = tell
         self.as_json = as_json
-        self.turn_of = contextvars.ContextVar("turn_of", default="")  # the current turn's chat
+        self.turn_of = ContextVar("turn_of", default="")  # the current turn's chat
         self.chats = {}  # chat id → is "Step by step" ticked: a pause before requests and calls?
         # (number, chat id, JSON); all windows show the events of the chat id "memory"
         self.events = deque(maxlen=1_000)
@@ -1677,13 +1659,12 @@ class WebPage(Channel):
         self.server = self._server(port)
         port = self.server.server_port
         self.host = f"127.0.0.1:{port}"
-        self.cookie = f"nanobot_{port}={secrets.token_urlsafe(24)}"
-        self.unused = {}  # the path of an address that no browser has used → True
+        self.cookie = f"nanobot_{port}={token_urlsafe(24)}"
         self.renew()
 
     def renew(self):
-        path = f"/?token={secrets.token_urlsafe(24)}"
-        self.unused[path] = True
+        path = f"/?token={token_urlsafe(24)}"
+        self.unused = {path: True}  # the address that no browser has used yet
         self.address = f"http://{self.host}{path}"
         self.tell(self.address)
 
@@ -1697,8 +1678,8 @@ class WebPage(Channel):
         class Server(ThreadingHTTPServer):
             allow_reuse_address = os.name == "posix"  # on Windows, two programs could use one port
 
-            def handle_error(self, *_):  # a closed window needs no traceback
-                log.debug("page: a request has failed", exc_info=True)
+            def handle_error(self, *_):
+                """A closed window needs no traceback."""
 
             def verify_request(self, *_):  # silent connections leave descriptors to the agent
                 return threading.active_count() < 100
@@ -1739,11 +1720,11 @@ class WebPage(Channel):
         is only asked in a session for which "Step by step" is ticked."""
         if what in ("request", "call") and not self.chats.get(self.turn_of.get()):
             return ""
-        number = secrets.token_hex(8)
+        number = token_hex(8)
         answer = asyncio.Future()
         self.questions[number] = answer
-        details |= {"session": self.turn_of.get(), "id": number}
-        self._add("memory", kind="ask", what=what, text=text, **details)
+        session = self.turn_of.get()
+        self._add("memory", kind="ask", what=what, text=text, session=session, id=number, **details)
         question = self.events[-1]
         polls = -1
         try:
@@ -1761,9 +1742,15 @@ class WebPage(Channel):
         """Handle a request from the page; a message until it is on disk. Raises KeyError if a
         question was answered already."""
         if path == "/say":
-            said = InboundMessage(self.name, "local", page_chat(body["chat"]), str(body["text"]))
-            said.message_id = str(body["id"])[:64]
-            await self.bus.publish(said)
+            await self.bus.publish(
+                InboundMessage(
+                    self.name,
+                    "local",
+                    page_chat(body["chat"]),
+                    str(body["text"]),
+                    message_id=str(body["id"])[:64],
+                )
+            )
         elif path == "/step":
             self.chats[page_chat(body["chat"])] = bool(body["on"])
         else:
@@ -1782,8 +1769,8 @@ class WebPage(Channel):
             self.polls += 1
             if data := bytes_behind(journal, position).rpartition(b"\n")[0]:
                 position += len(data) + 1
-                text = data.decode("utf-8", errors="replace")
-                yield self._json(kind="lines", lines=text.split("\n")[-most:])
+                lines = data.decode(errors="replace").split("\n")
+                yield self._json(kind="lines", lines=lines[-most:])
             for number, owner, event in list(self.events):
                 if number > seen and owner in ("memory", chat_id):
                     seen = number
@@ -1809,9 +1796,8 @@ def page_chat(name):
 
 
 class PageRequest:
-    """One HTTP request from a browser. A request without a new token or the cookie gets 403."""
+    """One HTTP request from a browser to `page`. Without a new token or the cookie, it gets 403."""
 
-    page: WebPage
     timeout = 5  # seconds until a silent connection is closed
 
     def log_message(self, *_):
@@ -1826,21 +1812,20 @@ class PageRequest:
     def _is_allowed(self):
         own = self.page.cookie.encode()
         cookies = self.headers.get("Cookie", "").encode().split(b"; ")
-        return self._is_from_here() and any(secrets.compare_digest(own, each) for each in cookies)
+        return self._is_from_here() and any(compare_digest(own, each) for each in cookies)
 
     def _reply(self, status, text, kind="text/plain", **more):
         self.send_response(status)
-        headers = {
+        for name, value in {
             "Content-Type": f"{kind}; charset=utf-8",
             "Cache-Control": "no-store",
             "X-Content-Type-Options": "nosniff",
             "Referrer-Policy": "no-referrer",
             **more,
-        }
-        for name, value in headers.items():
+        }.items():
             self.send_header(name, value)
         self.end_headers()
-        self.wfile.write(text.encode("utf-8"))
+        self.wfile.write(text.encode())
 
     def do_GET(self):  # noqa: N802
         path, _, query = self.path.partition("?")
@@ -1856,16 +1841,19 @@ class PageRequest:
             self._reply(200, self.page.as_json(self.page.memory()))
         elif path == "/events":
             self._reply(200, "retry: 1000\n\n", "text/event-stream")  # milliseconds
-            chat, most = urllib.parse.unquote(query).split("&")
+            chat, most = unquote(query).split("&")
             for event in self.page.news(page_chat(chat), int(most)):
                 line = f"data: {event}\n\n" if event else ":\n\n"
                 self.wfile.write(line.encode())
         else:
             html, directive = self.page.runs if path == "/runs" else self.page.html
-            nonce = secrets.token_urlsafe(16)
-            policy = PAGE_POLICY.format(nonce, directive)
-            html = html.replace("%NONCE%", nonce)
-            self._reply(200, html, "text/html", **{"Content-Security-Policy": policy})
+            nonce = token_urlsafe(16)
+            self._reply(
+                200,
+                html.replace("%NONCE%", nonce),
+                "text/html",
+                **{"Content-Security-Policy": PAGE_POLICY.format(nonce, directive)},
+            )
 
     def do_POST(self):  # noqa: N802
         if not self._is_allowed():

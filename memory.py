@@ -17,27 +17,26 @@ history entries; Dream turns history entries into facts and skills. memory.py ca
     print(session.path.read_text(), session.history())
 """
 
-import asyncio
-import contextlib
 import json
 import logging
 import os
 import re
-import secrets
 import shutil
 import subprocess
 import time
+from asyncio import Lock, to_thread
 from collections import deque
 from collections.abc import Callable
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache, lru_cache, partial
 from itertools import takewhile
 from pathlib import Path
+from secrets import token_hex
 from urllib.parse import quote, unquote
 
 log = logging.getLogger("nanobot.memory")
 MOMENT = "%Y-%m-%dT%H:%M:%S%z"
-to_json = json.JSONEncoder(ensure_ascii=False).encode
 
 
 # ---- Journal and inbox: a message is stored on disk before the agent uses it ----
@@ -47,28 +46,29 @@ class Session:
     """One conversation. A program must hold the session's lock to append to the journal. Only
     the marks `delivered` and `remembered`, which may be anywhere in the file, need no lock."""
 
-    def __init__(self, key: str, path: Path, on_event: Callable | None = None):
+    summary = ""  # requests have this text instead of the saved messages
+    is_answered = True  # does the last message end its turn?
+    # numbers of messages
+    last = 0  # the last message; reports do not count
+    highest = 0  # highest number so far: the next message gets `highest + 1`
+    start = 0  # `last` at `/new`: the conversation begins after this message
+    saved = 0  # messages up to this one are in the long-term memory, and not sent
+    remembered = 0  # up to this one, `remember_terminals` has written history entries
+    # restarts, and the file
+    resumed = 0  # number of restarts that resumed the open turn
+    size = 0  # expected file size; another size means that another program wrote to it
+
+    def __init__(self, key: str, path: Path, on_event):
         self.key = key
         self.path = path
-        self.on_event = on_event  # called with "journal" and each new line, without its text
+        self.on_event = on_event  # called with "journal" and each new line, or None
         self.created_at = time.strftime(MOMENT)
         self.origin = {}  # for the first line: {"folder": "/home/ada/plan", "typed": True}
         self.messages = []  # messages that are not in the long-term memory
-        self.summary = ""  # requests have this text instead of the saved messages
-        self.is_answered = True  # does the last message end its turn?
-        # numbers of messages
-        self.last = 0  # the last message; reports do not count
-        self.highest = 0  # highest number so far: the next message gets `highest + 1`
-        self.start = 0  # `last` at `/new`: the conversation begins after this message
-        self.saved = 0  # messages up to this one are in the long-term memory, and not sent
-        self.remembered = 0  # up to this one, `remember_terminals` has written history entries
         self.turn_ends = set()  # the last message of each turn but the newest
         self.ended = {}  # the last message of each unanswered turn → the reason
-        # restarts, and what is on its way
-        self.resumed = 0  # number of restarts that resumed the open turn
         self.undelivered = []  # answers that have no mark `delivered` yet
         self.known_ids = deque(maxlen=1_000)  # ids of inbox lines
-        self.size = 0  # expected file size; another size means that another program wrote to it
 
     def append(self, *messages: dict):
         """Append all messages or none. Until `synced` returns, a power cut may lose messages."""
@@ -79,27 +79,32 @@ class Session:
             ]
         )
 
-    def mark(self, name: str, **details):
+    def mark(self, name, **details):
         """`name`: new, continue, resumed, ended (why), saved (upto, summary), delivered or
         remembered (upto)."""
         self._write([{"mark": name, **details}])
 
     def _write(self, lines):
         if not self.size:
-            first = {"mark": "session", "key": self.key, "created_at": self.created_at}
-            lines = [first | self.origin, *lines]
+            lines.insert(
+                0,
+                {
+                    "mark": "session",
+                    "key": self.key,
+                    "created_at": self.created_at,
+                    **self.origin,
+                },
+            )
         for line in lines:
             line.setdefault("timestamp", time.strftime(MOMENT))  # a report has its own time
         self.size += append_lines(self.path, lines)
         for line in lines:
             self.take(line)
             if self.on_event:
-                without_text = {  # the texts are in the events of requests and answers
-                    name: line[name]
-                    for name in ("n", "role", "cut", "report", "mark", "why", "upto")
-                    if name in line
-                }
-                self.on_event("journal", who="session", line=without_text)
+                # without the texts, which are in the events of requests and answers
+                names = ("n", "role", "cut", "report", "mark", "why", "upto")
+                told = {name: line[name] for name in names if name in line}
+                self.on_event("journal", who="session", line=told)
 
     def take(self, line: dict):
         """Update the state with one journal line."""
@@ -125,14 +130,17 @@ class Session:
                 self.resumed += 1
             case {"mark": "session", "created_at": str(created_at)}:
                 self.created_at = created_at
-            case {"n": int(), "role": str()}:
+            case {"n": int()}:
                 self._take_message(line)
 
     def _take_message(self, message):
         self.highest = max(self.highest, message["n"])
         self.messages.append(message)
-        is_whole = not message.get("tool_calls") and "cut" not in message
-        ends_turn = message["role"] == "assistant" and is_whole
+        ends_turn = (
+            message["role"] == "assistant"
+            and not message.get("tool_calls")
+            and "cut" not in message
+        )
         if ends_turn and message.get("content"):
             self.undelivered.append(message)
         if "report" in message:
@@ -145,12 +153,12 @@ class Session:
         self.last = message["n"]
 
     async def synced(self):
-        await asyncio.to_thread(fsync, self.path)
+        await to_thread(fsync, self.path)
 
     def conversation(self) -> list[dict]:
         return [message for message in self.messages if message["n"] > self.start]
 
-    def history(self, *later: dict) -> list[dict]:
+    def history(self, *later: dict):
         """Returns the messages for a request: summary, conversation, `later` (not in the journal).
 
         user "a", runtime "It is Monday"           user "It is Monday\\n\\na"
@@ -168,19 +176,25 @@ class Session:
                 continue
             notes = []
             if message["role"] == "user":
-                quotes = [quoted(report, 2_500 // len(reports)) for report in reports]
-                notes = [self.gap_after(previous), *quotes]
+                notes = [
+                    self.gap_after(previous),
+                    *(quoted(report, 2_500 // len(reports)) for report in reports),
+                ]
                 reports.clear()
             sent.append(as_sent(message, *notes))
             previous = message
-        if previous.get("cut"):  # `/continue`
-            text = f"{self.gap_after(previous)} Go on where the answer stops."
-            sent.append({"role": "user", "content": text})
+        if "cut" in previous:  # `/continue`
+            sent.append(
+                {
+                    "role": "user",
+                    "content": f"{self.gap_after(previous)} Go on where the answer stops.",
+                }
+            )
         return sent
 
-    def gap_after(self, message: dict) -> str:
+    def gap_after(self, message):
         """A note for the next user message; in an assistant message, models would imitate it."""
-        if message.get("cut"):
+        if "cut" in message:
             return f"[the answer above broke off: {message['cut']}]"
         why = self.ended.get(message.get("n"))
         return f"[the message above was not answered: {why}]" if why else ""
@@ -197,7 +211,7 @@ class Session:
             }
         ]
 
-    def without_saved(self, messages: list[dict]) -> list[dict]:
+    def without_saved(self, messages: list[dict]):
         """Remove messages from a request if they are now in the long-term memory."""
         system, *rest = messages
         # in a request, the answers and results of this turn have no number
@@ -205,21 +219,21 @@ class Session:
         return [system, *self.summary_messages(), *unsaved]
 
     @property
-    def unfinished(self) -> bool:
+    def unfinished(self):
         """Can `/continue` resume the last turn?"""
         return self.last > max(self.start, self.saved) and not self.is_answered
 
     @property
-    def is_open(self) -> bool:
+    def is_open(self):
         """True while the last turn runs, and after a kill has interrupted the last turn."""
         return self.unfinished and self.last not in self.ended
 
-    def end_open_turn(self, why: str):
+    def end_open_turn(self, why):
         """Mark an open turn as ended, so that only `/continue`, not a restart, resumes it."""
         if self.is_open:
             self.mark("ended", why=why)
 
-    def end_of_oldest(self, excess: float) -> int:
+    def end_of_oldest(self, excess):
         """The number of the message that ends the oldest turns: of as few turns as have `excess`
         tokens together, or of all but the newest. 0 if there is only one turn."""
         end = 0
@@ -233,7 +247,7 @@ class Session:
         return end
 
 
-def quoted(report: dict, most: int) -> str:
+def quoted(report: dict, most):
     """A report as the user's next message quotes it, with `most` tokens of its text. All lines
     after the first are indented, so that they cannot pass for the user's.
 
@@ -244,7 +258,7 @@ def quoted(report: dict, most: int) -> str:
     return f"[{moment}, {report['report']}: {text}]"
 
 
-def as_sent(message: dict, *notes: str) -> dict:
+def as_sent(message: dict, *notes):
     """Convert a journal message for a request. In a user message, the `notes` precede the text.
     `LLMProvider.chat` removes the key `n` later."""
     sent = {
@@ -262,7 +276,7 @@ class Inbox:
     """The messages that wait for their turn: user messages, `/new`, `/continue`, reports of jobs
     and helpers. All programs may append; only the holder of the session's lock removes messages."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path):
         self.path = path
         self.lock = path.with_suffix(".inbox.lock")
 
@@ -295,7 +309,7 @@ class MemoryStore:
     {"cursor": 42, "timestamp": "2026-04-03 00:02", "content": "The user planned a trip to Rome."}
     """
 
-    def __init__(self, workspace: Path, read: Callable = Path.read_bytes):
+    def __init__(self, workspace: Path, read=Path.read_bytes):
         self.workspace = workspace
         self.read = read  # a path → its bytes; raises OSError, or ValueError for a path outside
         self.folder = workspace / "memory"
@@ -303,17 +317,17 @@ class MemoryStore:
         self.history = self.folder / "history.jsonl"
         self.lock = self.folder / ".lock"
 
-    def text_of(self, path: Path) -> str:
+    def text_of(self, path):
         """Read a text file; a missing file gives "". Raises OSError if the file cannot be read."""
         try:
-            return self.read(path).decode("utf-8-sig", errors="replace")
+            return self.read(path).decode("utf-8-sig", "replace")
         except FileNotFoundError:
             return ""
 
-    def read_facts(self) -> str:
+    def read_facts(self):
         return self.text_of(self.facts)
 
-    def write_facts(self, text: str, instead_of: str) -> bool:
+    def write_facts(self, text, instead_of):
         """Write MEMORY.md, but never empty or halve it. Returns False if somebody has changed the
         file: its text is no longer `instead_of`."""
         with locked(self.lock):
@@ -327,11 +341,11 @@ class MemoryStore:
                 write_atomically(self.facts, text + "\n")
             return True
 
-    def entries(self) -> list[dict]:
+    def entries(self):
         """All history entries. Reading 1,000 of them takes 5 ms."""
         return read_records(self.history, partial(has, cursor=int, timestamp=str, content=str))
 
-    def append_history(self, text: str, **more):
+    def append_history(self, text, **more):
         """Append an entry with `more` keys. The text may begin with its time, such as
         `[2026-04-03 00:02]`."""
         with locked(self.lock):
@@ -339,13 +353,16 @@ class MemoryStore:
             last = max([self.dream_cursor, *(entry["cursor"] for entry in self.entries())])
             # "[2026-04-03 00:02] A trip." → ("2026-04-03 00:02", "A trip.");  "A trip." → (None, …)
             stamp, content = re.match(STAMP, text).groups()
-            moment = stamp or time.strftime("%Y-%m-%d %H:%M")
-            entry = {"cursor": last + 1, "timestamp": moment, "content": content} | more
-            append_lines(self.history, [entry])
+            entry = {
+                "cursor": last + 1,
+                "timestamp": stamp or time.strftime("%Y-%m-%d %H:%M"),
+                "content": content,
+            }
+            append_lines(self.history, [entry | more])
             fsync(self.history)
 
     @property
-    def dream_cursor(self) -> int:
+    def dream_cursor(self):
         """The number of the last entry that Dream has read."""
         number = self.text_of(self.folder / ".dream_cursor")
         return int(number) if re.fullmatch(r"\d{1,18}", number) else 0
@@ -413,16 +430,16 @@ class Consolidator:
     prompt: str
     budget: int  # maximum number of tokens in a request
     window: int  # maximum number of messages that are not in the long-term memory
-    one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock)
+    one_at_a_time: Lock = field(default_factory=Lock)
 
-    async def make_room(self, session: Session, tokens: int) -> str:
+    async def make_room(self, session, tokens):
         """Runs before each request. If `tokens` is over 80 % of the budget, move turns until about
         half of the budget is used. Returns a line for the user, or ""."""
         if tokens <= 0.8 * self.budget:
             return ""
         return await self._move(session, session.end_of_oldest(tokens - self.budget // 2))
 
-    async def after_turn(self, session: Session) -> str:
+    async def after_turn(self, session):
         """Runs in the background. Move all turns older than `/new`. If more than `window` messages
         remain, move turns until about `window / 2` remain. Returns a line for the user, or ""."""
         upto = session.start
@@ -493,8 +510,8 @@ class Consolidator:
         repository = MemoryRepository(self.store.workspace)
         for _ in range(3):
             facts = self.store.read_facts()
-            question = "\n\n".join(["# MEMORY.md", facts, "# Conversation", *earlier, text])
-            response = await self.ask(request(self.prompt, question), [SAVE_MEMORY])
+            messages = request(self.prompt, "# MEMORY.md", facts, "# Conversation", *earlier, text)
+            response = await self.ask(messages, [SAVE_MEMORY])
             if response.finish_reason == "error" and not response.is_overflow:
                 return None
             if response.finish_reason in ("length", "content_filter"):
@@ -507,10 +524,10 @@ class Consolidator:
             entry = re.sub(THOUGHTS, "", answer["history_entry"]).strip()
             if not entry:
                 break
-            await asyncio.to_thread(repository.record, OUTSIDE)
+            await to_thread(repository.record, OUTSIDE)
             if not self.store.write_facts(answer["memory_update"], facts):
                 continue  # somebody has changed MEMORY.md meanwhile: ask again
-            changes = await asyncio.to_thread(repository.record, "saved from a conversation")
+            changes = await to_thread(repository.record, "saved from a conversation")
             return entry, answer.get("summary"), changes
         return f"[RAW] {fitted(text, 400)}", "", ""
 
@@ -531,7 +548,7 @@ class Governed:
     tool "a.py:7: …"                    assistant calls grep({…}) …
     """
 
-    def __init__(self, messages: list[dict], budget: int, task: dict | None, beside: int = 0):
+    def __init__(self, messages: list[dict], budget: int, task: dict | None, beside=0):
         self.messages = list(messages)
         self.notes = []  # `8 messages left out (~7,900 tokens)`
         self.tokens = total_tokens(messages) + beside
@@ -557,9 +574,9 @@ class Governed:
         freed = 0
         for n, message in enumerate(self.messages[: max(begin, last_step)]):
             role = message["role"]
-            begins_turn = role == "user" and n <= begin  # earlier turns go as a whole
-            begins_step = role != "tool" and n > begin  # this turn goes step by step
-            if (begins_turn or begins_step) and freed >= excess + self.list_size:
+            # earlier turns go as a whole, this turn goes step by step
+            begins_part = role == "user" if n <= begin else role != "tool"
+            if begins_part and freed >= excess + self.list_size:
                 break
             is_own = role == "user" and n >= begin
             if is_own or role == "system" or "is_summary" in message:
@@ -568,11 +585,11 @@ class Governed:
                 left_out.append(message)
                 freed += message_tokens(message)
         if left_out:
-            rest = self.messages[len(kept) + len(left_out) :]  # what the loop has not reached
             told = f"{counted(len(left_out), 'message')} left out"
             spare = max(freed - excess - 10, 50)  # 10 tokens for the list's message itself
             text = list_of(left_out, told, min(spare, self.list_size))
-            self.messages = [*kept, {"role": "user", "content": text}, *rest]
+            replaced = len(kept) + len(left_out)
+            self.messages[:replaced] = [*kept, {"role": "user", "content": text}]
             self.notes.append(f"{told} (~{freed:,} tokens)")
 
     def _remove_pictures(self, _):
@@ -587,13 +604,13 @@ class Governed:
         room = total_tokens(results) - excess
         for n, message in enumerate(self.messages):
             if message["role"] == "tool":
-                share = room // len(results) - 20  # 20 tokens for the line below
-                cut = fitted(message["content"], max(share, 10))
+                # 20 tokens for the line below
+                cut = fitted(message["content"], max(room // len(results) - 20, 10))
                 if cut != message["content"]:
-                    content = f"{cut}\n[not all of it: ask for a part]"
-                    self.messages[n] = {**message, "content": content}
+                    cut += "\n[not all of it: ask for a part]"
+                    self.messages[n] = {**message, "content": cut}
         if results:
-            self.notes.append(f"{counted(len(results), 'tool result')} cut")
+            self.notes.append("tool results cut")
 
 
 # ======== Second reading: terminals, damage, files and locks, sizes, Dream, skills ========
@@ -623,11 +640,12 @@ def remember_terminals(sessions):
             session = sessions.load(key)
             said = [message for message in session.messages if message["n"] > session.remembered]
             if said:
-                moment = time.strftime("%Y-%m-%d %H:%M", time.localtime(used))
-                text = in_short(said)
+                text = f"In {first['folder']}:\n{in_short(said)}"
                 if session.is_open:
                     text += "\n(not answered: the program ended)"
-                store.append_history(f"In {first['folder']}:\n{text}", timestamp=moment)
+                store.append_history(
+                    text, timestamp=time.strftime("%Y-%m-%d %H:%M", time.localtime(used))
+                )
                 session.mark("remembered", upto=session.highest)
                 os.utime(session.path, (used, used))  # the mark is no use of the conversation
         os.utime(lock)
@@ -744,12 +762,12 @@ def numbered(lines):
 
 
 def as_lines(records):
-    return "".join(to_json(record) + "\n" for record in records)
+    return "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
 
 
 def append_lines(path, records):
     """Append all records or none. Returns the number of written bytes. Raises OSError."""
-    data = as_lines(records).encode("utf-8", errors="replace")  # `?` replaces a lone surrogate
+    data = as_lines(records).encode(errors="replace")  # `?` replaces a lone surrogate
     size = file_size(path)
     try:
         with open_private(path) as file:
@@ -778,7 +796,7 @@ def write_atomically(path, content):
     draft = path.with_name(f".{path.name}.tmp")  # the next write overwrites it
     try:
         with open_private(draft, "wb") as file:
-            file.write(content.encode("utf-8", errors="replace"))
+            file.write(content.encode(errors="replace"))
         fsync(draft)
         if path.exists():
             shutil.copymode(path, draft)
@@ -804,7 +822,7 @@ def patiently(work, *arguments):
 def fsync(path):
     with open(path, "r+b") as file:  # Windows cannot sync a file that is open for reading only
         os.fsync(file.fileno())
-    with contextlib.suppress(OSError):  # some systems cannot sync a folder
+    with suppress(OSError):  # some systems cannot sync a folder
         descriptor = os.open(path.parent, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -820,11 +838,11 @@ class SessionBusy(Exception):
     """Another program holds the lock."""
 
 
-@contextlib.contextmanager
+@contextmanager
 def locked(path, busy=""):
     """Lock `path`. If another program holds the lock, wait, or raise SessionBusy if `busy` is set.
     A kill unlocks `path`. Open protected files inside the `with` block."""
-    with open_private(path) as file, contextlib.ExitStack() as unlock:
+    with open_private(path) as file, ExitStack() as unlock:
         while True:  # try until it is locked
             try:
                 if os.name == "nt":
@@ -877,14 +895,13 @@ class SessionManager:
     def new_key(self):
         """A new key for a conversation at a terminal, from the time: `cli:2026-11-23-0120-ab3f91`.
         It has a random part, because programs may start at the same time."""
-        return f"cli:{time.strftime('%Y-%m-%d-%H%M')}-{secrets.token_hex(3)}"
+        return f"cli:{time.strftime('%Y-%m-%d-%H%M')}-{token_hex(3)}"
 
     def first_line(self, key):
         """The first line of the journal. Terminals write their `folder`, and `typed: true` for what
         `-c` may continue. {} if there is no journal, or the line is damaged."""
-        with contextlib.suppress(OSError, ValueError):
-            with open(self.path(key), "rb") as file:
-                first = json.loads(file.readline(100_000))
+        with suppress(OSError, ValueError), open(self.path(key), "rb") as file:
+            first = json.loads(file.readline(100_000))
             if has(first):
                 return first
         return {}
@@ -949,7 +966,7 @@ class SessionManager:
     def list_keys(self):
         return [key for key, _ in self.by_last_use()]
 
-    @contextlib.contextmanager
+    @contextmanager
     def lock(self, key):
         """Lock a session, so that no other program writes to it. Calls may be nested."""
         if key in self._held:
@@ -977,7 +994,7 @@ def readable(message):
     for call in message.get("tool_calls") or []:
         function = call["function"]
         parts.append(f"calls {function['name']}({function['arguments']})")
-    if message.get("cut"):
+    if "cut" in message:
         parts.append(f"[broke off: {message['cut']}]")
     who = message.get("report") or message["role"]
     who = f"{who} {message.get('name', '')}".strip()  # a result has its tool's name
@@ -995,9 +1012,8 @@ def list_of(left_out, told, most):
     """The list in the example of Governed, with at most `most` tokens."""
     lines = [f"[{told}. The calls, and the first line of each message:]"]
     for message in left_out:
-        text = str(without_images(message).get("content") or "")
-        first_line = text.strip().partition("\n")[0]
-        lines.append(fitted(readable(message | {"content": first_line}), 100))
+        text = str(without_images(message).get("content") or "").strip()
+        lines.append(fitted(readable(message | {"content": text.partition("\n")[0]}), 100))
     return fitted("\n".join(lines), most)
 
 
@@ -1010,7 +1026,8 @@ def without_images(message):
     return {**message, "content": "\n".join(texts) or "[image]"}
 
 
-def request(system, text):
+def request(system, *parts):
+    text = "\n\n".join(parts)
     return [{"role": "system", "content": system}, {"role": "user", "content": text}]
 
 
@@ -1019,7 +1036,7 @@ def request(system, text):
 
 def counted(count, one, several=""):
     """Returns "0 steps", "1 step", "2,000 steps", "2 entries"."""
-    return f"{count:,} {one}" if count == 1 else f"{count:,} {several or one + 's'}"
+    return f"{count:,} {one if count == 1 else several or one + 's'}"
 
 
 def fitted(text, most):
@@ -1037,10 +1054,10 @@ THOUGHTS = r"(?s)\s{0,100}<think>.*?(</think>|\Z)"  # "<think>The user wants …
 STAMP = r"(?s)\s{0,100}(?:\[(\d{4}-\d\d-\d\d \d\d:\d\d)\]\s{0,100})?(.{0,64000})"
 
 
-def estimate(text: str):
+def estimate(text):
     """Estimate the tokens from the kinds of characters: 0.6 to 2.4 times the true number. Five
     lower-case letters count as a token, and so on; the factors fit the samples in `tests/data`."""
-    data = text.encode("utf-8", errors="replace")
+    data = text.encode(errors="replace")
     rest = data.translate(None, b"abcdefghijklmnopqrstuvwxyz \n")
     foreign = rest.translate(None, bytes(range(128)))
     letters = len(data) - len(rest)
@@ -1050,7 +1067,7 @@ def estimate(text: str):
     return int(letters / 5 + marks / 1.5 + (len(foreign) - rare) / 4.5 + rare) + 1
 
 
-cached_estimate = lru_cache(maxsize=1_000)(estimate)  # each request repeats most messages
+cached_estimate = lru_cache(1_000)(estimate)  # each request repeats most messages
 
 
 def message_tokens(message):
@@ -1110,17 +1127,16 @@ class Dream:
             outcome = await self._dream(batch, repository)
             if outcome == "failed":
                 self.failures += 1
-            is_hopeless = self.failures == 3
-            if outcome != "completed" and not is_hopeless:
+            if outcome != "completed" and self.failures < 3:
                 return f"The dream {outcome}. Nothing is lost: the next dream tries again."
-            if is_hopeless:
+            if self.failures == 3:
                 log.warning("three dreams about the same entries failed: these entries are skipped")
             self.failures = 0
             write_atomically(self.store.folder / ".dream_cursor", str(batch[-1]["cursor"]))
             self.store.archive_old()
             told = f"Dreamt about {counted(len(batch), 'entry', 'entries')}"
             try:
-                changes = await asyncio.to_thread(repository.commit, "dream")
+                changes = await to_thread(repository.commit, "dream")
             except OSError as problem:
                 return f"{told}. The changes cannot be shown or undone: {problem}"
             return f"{told}: {changes or 'no change'}. /dream-log shows the changes."
@@ -1133,11 +1149,11 @@ class Dream:
         for name in DREAM_FILES:
             path = self.store.workspace / name
             files.append(f"# {path}\n\n{fitted(self.store.text_of(path), self.budget // 8)}")
-        question = "\n\n".join([time.strftime("Today: %Y-%m-%d, %A"), *files, "# History", *lines])
-        response = await self.ask(request(self.find_prompt, question), [])
+        today = time.strftime("Today: %Y-%m-%d, %A")
+        response = await self.ask(request(self.find_prompt, today, *files, "# History", *lines), [])
         # what others have changed until now is no part of the dream
-        with contextlib.suppress(OSError):  # if it fails, the second commit fails, too
-            await asyncio.to_thread(repository.commit, OUTSIDE)
+        with suppress(OSError):  # if it fails, the second commit fails, too
+            await to_thread(repository.commit, OUTSIDE)
         if response.finish_reason == "error":
             return "failed" if response.is_overflow else UNREACHABLE
         answer = re.sub(THOUGHTS, "", response.content or "")
@@ -1147,8 +1163,8 @@ class Dream:
         skills = [
             f"- {skill.name}: {skill.description} ({skill.path})" for skill in self.skills.load()
         ]
-        question = "\n\n".join(["# Findings", *findings, *files, "# Skills", *skills])
-        result = await self.run_agent(request(self.edit_prompt, question), self.refuse)
+        task = request(self.edit_prompt, "# Findings", *findings, *files, "# Skills", *skills)
+        result = await self.run_agent(task, self.refuse)
         if result.stop_reason == "error":
             return UNREACHABLE
         return "completed" if result.stop_reason == "completed" else "failed"
@@ -1173,7 +1189,6 @@ class Dream:
 
 OUTSIDE = "edited by you or the agent"
 COMMITTED = (*DREAM_FILES, "skills")  # an older version's repositories have the history, too
-ATTRIBUTES = "* !text !eol !diff !filter !ident !working-tree-encoding\n"  # replaces the user's
 LAST_DREAM = "HEAD^{/^dream:}"
 UNKNOWN = "there is no such commit, or no dream yet. /dream-log lists the commits."
 
@@ -1220,7 +1235,10 @@ class MemoryRepository:
         """Commit the files. Returns `1 file changed, 2 insertions(+)`, or "". Raises OSError."""
         if not (self.folder / "HEAD").exists():
             self.git("init", "-q")
-            write_atomically(self.folder / "info" / "attributes", ATTRIBUTES)
+            write_atomically(  # instead of the user's attributes
+                self.folder / "info/attributes",
+                "* !text !eol !diff !filter !ident !working-tree-encoding\n",
+            )
         (self.folder / "index.lock").unlink(missing_ok=True)  # a killed git has left it
         self.git("add", "-u")  # changed and deleted files
         names = [name for name in COMMITTED if (self.workspace / name).exists()]
@@ -1248,13 +1266,6 @@ class MemoryRepository:
         except OSError as problem:
             return f"There is no log: {problem}"
 
-    def applies(self, patch):
-        try:
-            self.git("apply", "--check", patch)
-        except OSError:
-            return False
-        return True
-
     def restore(self, sha=""):
         """Undo one commit (default: the last dream) with a new commit. Returns a message."""
         why = "the commit is undone already, or its lines have changed since then."
@@ -1264,7 +1275,6 @@ class MemoryRepository:
                 patch = ".nanobot/undo.patch"  # not read here: its bytes must stay as they are
                 self.git(
                     "diff-tree",
-                    "-p",
                     "--binary",
                     f"--output={patch}",
                     f"{sha or LAST_DREAM}^0",
@@ -1274,7 +1284,11 @@ class MemoryRepository:
                 )
                 files = [self.workspace / name for name in self.git("ls-files", "-z").split("\0")]
                 modes = {path: path.stat().st_mode for path in files if path.is_file()}
-                if self.applies(patch):  # it could be made once more, so it is undone already
+                try:
+                    self.git("apply", "--check", patch)
+                except OSError:
+                    pass
+                else:  # it could be made once more, so it is undone already
                     raise OSError(why)
                 # -C0: the lines around a change may have changed since
                 self.git("apply", "-R", "-C0", "--whitespace=nowarn", patch, why=why)
@@ -1299,7 +1313,7 @@ class Skill:
     description: str
     text: str  # without the front matter
     always: bool  # if True, the whole text is in every system prompt
-    missing: list[str]  # missing programs and variables
+    missing: list  # missing programs and variables
 
 
 class SkillsLoader:
@@ -1330,29 +1344,31 @@ warn_once = cache(log.warning)  # channels.py has one, too: these files do not i
 FRONT_MATTER = r"(?s)(?:---[ \t]{0,20}\n(.*?\n|)---[ \t]{0,20}(?:\n|\Z))?"
 # `"bins": ["gh", "jq"]`, `bins: [gh, jq]`, "bins:\n  - gh\n  - jq"
 NEEDS = r"\b{}[\"']?:\s{{0,100}}(\[[^\]]{{0,2000}}\]|(?:-[^\n]{{0,200}}\s{{0,100}}){{1,50}})"
-NEEDED = (("bins", shutil.which, "program"), ("env", os.getenv, "environment variable"))
 NAME = r"[^\s,\[\]\"'-][^\s,\[\]\"']{0,200}"
 
 
 def skill_of(path, data):
     """Parse the bytes of a file SKILL.md. All parts of the file are optional."""
-    text = data.decode("utf-8-sig", errors="replace").replace("\r\n", "\n")
+    text = data.decode("utf-8-sig", "replace").replace("\r\n", "\n")
     match = re.match(FRONT_MATTER, text)
     front = match[1] or ""
     fields = fields_of(front)
     missing = []
-    for key, find, kind in NEEDED:
-        needs = re.search(NEEDS.format(key), front)
-        if needs:
-            names = re.findall(NAME, needs[1])  # '["gh", "jq"]' → ["gh", "jq"]
-            missing += [f"{kind} {name}" for name in names if not find(name)]
+    for key, find, kind in (
+        ("bins", shutil.which, "program"),
+        ("env", os.getenv, "environment variable"),
+    ):
+        if needs := re.search(NEEDS.format(key), front):
+            for name in re.findall(NAME, needs[1]):  # '["gh", "jq"]' → ["gh", "jq"]
+                if not find(name):
+                    missing.append(f"{kind} {name}")
     return Skill(
         fields.get("name") or path.parent.name,
         path,
-        description=fields.get("description", ""),
-        text=text[match.end() :].strip(),
-        always=fields.get("always", "").lower() in ("true", "yes"),
-        missing=missing,
+        fields.get("description", ""),
+        text[match.end() :].strip(),
+        fields.get("always", "").lower() in ("true", "yes"),
+        missing,
     )
 
 
@@ -1366,8 +1382,7 @@ def fields_of(front):
     for line in re.sub(r"\n[ \t]+", " ", front).split("\n"):
         key, _, value = line.partition(":")
         value = value.strip()
-        quoted = re.match(QUOTED, value)
-        if quoted:
+        if quoted := re.match(QUOTED, value):
             value = quoted[2].replace("''", "'").replace('\\"', '"')
         else:
             value = value.lstrip(">|+-").partition(" #")[0]
