@@ -103,8 +103,8 @@ class LLMResponse:
         return message
 
 
-def calling(tool: str, arguments: dict, error: str = "") -> LLMResponse:
-    return LLMResponse(None, [ToolCallRequest(new_id(), tool, arguments, error)], "tool_calls")
+def calling(tool: str, arguments: dict) -> LLMResponse:
+    return LLMResponse(None, [ToolCallRequest(new_id(), tool, arguments)], "tool_calls")
 
 
 def failed(cause: str, **fields) -> LLMResponse:
@@ -119,10 +119,10 @@ class LLMRequest:
     tools: list[dict]
     model: str
     options: dict
-    on_delta: OnDelta | None = None
-    on_retry: OnDelta | None = None
-    read_only: Collection[str] = ()  # names of the tools that change nothing
-    on_event: Callable = no_event
+    on_delta: OnDelta | None
+    on_retry: OnDelta | None
+    read_only: Collection[str]  # names of the tools that change nothing
+    on_event: Callable
 
     async def show(self, *pieces: str):
         for piece in pieces:
@@ -168,9 +168,13 @@ class LLMProvider:
         tools = tools or []
         name = model or self.model
         request = LLMRequest(lawful, tools, name, options, on_delta, on_retry, read_only, on_event)
-        healed = [remedy.notice for remedy in self.learnt.get(name, [])]
         on_event(
-            "request", model=name, options=options, messages=lawful, tools=tools, healed=healed
+            "request",
+            model=name,
+            options=options,
+            messages=lawful,
+            tools=tools,
+            healed=[remedy.notice for remedy in self.learnt.get(name, [])],
         )
         began = time.monotonic()
         response = failed("It was stopped.")  # for the event, if `answer` is cancelled
@@ -276,9 +280,11 @@ class OpenAIProvider(LLMProvider):
         idle_timeout: float = 90,
         pace: float = 1,
     ):
-        key = endpoint.api_key.strip()  # no header may contain a line break
-        address = endpoint.api_base or endpoint.spec.default_api_base
-        self.endpoint = replace(endpoint, api_key=key, api_base=address)
+        self.endpoint = replace(
+            endpoint,
+            api_key=endpoint.api_key.strip(),  # no header may contain a line break
+            api_base=endpoint.api_base or endpoint.spec.default_api_base,
+        )
         self.model = endpoint.model
         self.pace = pace
         self.is_local = endpoint.spec.is_local
@@ -306,17 +312,21 @@ class OpenAIProvider(LLMProvider):
             except Failure as problem:
                 failure = problem  # because `problem` does not exist after this block
             remedy = find_remedy(failure, body, remedies)
-            seconds = retry_after(failure, retries)
             if remedy:
                 remedies.append(remedy)
                 changed = remedy.change(body)
-                notice = f"{self.endpoint.spec.name}, {request.model}: {remedy.notice}"
-                await request.tell(notice, error=failure.cause, changed=difference(body, changed))
+                await request.tell(
+                    f"{self.endpoint.spec.name}, {request.model}: {remedy.notice}",
+                    error=failure.cause,
+                    changed=difference(body, changed),
+                )
                 body = changed
-            elif seconds is not None:
+            elif retries < TROUBLES[failure.kind].retries and not failure.shown:
+                seconds = min(failure.seconds or 2.0**retries, 60.0)
                 retries += 1
-                notice = f"{failure.cause}; asking again in {seconds:.0f} s"
-                await request.tell(notice, error=failure.cause)
+                await request.tell(
+                    f"{failure.cause}; asking again in {seconds:.0f} s", error=failure.cause
+                )
                 await asyncio.sleep(seconds * self.pace)
             else:
                 return await self._give_up(failure)
@@ -326,8 +336,7 @@ class OpenAIProvider(LLMProvider):
         error = explanation(failure, self.endpoint)
         if failure.kind == "model":
             error += f" {await self.check() or 'Choose another with --model.'}"
-        is_overflow = failure.kind == "overflow"
-        return failed(error, content=failure.shown or None, is_overflow=is_overflow)
+        return failed(error, content=failure.shown or None, is_overflow=failure.kind == "overflow")
 
     async def _ask(self, request, body):
         """Make one HTTP attempt. Raises Failure. An exception in `on_delta` is not caught."""
@@ -351,12 +360,11 @@ class OpenAIProvider(LLMProvider):
     async def _warn_if_cut(self, request, answer):
         """Warn once if the server cut the request. Ollama does so silently, beyond its
         context window (4,096 tokens by default). `sent` is an estimate, hence the factor 2."""
-        read = answer.usage["prompt_tokens"]
-        could_be_cut = 1_000 < read < 5_000 and self.is_local and not answer.usage["estimated"]
-        if self.is_warned or not could_be_cut:
+        if self.is_warned or not self.is_local:
             return
+        read = answer.usage["prompt_tokens"]
         sent = estimate_usage(request, answer)["prompt_tokens"]
-        if sent > 2 * read:
+        if 1_000 < read < 5_000 and sent > 2 * read:
             self.is_warned = True
             await request.tell(
                 f"The server read {read:,} of about {sent:,} tokens. Set a larger context. "
@@ -383,29 +391,22 @@ class OpenAIProvider(LLMProvider):
 
 def request_body(endpoint, request, remedies):
     """Return {"model": "m", "messages": […], …}, with the changes that this model needs."""
-    body = {"model": request.model, "messages": request.messages, "tools": request.tools or None}
-    body |= request.options
+    body = {
+        "model": request.model,
+        "messages": request.messages,
+        "tools": request.tools or None,
+        **request.options,
+    }
     if "max_tokens" in body:
         body[endpoint.spec.max_tokens_field] = body.pop("max_tokens")
     if request.on_delta:
         body |= {"stream": True, "stream_options": {"include_usage": True}}
     body = without_none(body | endpoint.extra_body)
     if endpoint.spec.supports_prompt_caching:
-        body = with_cache_marks(body)
+        body = in_messages(with_cache_mark)(body)
     for remedy in remedies:
         body = remedy.change(body)
     return body
-
-
-def retry_after(failure: Failure, retries: int) -> float | None:
-    """Return the delay in seconds before the next attempt, or None if a retry cannot help.
-    `retries` is the number of earlier retries.
-
-    429 "Rate limit reached, try again in 20s" → 20.0;  503 → 1.0, then 2.0, then 4.0;  401 → None
-    """
-    if failure.shown or retries >= TROUBLES[failure.kind].retries:
-        return None
-    return min(failure.seconds or 2.0**retries, 60.0)
 
 
 # ---- A model without a network ----
@@ -1234,9 +1235,6 @@ def with_cache_mark(message):
         return message
     block = {"type": "text", "text": message["content"], "cache_control": {"type": "ephemeral"}}
     return {**message, "content": [block]}
-
-
-with_cache_marks = in_messages(with_cache_mark)
 
 
 @cache
