@@ -587,8 +587,7 @@ def is_cut_off(text):
 # One table contains all endpoints. If the code picks a wrong row, another company gets the API key.
 
 
-@dataclass(frozen=True)
-class ProviderSpec:
+class ProviderSpec(NamedTuple):
     """A row of the table PROVIDERS: all facts about one endpoint."""
 
     name: str
@@ -739,32 +738,29 @@ def choose_endpoint(
     if provider and provider not in ROWS:
         names = ", ".join(ROWS)
         raise ValueError(f"There is no provider {provider!r}. There are: {names}, offline, human.")
-    known = {row.name: replace(settings.get(row.name) or Endpoint(row)) for row in PROVIDERS}
+    known = {row.name: replace(settings.get(row.name, Endpoint(row))) for row in PROVIDERS}
     key = known["openai"].api_key
     for row in PROVIDERS:  # OPENAI_API_KEY=sk-or-… contains a key of OpenRouter
         if row.key_prefix and key.startswith(row.key_prefix):
             known[row.name].api_key = key
             known["openai"].api_key = ""
-    host = row_of_address(base_url)  # "custom" if there is no base URL
-    is_own_server = base_url and not host.env_key
-    if host.env_key:  # the address of a provider that has keys
-        spec = host
-    elif provider:
+    spec = host = row_of_address(base_url)  # "custom" if there is no base URL
+    if provider and not host.env_key:  # the address of a row with keys decides alone
         spec = ROWS[provider]
-    elif base_url:
-        spec = host
-    else:
+    elif not base_url:
         spec = row_of_model(known, model)
     if spec is None:
         return None
     chosen = known[spec.name]
     address = base_url or chosen.api_base or spec.default_api_base
     if not re.match("https?://.", address):
-        problem = f"needs an address with http:// or https://, not {address!r}"
-        raise ValueError(f"Provider {spec.name} {problem}. Set its apiBase, or --base-url.")
+        raise ValueError(
+            f"Provider {spec.name} needs an address with http:// or https://, not {address!r}. "
+            "Set its apiBase, or --base-url."
+        )
     if spec.env_key and not chosen.api_key and not base_url:  # else the endpoint itself refuses
         raise ValueError(f"Provider {spec.name} has no key: set {spec.env_key}.")
-    if is_own_server:
+    if base_url and not host.env_key:  # the user's own server
         if spec.env_key:  # `--provider openai`: openai's key and headers are for openai's host
             chosen = Endpoint(spec)
         chosen.api_key = chosen.api_key or general_key
@@ -787,18 +783,18 @@ def row_of_address(base_url):
             return row
     # .localhost:9000, .127.0.0.1:9000, .192.168.0.7
     is_local = re.match(r"\.(localhost|0\.0\.0\.0|\[::1\])(:|$)|\.(127|10|192\.168)\.", host)
-    return ROWS["local"] if is_local else ROWS["custom"]
+    return ROWS["local" if is_local else "custom"]
 
 
 def row_of_model(known, model):
     """Choose among the rows that the user gave a key or an address: the row of the model's maker,
     or else the first one. If this is another maker, which would refuse the model, raise ValueError.
     """
-    usable = []
-    for row in PROVIDERS:
-        endpoint = known[row.name]
-        if endpoint.api_base or (endpoint.api_key and row.default_api_base):
-            usable.append(row)
+    usable = [
+        endpoint.spec
+        for endpoint in known.values()
+        if endpoint.api_base or (endpoint.api_key and endpoint.spec.default_api_base)
+    ]
     maker = maker_of(model)
     if maker and (maker.is_local or maker in usable):
         return maker
@@ -909,12 +905,13 @@ TROUBLES = {  # the first row whose pattern fits
 
 def explanation(failure, endpoint):
     """The text for the user: the cause, then what to do."""
-    text = TROUBLES[failure.kind].advice.format(
-        where=endpoint.api_base,
-        cause=failure.cause,
-        variable=endpoint.spec.env_key or "OPENAI_API_KEY",
+    return endpoint.without_secrets(
+        TROUBLES[failure.kind].advice.format(
+            where=endpoint.api_base,
+            cause=failure.cause,
+            variable=endpoint.spec.env_key or "OPENAI_API_KEY",
+        )
     )
-    return endpoint.without_secrets(text)
 
 
 def kind_of(text):
@@ -1050,8 +1047,9 @@ def as_text(message):
     """Join the blocks of a message into one text, and replace each image with a line of text."""
     if not isinstance(message["content"], list):
         return message
-    image = "[an image: this model cannot see it]"
-    content = "\n\n".join(block.get("text") or image for block in message["content"])
+    content = "\n\n".join(
+        block.get("text") or "[an image: this model cannot see it]" for block in message["content"]
+    )
     return {**message, "content": content}
 
 
@@ -1105,23 +1103,21 @@ def tools_as_text(body):
     if "tools" in body:
         lines = "\n".join(to_json(tool["function"]) for tool in body["tools"])
         messages.append({"role": "system", "content": TOOLS_AS_TEXT + lines})
-    changed = {"messages": legal(messages), "tools": None, "tool_choice": None}
-    return without_none(body | changed)
+    return without_none({**body, "messages": legal(messages), "tools": None, "tool_choice": None})
 
 
 def calls_as_text(message):
     """A call becomes `<tool_call>{"name": "now", "arguments": {}}</tool_call>`."""
-    text = as_text(message)["content"]
+    text = as_text(message)["content"] or ""
     if message["role"] == "tool":
         return {"role": "user", "content": f"<tool_result>\n{text}\n</tool_result>"}
     if "tool_calls" not in message:
         return message
-    lines = [text] if text else []
     for call in message["tool_calls"]:
         function = call["function"]  # its arguments are JSON already
         line = f'{{"name": "{function["name"]}", "arguments": {function["arguments"]}}}'
-        lines.append(f"<tool_call>{line}</tool_call>")
-    return {"role": "assistant", "content": "\n".join(lines)}
+        text += f"\n<tool_call>{line}</tool_call>"
+    return {"role": "assistant", "content": text.lstrip("\n")}
 
 
 # keys of requests and tools' schemas that some endpoints refuse, and that nobody needs
@@ -1317,8 +1313,10 @@ class Connection:
     async def models(self):
         """The ids of the models that the endpoint offers."""
         response = await self.client().models.with_raw_response.list(timeout=10.0)
-        rows = parse_answer(response.content).get("data") or []
-        return [str(row["id"]).removeprefix("models/") for row in rows]  # Gemini's prefix
+        return [
+            str(row["id"]).removeprefix("models/")  # Gemini's prefix
+            for row in parse_answer(response.content).get("data") or []
+        ]
 
 
 async def chunks_of(response):
@@ -1364,12 +1362,6 @@ REASONS = {  # the endpoint's finish reason → OpenAI's; any other (`eos`, `end
 }
 
 
-@dataclass
-class CallParts:  # a call of a stream
-    call: ToolCallRequest
-    written: str = ""  # the JSON of its arguments, as far as it has arrived
-
-
 class AnswerReader:
     """Joins the chunks of an answer; an answer that is not streamed consists of one chunk.
 
@@ -1382,8 +1374,7 @@ class AnswerReader:
         self.answer = LLMResponse(finish_reason=None)
         self.text = ""  # the answer so far, without thoughts
         self.end = 0  # `text` is shown up to here; the rest may begin a thought or a call
-        self.calls = []  # CallParts
-        self.open_calls = {}  # index → the last of `calls` with this index, which a piece continues
+        self.open_calls = {}  # index → the last call with this index, which a piece continues
         self.index = 0  # of the latest piece of a call
         self.has_ended = False  # True: the server has signalled the end of the answer
 
@@ -1436,14 +1427,15 @@ class AnswerReader:
         function = piece.get("function") or {}
         name = function.get("name")
         if name or index not in self.open_calls:
-            call = ToolCallRequest(piece.get("id") or new_id(), name or "unnamed")
-            self.open_calls[index] = CallParts(call)
-            self.calls.append(self.open_calls[index])
-        parts = self.open_calls[index]
+            # until the answer is whole, `arguments` is the JSON that has arrived
+            call = ToolCallRequest(piece.get("id") or new_id(), name or "unnamed", "")
+            self.open_calls[index] = call
+            self.answer.tool_calls.append(call)
+        call = self.open_calls[index]
         arguments = function.get("arguments") or ""
-        parts.written += arguments if isinstance(arguments, str) else to_json(arguments)
+        call.arguments += arguments if isinstance(arguments, str) else to_json(arguments)
         if "extra_content" in piece:  # Gemini's signature of a thought
-            parts.call.extra["extra_content"] = piece["extra_content"]
+            call.extra["extra_content"] = piece["extra_content"]
 
     def _ready(self, piece):
         """Add a piece of text, remove whole thoughts, and return the text that may be shown now.
@@ -1471,7 +1463,7 @@ class AnswerReader:
             calls, rest = read_calls(held, self.tools)
         except Exception:
             calls, rest = [], held  # no call, or a broken one
-        if not calls or self.calls or self.is_in_fence:
+        if not calls or self.open_calls or self.is_in_fence:
             self.end = len(self.text)
             return held
         if self._may_run(calls, held, rest):
@@ -1497,10 +1489,8 @@ class AnswerReader:
         if reason:
             reason = answer.finish_reason = REASONS.get(str(reason).lower(), "stop")
         is_finished = reason in ("stop", "tool_calls")
-        for parts in self.calls:
-            call = parts.call
-            call.arguments, call.error = parse_arguments(parts.written, repair=is_finished)
-            answer.tool_calls.append(call)
+        for call in answer.tool_calls:
+            call.arguments, call.error = parse_arguments(call.arguments, repair=is_finished)
         if reason == "error" or not (reason or self.has_ended):
             raise Failure("the answer broke off: the connection was closed", "closed")
         text = self.text
@@ -1528,14 +1518,14 @@ def read_usage(usage):
     sent = usage.get("prompt_tokens")
     if not sent:
         return {}
-    received = usage.get("completion_tokens") or 0
     details = usage.get("prompt_tokens_details") or {}
     cached = (
         details.get("cached_tokens")
         or usage.get("cached_tokens")  # Moonshot
         or usage.get("prompt_cache_hit_tokens")  # DeepSeek
+        or 0
     )
-    return token_counts(sent, received, cached or 0)
+    return token_counts(sent, usage.get("completion_tokens") or 0, cached)
 
 
 def estimate_usage(request, answer):
@@ -1770,8 +1760,7 @@ def typed(line, tools):
     """
     name, written = re.match(r"(?s)([\w-]*)\s*(.*)", line).groups()
     # `raed_file("a.txt")`, `<tool_call>`, `raed_file {"path": "a.txt"}`
-    looks_like_call = re.match(r"[\w-]*[({<$]|[\w-]+ {", line)
-    if name not in tools and not looks_like_call:
+    if name not in tools and not re.match(r"[\w-]*[({<$]|[\w-]+ {", line):
         return LLMResponse(line)
     try:
         parameters = tools[name]
