@@ -39,7 +39,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 log = logging.getLogger("nanobot.providers")
@@ -73,8 +73,12 @@ class ToolCallRequest:
 
     def to_message(self) -> dict:
         """The call as part of an assistant message. Raises ValueError if an argument is NaN."""
-        function = {"name": self.name, "arguments": to_json(self.arguments)}
-        return {"id": self.id, "type": "function", "function": function, **self.extra}
+        return {
+            "id": self.id,
+            "type": "function",
+            "function": {"name": self.name, "arguments": to_json(self.arguments)},
+            **self.extra,
+        }
 
 
 @dataclass
@@ -203,7 +207,7 @@ class ScriptedProvider(LLMProvider):
 
     model = "scripted"
 
-    def __init__(self, replies: Iterable[Any]):
+    def __init__(self, replies: Iterable):
         self.replies = iter(replies)
         self.requests: list[LLMRequest] = []
 
@@ -263,7 +267,7 @@ class Failure(Exception):
     """
 
     cause: str
-    kind: str = "other"  # a key of TROUBLES
+    kind: str  # a key of TROUBLES
     text: str = ""  # the whole text of the endpoint's error
     status: int | None = None
     seconds: float = 0.0  # the delay that the endpoint asks for
@@ -309,27 +313,26 @@ class OpenAIProvider(LLMProvider):
                 self.learnt[request.model] = [each for each in remedies if each.is_remembered]
                 await self._warn_if_cut(request, response)
                 return response
-            except Failure as problem:
-                failure = problem  # because `problem` does not exist after this block
-            remedy = find_remedy(failure, body, remedies)
-            if remedy:
-                remedies.append(remedy)
-                changed = remedy.change(body)
-                await request.tell(
-                    f"{self.endpoint.spec.name}, {request.model}: {remedy.notice}",
-                    error=failure.cause,
-                    changed=difference(body, changed),
-                )
-                body = changed
-            elif retries < TROUBLES[failure.kind].retries and not failure.shown:
-                seconds = min(failure.seconds or 2.0**retries, 60.0)
-                retries += 1
-                await request.tell(
-                    f"{failure.cause}; asking again in {seconds:.0f} s", error=failure.cause
-                )
-                await asyncio.sleep(seconds * self.pace)
-            else:
-                return await self._give_up(failure)
+            except Failure as failure:
+                remedy = find_remedy(failure, body, remedies)
+                if remedy:
+                    remedies.append(remedy)
+                    changed = remedy.change(body)
+                    await request.tell(
+                        f"{self.endpoint.spec.name}, {request.model}: {remedy.notice}",
+                        error=failure.cause,
+                        changed=difference(body, changed),
+                    )
+                    body = changed
+                elif retries < TROUBLES[failure.kind].retries and not failure.shown:
+                    seconds = min(failure.seconds or 2.0**retries, 60.0)
+                    retries += 1
+                    await request.tell(
+                        f"{failure.cause}; asking again in {seconds:.0f} s", error=failure.cause
+                    )
+                    await asyncio.sleep(seconds * self.pace)
+                else:
+                    return await self._give_up(failure)
 
     async def _give_up(self, failure):
         """The answer with the cause and what to do; for a wrong model, with the offered models."""
@@ -594,7 +597,7 @@ class ProviderSpec(NamedTuple):
     default_api_base: str = ""
     env_key: str = ""  # environment variable with the API key; if empty, it is the user's server
     keywords: str = ""  # regular expression for the start of model names: gpt|o1
-    hosts: tuple[str, ...] = ()  # other ends of host and port, such as ".api.z.ai" or ":1234"
+    hosts: str = ""  # other ends of host and port, such as ".api.z.ai" or ":1234"
     key_prefix: str = ""  # keys begin with it, like gsk_
     default_model: str = ""
     is_gateway: bool = False  # True: it offers models of many makers, like openai/gpt-5
@@ -605,8 +608,8 @@ class ProviderSpec(NamedTuple):
 
 # The order counts for a model of an unknown maker: the user's own servers, gateways, makers
 PROVIDERS = [  # name, default_api_base, env_key, keywords, hosts
-    ProviderSpec("ollama", "http://localhost:11434/v1", hosts=(":11434",), is_local=True),
-    ProviderSpec("lmstudio", "http://localhost:1234/v1", hosts=(":1234",), is_local=True),
+    ProviderSpec("ollama", "http://localhost:11434/v1", hosts=":11434", is_local=True),
+    ProviderSpec("lmstudio", "http://localhost:1234/v1", hosts=":1234", is_local=True),
     ProviderSpec("vllm", "http://localhost:8000/v1", is_local=True),
     ProviderSpec("llamacpp", "http://localhost:8080/v1", is_local=True),
     ProviderSpec("local", "http://localhost:8000/v1", is_local=True),
@@ -624,7 +627,7 @@ PROVIDERS = [  # name, default_api_base, env_key, keywords, hosts
         "siliconflow",
         "https://api.siliconflow.cn/v1",
         "SILICONFLOW_API_KEY",
-        hosts=(".api.siliconflow.com",),
+        hosts=".api.siliconflow.com",
         is_gateway=True,
     ),
     ProviderSpec("aihubmix", "https://aihubmix.com/v1", "AIHUBMIX_API_KEY", is_gateway=True),
@@ -672,20 +675,20 @@ PROVIDERS = [  # name, default_api_base, env_key, keywords, hosts
         "https://api.moonshot.ai/v1",
         "MOONSHOT_API_KEY",
         "kimi|moonshot",
-        (".api.moonshot.cn",),
+        ".api.moonshot.cn",
     ),
     ProviderSpec(
-        "zhipu", "https://open.bigmodel.cn/api/paas/v4", "ZAI_API_KEY", "glm", (".api.z.ai",)
+        "zhipu", "https://open.bigmodel.cn/api/paas/v4", "ZAI_API_KEY", "glm", ".api.z.ai"
     ),
     ProviderSpec(
-        "minimax", "https://api.minimax.io/v1", "MINIMAX_API_KEY", "minimax", (".minimaxi.com",)
+        "minimax", "https://api.minimax.io/v1", "MINIMAX_API_KEY", "minimax", ".minimaxi.com"
     ),
     ProviderSpec(
         "dashscope",
         "https://dashscope.aliyuncs.com/compatible-mode/v1",
         "DASHSCOPE_API_KEY",
         "qwen",
-        (".dashscope-intl.aliyuncs.com",),
+        ".dashscope-intl.aliyuncs.com",
         default_model="qwen-plus",
     ),
     ProviderSpec("volcengine", "https://ark.cn-beijing.volces.com/api/v3", "ARK_API_KEY", "doubao"),
@@ -700,7 +703,7 @@ PROVIDERS = [  # name, default_api_base, env_key, keywords, hosts
     ProviderSpec(  # each customer has a host: kit.openai.azure.com
         "azure",
         env_key="AZURE_OPENAI_API_KEY",
-        hosts=(".openai.azure.com", ".services.ai.azure.com"),
+        hosts=".openai.azure.com .services.ai.azure.com",
         max_tokens_field="max_completion_tokens",
     ),
 ]
@@ -779,7 +782,7 @@ def row_of_address(base_url):
     host = "." + urlsplit(base_url).netloc.rpartition("@")[2]
     for row in PROVIDERS:
         row_host = "." + urlsplit(row.default_api_base).netloc
-        if host.endswith((row_host, *row.hosts)):
+        if host.endswith((row_host, *row.hosts.split())):
             return row
     # .localhost:9000, .127.0.0.1:9000, .192.168.0.7
     is_local = re.match(r"\.(localhost|0\.0\.0\.0|\[::1\])(:|$)|\.(127|10|192\.168)\.", host)
@@ -802,8 +805,10 @@ def row_of_model(known, model):
         return None
     first = usable[0]
     if maker and first.env_key and not first.is_gateway:
-        fix = f"set {maker.env_key or 'its apiBase'}, or name a gateway with --provider"
-        raise ValueError(f"{model} is a model of {maker.name}: {fix}")
+        raise ValueError(
+            f"{model} is a model of {maker.name}: set {maker.env_key or 'its apiBase'}, "
+            "or name a gateway with --provider"
+        )
     return first
 
 
@@ -975,8 +980,11 @@ def find_remedy(failure, body, tried):
     if failure.shown or failure.status not in (None, 400, 404, 405, 413, 415, 422, 500):
         return None
     for remedy in HEALING:
-        fits = re.search(f"(?is){remedy.complaint}", failure.text)
-        if fits and remedy not in tried and remedy.change(body) != body:
+        if (
+            re.search(f"(?is){remedy.complaint}", failure.text)
+            and remedy not in tried
+            and remedy.change(body) != body
+        ):
             return remedy
     refused = [
         name
@@ -1003,8 +1011,7 @@ def is_refused(name, complaint):
     "does not support thinking", xAI "does not support parameter reasoningEffort"
     """
     if "_" in name:
-        word = name.replace("_", "_?")  # xAI writes reasoningEffort
-        mention = rf"\b{word}\b"
+        mention = r"\b" + name.replace("_", "_?") + r"\b"  # xAI writes reasoningEffort
     else:
         mention = rf"['\"`]{name}\\*['\"`]|(: |support |parameter |invalid ){name}\b"
     # without a word of refusal, the server may only have repeated the whole request in its error
@@ -1290,12 +1297,16 @@ class Connection:
         later chunk within the idle timeout. No timeout runs while the caller handles a chunk.
         """
         chunk = None
-        # ask the SDK for the response as it is, and to send the key
-        raw = {"headers": {"X-Stainless-Raw-Response": "stream"}, "security": {"bearer_auth": True}}
         try:
             async with asyncio.timeout(self.request_timeout) as clock:
                 response = await self.client().post(
-                    "/chat/completions", cast_to=object, body=body, options=raw
+                    "/chat/completions",
+                    cast_to=object,
+                    body=body,
+                    options={
+                        "headers": {"X-Stainless-Raw-Response": "stream"},  # as it arrives
+                        "security": {"bearer_auth": True},  # with the key
+                    },
                 )
                 try:
                     async for chunk in chunks_of(response):
@@ -1376,7 +1387,6 @@ class AnswerReader:
         self.end = 0  # `text` is shown up to here; the rest may begin a thought or a call
         self.open_calls = {}  # index → the last call with this index, which a piece continues
         self.index = 0  # of the latest piece of a call
-        self.has_ended = False  # True: the server has signalled the end of the answer
 
     @property
     def shown(self):
@@ -1399,7 +1409,8 @@ class AnswerReader:
     def _add(self, choice):
         answer = self.answer
         answer.finish_reason = choice.get("finish_reason") or answer.finish_reason
-        self.has_ended |= "delta" not in choice  # DONE, or an answer that is not streamed
+        if "delta" not in choice:  # DONE, or an answer that is not streamed: it has ended
+            answer.finish_reason = answer.finish_reason or "stop"
         message = choice.get("delta") or choice.get("message") or {}
         for piece in message.get("tool_calls") or []:
             self._add_call(piece)
@@ -1485,14 +1496,14 @@ class AnswerReader:
     def whole(self):
         """Return the answer, even if it reached max_tokens. Raises Failure if it broke off."""
         answer = self.answer
-        reason = answer.finish_reason
-        if reason:
-            reason = answer.finish_reason = REASONS.get(str(reason).lower(), "stop")
+        # without a reason the stream broke off
+        reason = REASONS.get(str(answer.finish_reason or "error").lower(), "stop")
+        if reason == "error":
+            raise Failure("the answer broke off: the connection was closed", "closed")
+        answer.finish_reason = reason
         is_finished = reason in ("stop", "tool_calls")
         for call in answer.tool_calls:
             call.arguments, call.error = parse_arguments(call.arguments, repair=is_finished)
-        if reason == "error" or not (reason or self.has_ended):
-            raise Failure("the answer broke off: the connection was closed", "closed")
         text = self.text
         if reason != "length":  # the model continues a cut answer, also after a line break
             text = text.rstrip("\n")
@@ -1518,9 +1529,8 @@ def read_usage(usage):
     sent = usage.get("prompt_tokens")
     if not sent:
         return {}
-    details = usage.get("prompt_tokens_details") or {}
     cached = (
-        details.get("cached_tokens")
+        (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
         or usage.get("cached_tokens")  # Moonshot
         or usage.get("prompt_cache_hit_tokens")  # DeepSeek
         or 0
@@ -1530,9 +1540,11 @@ def read_usage(usage):
 
 def estimate_usage(request, answer):
     """Estimate the token counts: an English token has about four characters."""
-    sent = len(to_json([request.messages, request.tools])) // 4
-    received = len(to_json(answer.to_message())) // 4
-    return token_counts(sent, received, estimated=True)
+    return token_counts(
+        sent=len(to_json([request.messages, request.tools])) // 4,
+        received=len(to_json(answer.to_message())) // 4,
+        estimated=True,
+    )
 
 
 def token_counts(sent, received, cached=0, estimated=False):
@@ -1746,11 +1758,13 @@ def request_text(request):
         lines.append(f"---- {message['role']} ----\n{text}")
         if message["role"] == "assistant":
             lines = ["(all earlier messages are sent again)"]
-    signatures = []
     if request.messages[-1]["role"] == "user":
-        for name, schema in parameters_by_name(request.tools).items():
-            signatures.append(f"{name}({', '.join(schema.get('properties', []))})")
-    return "\n".join(signatures + lines)
+        signatures = [
+            f"{name}({', '.join(schema.get('properties', []))})"
+            for name, schema in parameters_by_name(request.tools).items()
+        ]
+        lines = signatures + lines
+    return "\n".join(lines)
 
 
 def typed(line, tools):
