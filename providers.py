@@ -406,7 +406,7 @@ def request_body(endpoint, request, remedies):
         body |= {"stream": True, "stream_options": {"include_usage": True}}
     body = without_none(body | endpoint.extra_body)
     if endpoint.spec.supports_prompt_caching:
-        body = in_messages(with_cache_mark)(body)
+        body = with_cache_mark(body)
     for remedy in remedies:
         body = remedy.change(body)
     return body
@@ -449,13 +449,11 @@ NO_RESULT = "[interrupted: its outcome is unknown. Check before you repeat it]"
 
 
 def clean_message(message):
-    """Copy the known keys of a message and its calls, and fill in a blank text."""
+    """Copy the known keys of a message, and fill in a blank text."""
     clean = {key: message[key] for key in KNOWN_KEYS if message.get(key)}
     if not str(clean.get("content", "")).strip():  # str(), because it may be a list of blocks
         # no filler in assistant messages, because models imitate their own messages
         clean["content"] = None if clean["role"] == "assistant" else "(empty)"
-    if "tool_calls" in clean:
-        clean["tool_calls"] = [dict(call) for call in clean["tool_calls"]]
     return clean
 
 
@@ -475,8 +473,9 @@ def with_results(messages):
             if fitting:
                 fitting.pop(0)["content"] = message["content"]
             continue
-        calls = message.get("tool_calls", [])
+        calls = [dict(call) for call in message.get("tool_calls", [])]
         if calls:
+            message["tool_calls"] = calls
             open_results.clear()
         if calls or message["content"]:
             paired.append(message)
@@ -739,8 +738,9 @@ def choose_endpoint(
     A row's key and headers never reach another row's host; the user's own server gets `general_key`
     (OPENAI_API_KEY). Returns None if no row is usable. Raises ValueError for a wrong setting."""
     if provider and provider not in ROWS:
-        names = ", ".join(ROWS)
-        raise ValueError(f"There is no provider {provider!r}. There are: {names}, offline, human.")
+        raise ValueError(
+            f"There is no provider {provider!r}. There are: {', '.join(ROWS)}, offline, human."
+        )
     known = {row.name: replace(settings.get(row.name, Endpoint(row))) for row in PROVIDERS}
     key = known["openai"].api_key
     for row in PROVIDERS:  # OPENAI_API_KEY=sk-or-… contains a key of OpenRouter
@@ -993,8 +993,11 @@ def find_remedy(failure, body, tried):
     ]
     if not refused:
         return None
-    notice = f"{' and '.join(refused)} is left out: this model does not accept it"
-    return Remedy("", notice, setting(**dict.fromkeys(refused)))
+    return Remedy(
+        "",
+        f"{' and '.join(refused)} is left out: this model does not accept it",
+        setting(**dict.fromkeys(refused)),
+    )
 
 
 # "Unsupported parameter", "Extra inputs are not permitted", "Only the default (1) is supported"
@@ -1037,7 +1040,7 @@ def without_none(body):
 
 
 def in_messages(change):
-    """Make a change of a request from the change of a message."""
+    """Decorator: make a change of a request from the change of a message."""
     return lambda body: {**body, "messages": [change(each) for each in body["messages"]]}
 
 
@@ -1060,11 +1063,13 @@ def as_text(message):
     return {**message, "content": content}
 
 
+@in_messages
 def with_some_reasoning(message):
     """Add an empty reasoning to an answer that has none."""
     return {"reasoning_content": "", **message} if message["role"] == "assistant" else message
 
 
+@in_messages
 def with_signature(message):
     """Add a dummy signature to the first call if the call has none, because Gemini requires one."""
     if "tool_calls" not in message:
@@ -1074,11 +1079,13 @@ def with_signature(message):
     return {**message, "tool_calls": [{"extra_content": signature, **first}, *rest]}
 
 
+@in_messages
 def without_extras(message):
     """Remove the reasoning, and from results the names of their tools."""
     return {key: message[key] for key in message if key not in (*REASONING, "name")}
 
 
+@in_messages
 def with_short_ids(message):
     """call_8bXe0aTzQmW2 → 588788278, in the call and in its result. The arguments of a call are a
     text, so an `id` in them stays."""
@@ -1122,8 +1129,10 @@ def calls_as_text(message):
         return message
     for call in message["tool_calls"]:
         function = call["function"]  # its arguments are JSON already
-        line = f'{{"name": "{function["name"]}", "arguments": {function["arguments"]}}}'
-        text += f"\n<tool_call>{line}</tool_call>"
+        text += (
+            f'\n<tool_call>{{"name": "{function["name"]}", '
+            f'"arguments": {function["arguments"]}}}</tool_call>'
+        )
     return {"role": "assistant", "content": text.lstrip("\n")}
 
 
@@ -1169,7 +1178,7 @@ HEALING = [
     Remedy(
         "reasoning_content.{0,50}(passed back|missing)|missing reasoning_content",
         "older answers are sent with empty reasoning",
-        in_messages(with_some_reasoning),
+        with_some_reasoning,
     ),
     # Groq "'messages.1' : … property 'reasoning_content' is unsupported", llama.cpp "Cannot pass
     # both content and thinking in an assistant message with tool calls!"
@@ -1178,7 +1187,7 @@ HEALING = [
         r"messages.{0,80}(reasoning|\bname\b.{0,80}(unsupported|not (permitted|supported)|"
         "unknown|unexpected))|both content and thinking",
         "older reasoning and the names of results are left out",
-        in_messages(without_extras),
+        without_extras,
     ),
     # llama.cpp "Only user, assistant and tool roles are supported, got system."
     Remedy(
@@ -1191,13 +1200,13 @@ HEALING = [
     Remedy(
         "a-z, A-Z, 0-9, with a length of 9",
         "ids of calls are shortened",
-        in_messages(with_short_ids),
+        with_short_ids,
     ),
     # Gemini "Function call is missing a thought_signature in functionCall parts."
     Remedy(
         "thought_signature",
         "calls of other models get a signature",
-        in_messages(with_signature),
+        with_signature,
     ),
     # Gemini "Unknown name \"additionalProperties\" at 'tools[0].function_declarations[0]…'"
     # OpenRouter "messages.0.content.0.text.cache_control: Extra inputs are not permitted"
@@ -1232,6 +1241,7 @@ HEALING = [
 DONE = {"choices": [{}]}  # the chunk for `data: [DONE]`: a choice without `delta` ends the answer
 
 
+@in_messages
 def with_cache_mark(message):
     """Mark the system message, so that the endpoint caches the tools and the system message."""
     if message["role"] != "system":
@@ -1457,8 +1467,7 @@ class AnswerReader:
         while True:
             if self.end == 0:
                 self.text = self.text.lstrip("\n")  # also after a thought
-            found = line_start.search(self.text, self.end)
-            self.end = found.start() if found else len(self.text)
+            self.end = line_start.search(self.text, self.end).start()
             thought = THOUGHT.match(self.text, self.end)
             if not thought or self.is_in_fence:
                 return self.text[begin : self.end]
@@ -1579,8 +1588,9 @@ PARTIAL = r'(?:</?\|?\w{0,12}\|?|\[[A-Z_]{1,11}|[\[{]\s{0,99}(?:{?\s{0,99}(?:"\w
 PARTIAL_LINE = rf"(?: {{0,3}}(?:`{{1,9}}|~{{1,9}})\w{{0,20}}\s{{0,99}})?{PARTIAL}"
 # Some models write <think>…</think> before lines. If a chat template contains <think>, only
 # </think> arrives. The text so far may end in `<th`.
-THOUGHT_LINE = r"(?m)(?:\A\s{0,200}|^)</?(?:(?:think|thinking|thought)>|\w{0,8}\Z)"
-# what is held back from here on: a possible thought, and for LINE_START also a possible call
+THOUGHT_LINE = r"(?m)(?:\A\s{0,200}|^)</?(?:(?:think|thinking|thought)>|\w{0,8}\Z)|\Z"
+# what is held back from here on: a possible thought, and for LINE_START also a possible call; if
+# there is neither, they match the end of the text
 THOUGHT_START = re.compile(THOUGHT_LINE)
 LINE_START = re.compile(
     rf"{THOUGHT_LINE}|(?:\A\s{{0,200}}|^)(?:{TAG}|{FENCE}|{BARE}|{PARTIAL_LINE})"
@@ -1652,8 +1662,8 @@ def text_call(found, tools):
     Raises an exception for JSON that is no call: an unknown tool, arguments that are no object, a
     log entry, or the description of a tool. Whether the arguments fit the tool is checked later,
     when the call runs."""
-    is_wrapped = found.keys() <= {"type", "id", "function"}  # {"type": "function", "function": {…}}
-    call = found["function"] if is_wrapped else found
+    # {"type": "function", "function": {…}}
+    call = found["function"] if found.keys() <= {"type", "id", "function"} else found
     is_log_entry = found.get("type", "function") != "function" or call.keys() - CALL_KEYS
     is_description = "properties" in call.get("parameters", {})
     written = call.get("arguments", call.get("parameters"))
@@ -1782,7 +1792,7 @@ def typed(line, tools):
         if values:  # in the order of the parameters
             values = ast.literal_eval(f"[{values[1]}]")
             return calling(name, dict(zip(parameters["properties"], values, strict=False)))
-        return calling(name, dict(load_json(written or "{}", repair=False)))
+        return calling(name, dict(JSON.decode(written or "{}")))
     except (ValueError, SyntaxError, KeyError, TypeError):
         return None
 
