@@ -511,8 +511,11 @@ def with_neighbours_joined(messages):
     for message in messages[1:]:
         above = joined[-1]
         if above["role"] == message["role"] != "tool":
-            content = joined_content(above["content"], message["content"])
-            joined[-1] = {**message, **above, "content": content}
+            joined[-1] = {
+                **message,
+                **above,
+                "content": joined_content(above["content"], message["content"]),
+            }
         else:
             joined.append(message)
     return joined
@@ -1057,10 +1060,13 @@ def as_text(message):
     """Join the blocks of a message into one text, and replace each image with a line of text."""
     if not isinstance(message["content"], list):
         return message
-    content = "\n\n".join(
-        block.get("text") or "[an image: this model cannot see it]" for block in message["content"]
-    )
-    return {**message, "content": content}
+    return {
+        **message,
+        "content": "\n\n".join(
+            block.get("text") or "[an image: this model cannot see it]"
+            for block in message["content"]
+        ),
+    }
 
 
 @in_messages
@@ -1246,8 +1252,12 @@ def with_cache_mark(message):
     """Mark the system message, so that the endpoint caches the tools and the system message."""
     if message["role"] != "system":
         return message
-    block = {"type": "text", "text": message["content"], "cache_control": {"type": "ephemeral"}}
-    return {**message, "content": [block]}
+    return {
+        **message,
+        "content": [
+            {"type": "text", "text": message["content"], "cache_control": {"type": "ephemeral"}}
+        ],
+    }
 
 
 @cache
@@ -1510,9 +1520,10 @@ class AnswerReader:
         if reason == "error":
             raise Failure("the answer broke off: the connection was closed", "closed")
         answer.finish_reason = reason
-        is_finished = reason in ("stop", "tool_calls")
         for call in answer.tool_calls:
-            call.arguments, call.error = parse_arguments(call.arguments, repair=is_finished)
+            call.arguments, call.error = parse_arguments(
+                call.arguments, repair=reason in ("stop", "tool_calls")
+            )
         text = self.text
         if reason != "length":  # the model continues a cut answer, also after a line break
             text = text.rstrip("\n")
