@@ -784,8 +784,7 @@ def row_of_address(base_url):
     # .api.openai.com or .localhost:11434; with the dot, evil-api.openai.com does not fit
     host = "." + urlsplit(base_url).netloc.rpartition("@")[2]
     for row in PROVIDERS:
-        row_host = "." + urlsplit(row.default_api_base).netloc
-        if host.endswith((row_host, *row.hosts.split())):
+        if host.endswith(("." + urlsplit(row.default_api_base).netloc, *row.hosts.split())):
             return row
     # .localhost:9000, .127.0.0.1:9000, .192.168.0.7
     is_local = re.match(r"\.(localhost|0\.0\.0\.0|\[::1\])(:|$)|\.(127|10|192\.168)\.", host)
@@ -1371,7 +1370,7 @@ def parse_answer(data):
         answer = json.loads(data)
         if isinstance(answer, dict):
             return answer
-    start = " ".join(data[:2_000].decode(errors="replace").split())
+    start = " ".join(data.decode(errors="replace").split())
     # nothing or `{"choices": [` broke off, but `<html>` is no answer of a model
     kind = "closed" if not start or start.startswith("{") else "nonsense"
     raise Failure(f"not a JSON object but: {start[:120] or 'nothing'}", kind)
@@ -1424,7 +1423,9 @@ class AnswerReader:
                 raise refusal(part["error"])
             if part.get("usage"):
                 self.answer.usage = read_usage(part["usage"])
-        return "".join([self._add(choice) for choice in choices])
+        for choice in choices:
+            self._add(choice)
+        return self._ready()
 
     def _add(self, choice):
         answer = self.answer
@@ -1440,8 +1441,8 @@ class AnswerReader:
                 answer.extra[name] += new
             elif new:
                 answer.extra[name] = new
-        blocks = as_blocks(message.get("content") or "")
-        return self._ready("".join([block.get("text") or "" for block in blocks]))
+        for block in as_blocks(message.get("content") or ""):
+            self.text += block.get("text") or ""
 
     def _add_call(self, piece):
         """Begin a call, or continue an earlier call. Examples with read_file({…}) and now({}):
@@ -1468,11 +1469,10 @@ class AnswerReader:
         if "extra_content" in piece:  # Gemini's signature of a thought
             call.extra["extra_content"] = piece["extra_content"]
 
-    def _ready(self, piece):
-        """Add a piece of text, remove whole thoughts, and return the text that may be shown now.
+    def _ready(self):
+        """Remove whole thoughts from the new text, and return the text that may be shown now.
         The beginnings of thoughts and of possible calls are held back."""
         begin = self.end
-        self.text += piece
         line_start = LINE_START if self.tools else THOUGHT_START
         while True:
             if self.end == 0:
