@@ -87,7 +87,8 @@ class LLMResponse:
 
     content: str | None = None
     tool_calls: list[ToolCallRequest] = field(default_factory=list)
-    finish_reason: str | None = "stop"  # others: tool_calls, length, content_filter, refusal, error
+    # others: tool_calls, length, content_filter, refusal, error, ended (see REASONS)
+    finish_reason: str | None = "stop"
     usage: dict = field(default_factory=dict)  # {"prompt_tokens": 9, …}, see `read_usage`
     reasoning_content: str | None = None
     error: str | None = None
@@ -1389,6 +1390,7 @@ REASONS = {  # the endpoint's finish reason → OpenAI's; any other (`eos`, `end
     "error": "error",
     "abort": "error",  # vLLM
     "insufficient_system_resource": "error",  # DeepSeek
+    "ended": "ended",  # our own: the server ended the answer without a reason
 }
 
 
@@ -1431,7 +1433,7 @@ class AnswerReader:
         answer = self.answer
         answer.finish_reason = choice.get("finish_reason") or answer.finish_reason
         if "delta" not in choice:  # DONE, or an answer that is not streamed: it has ended
-            answer.finish_reason = answer.finish_reason or "stop"
+            answer.finish_reason = answer.finish_reason or "ended"
         message = choice.get("delta") or choice.get("message") or {}
         for piece in message.get("tool_calls") or []:
             self._add_call(piece)
