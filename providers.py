@@ -39,7 +39,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 log = logging.getLogger("nanobot.providers")
@@ -73,8 +73,12 @@ class ToolCallRequest:
 
     def to_message(self) -> dict:
         """The call as part of an assistant message. Raises ValueError if an argument is NaN."""
-        function = {"name": self.name, "arguments": to_json(self.arguments)}
-        return {"id": self.id, "type": "function", "function": function, **self.extra}
+        return {
+            "id": self.id,
+            "type": "function",
+            "function": {"name": self.name, "arguments": to_json(self.arguments)},
+            **self.extra,
+        }
 
 
 @dataclass
@@ -83,7 +87,8 @@ class LLMResponse:
 
     content: str | None = None
     tool_calls: list[ToolCallRequest] = field(default_factory=list)
-    finish_reason: str | None = "stop"  # others: tool_calls, length, content_filter, refusal, error
+    # others: tool_calls, length, content_filter, refusal, error, ended (see REASONS)
+    finish_reason: str | None = "stop"
     usage: dict = field(default_factory=dict)  # {"prompt_tokens": 9, …}, see `read_usage`
     reasoning_content: str | None = None
     error: str | None = None
@@ -103,8 +108,8 @@ class LLMResponse:
         return message
 
 
-def calling(tool: str, arguments: dict, error: str = "") -> LLMResponse:
-    return LLMResponse(None, [ToolCallRequest(new_id(), tool, arguments, error)], "tool_calls")
+def calling(tool: str, arguments: dict) -> LLMResponse:
+    return LLMResponse(None, [ToolCallRequest(new_id(), tool, arguments)], "tool_calls")
 
 
 def failed(cause: str, **fields) -> LLMResponse:
@@ -119,10 +124,10 @@ class LLMRequest:
     tools: list[dict]
     model: str
     options: dict
-    on_delta: OnDelta | None = None
-    on_retry: OnDelta | None = None
-    read_only: Collection[str] = ()  # names of the tools that change nothing
-    on_event: Callable = no_event
+    on_delta: OnDelta | None
+    on_retry: OnDelta | None
+    read_only: Collection[str]  # names of the tools that change nothing
+    on_event: Callable
 
     async def show(self, *pieces: str):
         for piece in pieces:
@@ -168,9 +173,13 @@ class LLMProvider:
         tools = tools or []
         name = model or self.model
         request = LLMRequest(lawful, tools, name, options, on_delta, on_retry, read_only, on_event)
-        healed = [remedy.notice for remedy in self.learnt.get(name, [])]
         on_event(
-            "request", model=name, options=options, messages=lawful, tools=tools, healed=healed
+            "request",
+            model=name,
+            options=options,
+            messages=lawful,
+            tools=tools,
+            healed=[remedy.notice for remedy in self.learnt.get(name, [])],
         )
         began = time.monotonic()
         response = failed("It was stopped.")  # for the event, if `answer` is cancelled
@@ -199,7 +208,7 @@ class ScriptedProvider(LLMProvider):
 
     model = "scripted"
 
-    def __init__(self, replies: Iterable[Any]):
+    def __init__(self, replies: Iterable):
         self.replies = iter(replies)
         self.requests: list[LLMRequest] = []
 
@@ -259,7 +268,7 @@ class Failure(Exception):
     """
 
     cause: str
-    kind: str = "other"  # a key of TROUBLES
+    kind: str  # a key of TROUBLES
     text: str = ""  # the whole text of the endpoint's error
     status: int | None = None
     seconds: float = 0.0  # the delay that the endpoint asks for
@@ -276,9 +285,11 @@ class OpenAIProvider(LLMProvider):
         idle_timeout: float = 90,
         pace: float = 1,
     ):
-        key = endpoint.api_key.strip()  # no header may contain a line break
-        address = endpoint.api_base or endpoint.spec.default_api_base
-        self.endpoint = replace(endpoint, api_key=key, api_base=address)
+        self.endpoint = replace(
+            endpoint,
+            api_key=endpoint.api_key.strip(),  # no header may contain a line break
+            api_base=endpoint.api_base or endpoint.spec.default_api_base,
+        )
         self.model = endpoint.model
         self.pace = pace
         self.is_local = endpoint.spec.is_local
@@ -303,31 +314,33 @@ class OpenAIProvider(LLMProvider):
                 self.learnt[request.model] = [each for each in remedies if each.is_remembered]
                 await self._warn_if_cut(request, response)
                 return response
-            except Failure as problem:
-                failure = problem  # because `problem` does not exist after this block
-            remedy = find_remedy(failure, body, remedies)
-            seconds = retry_after(failure, retries)
-            if remedy:
-                remedies.append(remedy)
-                changed = remedy.change(body)
-                notice = f"{self.endpoint.spec.name}, {request.model}: {remedy.notice}"
-                await request.tell(notice, error=failure.cause, changed=difference(body, changed))
-                body = changed
-            elif seconds is not None:
-                retries += 1
-                notice = f"{failure.cause}; asking again in {seconds:.0f} s"
-                await request.tell(notice, error=failure.cause)
-                await asyncio.sleep(seconds * self.pace)
-            else:
-                return await self._give_up(failure)
+            except Failure as failure:
+                remedy = find_remedy(failure, body, remedies)
+                if remedy:
+                    remedies.append(remedy)
+                    changed = remedy.change(body)
+                    await request.tell(
+                        f"{self.endpoint.spec.name}, {request.model}: {remedy.notice}",
+                        error=failure.cause,
+                        changed=difference(body, changed),
+                    )
+                    body = changed
+                elif retries < TROUBLES[failure.kind].retries and not failure.shown:
+                    seconds = min(failure.seconds or 2.0**retries, 60.0)
+                    retries += 1
+                    await request.tell(
+                        f"{failure.cause}; asking again in {seconds:.0f} s", error=failure.cause
+                    )
+                    await asyncio.sleep(seconds * self.pace)
+                else:
+                    return await self._give_up(failure)
 
     async def _give_up(self, failure):
         """The answer with the cause and what to do; for a wrong model, with the offered models."""
         error = explanation(failure, self.endpoint)
         if failure.kind == "model":
             error += f" {await self.check() or 'Choose another with --model.'}"
-        is_overflow = failure.kind == "overflow"
-        return failed(error, content=failure.shown or None, is_overflow=is_overflow)
+        return failed(error, content=failure.shown or None, is_overflow=failure.kind == "overflow")
 
     async def _ask(self, request, body):
         """Make one HTTP attempt. Raises Failure. An exception in `on_delta` is not caught."""
@@ -351,12 +364,11 @@ class OpenAIProvider(LLMProvider):
     async def _warn_if_cut(self, request, answer):
         """Warn once if the server cut the request. Ollama does so silently, beyond its
         context window (4,096 tokens by default). `sent` is an estimate, hence the factor 2."""
-        read = answer.usage["prompt_tokens"]
-        could_be_cut = 1_000 < read < 5_000 and self.is_local and not answer.usage["estimated"]
-        if self.is_warned or not could_be_cut:
+        if self.is_warned or not self.is_local:
             return
+        read = answer.usage["prompt_tokens"]
         sent = estimate_usage(request, answer)["prompt_tokens"]
-        if sent > 2 * read:
+        if 1_000 < read < 5_000 and sent > 2 * read:
             self.is_warned = True
             await request.tell(
                 f"The server read {read:,} of about {sent:,} tokens. Set a larger context. "
@@ -383,29 +395,22 @@ class OpenAIProvider(LLMProvider):
 
 def request_body(endpoint, request, remedies):
     """Return {"model": "m", "messages": […], …}, with the changes that this model needs."""
-    body = {"model": request.model, "messages": request.messages, "tools": request.tools or None}
-    body |= request.options
+    body = {
+        "model": request.model,
+        "messages": request.messages,
+        "tools": request.tools or None,
+        **request.options,
+    }
     if "max_tokens" in body:
         body[endpoint.spec.max_tokens_field] = body.pop("max_tokens")
     if request.on_delta:
         body |= {"stream": True, "stream_options": {"include_usage": True}}
     body = without_none(body | endpoint.extra_body)
     if endpoint.spec.supports_prompt_caching:
-        body = with_cache_marks(body)
+        body = with_cache_mark(body)
     for remedy in remedies:
         body = remedy.change(body)
     return body
-
-
-def retry_after(failure: Failure, retries: int) -> float | None:
-    """Return the delay in seconds before the next attempt, or None if a retry cannot help.
-    `retries` is the number of earlier retries.
-
-    429 "Rate limit reached, try again in 20s" → 20.0;  503 → 1.0, then 2.0, then 4.0;  401 → None
-    """
-    if failure.shown or retries >= TROUBLES[failure.kind].retries:
-        return None
-    return min(failure.seconds or 2.0**retries, 60.0)
 
 
 # ---- A model without a network ----
@@ -445,13 +450,11 @@ NO_RESULT = "[interrupted: its outcome is unknown. Check before you repeat it]"
 
 
 def clean_message(message):
-    """Copy the known keys of a message and its calls, and fill in a blank text."""
+    """Copy the known keys of a message, and fill in a blank text."""
     clean = {key: message[key] for key in KNOWN_KEYS if message.get(key)}
     if not str(clean.get("content", "")).strip():  # str(), because it may be a list of blocks
         # no filler in assistant messages, because models imitate their own messages
         clean["content"] = None if clean["role"] == "assistant" else "(empty)"
-    if "tool_calls" in clean:
-        clean["tool_calls"] = [dict(call) for call in clean["tool_calls"]]
     return clean
 
 
@@ -471,8 +474,9 @@ def with_results(messages):
             if fitting:
                 fitting.pop(0)["content"] = message["content"]
             continue
-        calls = message.get("tool_calls", [])
+        calls = [dict(call) for call in message.get("tool_calls", [])]
         if calls:
+            message["tool_calls"] = calls
             open_results.clear()
         if calls or message["content"]:
             paired.append(message)
@@ -508,8 +512,11 @@ def with_neighbours_joined(messages):
     for message in messages[1:]:
         above = joined[-1]
         if above["role"] == message["role"] != "tool":
-            content = joined_content(above["content"], message["content"])
-            joined[-1] = {**message, **above, "content": content}
+            joined[-1] = {
+                **message,
+                **above,
+                "content": joined_content(above["content"], message["content"]),
+            }
         else:
             joined.append(message)
     return joined
@@ -586,15 +593,14 @@ def is_cut_off(text):
 # One table contains all endpoints. If the code picks a wrong row, another company gets the API key.
 
 
-@dataclass(frozen=True)
-class ProviderSpec:
+class ProviderSpec(NamedTuple):
     """A row of the table PROVIDERS: all facts about one endpoint."""
 
     name: str
     default_api_base: str = ""
     env_key: str = ""  # environment variable with the API key; if empty, it is the user's server
     keywords: str = ""  # regular expression for the start of model names: gpt|o1
-    hosts: tuple[str, ...] = ()  # other ends of host and port, such as ".api.z.ai" or ":1234"
+    hosts: str = ""  # other ends of host and port, such as ".api.z.ai" or ":1234"
     key_prefix: str = ""  # keys begin with it, like gsk_
     default_model: str = ""
     is_gateway: bool = False  # True: it offers models of many makers, like openai/gpt-5
@@ -605,8 +611,8 @@ class ProviderSpec:
 
 # The order counts for a model of an unknown maker: the user's own servers, gateways, makers
 PROVIDERS = [  # name, default_api_base, env_key, keywords, hosts
-    ProviderSpec("ollama", "http://localhost:11434/v1", hosts=(":11434",), is_local=True),
-    ProviderSpec("lmstudio", "http://localhost:1234/v1", hosts=(":1234",), is_local=True),
+    ProviderSpec("ollama", "http://localhost:11434/v1", hosts=":11434", is_local=True),
+    ProviderSpec("lmstudio", "http://localhost:1234/v1", hosts=":1234", is_local=True),
     ProviderSpec("vllm", "http://localhost:8000/v1", is_local=True),
     ProviderSpec("llamacpp", "http://localhost:8080/v1", is_local=True),
     ProviderSpec("local", "http://localhost:8000/v1", is_local=True),
@@ -624,7 +630,7 @@ PROVIDERS = [  # name, default_api_base, env_key, keywords, hosts
         "siliconflow",
         "https://api.siliconflow.cn/v1",
         "SILICONFLOW_API_KEY",
-        hosts=(".api.siliconflow.com",),
+        hosts=".api.siliconflow.com",
         is_gateway=True,
     ),
     ProviderSpec("aihubmix", "https://aihubmix.com/v1", "AIHUBMIX_API_KEY", is_gateway=True),
@@ -672,20 +678,20 @@ PROVIDERS = [  # name, default_api_base, env_key, keywords, hosts
         "https://api.moonshot.ai/v1",
         "MOONSHOT_API_KEY",
         "kimi|moonshot",
-        (".api.moonshot.cn",),
+        ".api.moonshot.cn",
     ),
     ProviderSpec(
-        "zhipu", "https://open.bigmodel.cn/api/paas/v4", "ZAI_API_KEY", "glm", (".api.z.ai",)
+        "zhipu", "https://open.bigmodel.cn/api/paas/v4", "ZAI_API_KEY", "glm", ".api.z.ai"
     ),
     ProviderSpec(
-        "minimax", "https://api.minimax.io/v1", "MINIMAX_API_KEY", "minimax", (".minimaxi.com",)
+        "minimax", "https://api.minimax.io/v1", "MINIMAX_API_KEY", "minimax", ".minimaxi.com"
     ),
     ProviderSpec(
         "dashscope",
         "https://dashscope.aliyuncs.com/compatible-mode/v1",
         "DASHSCOPE_API_KEY",
         "qwen",
-        (".dashscope-intl.aliyuncs.com",),
+        ".dashscope-intl.aliyuncs.com",
         default_model="qwen-plus",
     ),
     ProviderSpec("volcengine", "https://ark.cn-beijing.volces.com/api/v3", "ARK_API_KEY", "doubao"),
@@ -700,7 +706,7 @@ PROVIDERS = [  # name, default_api_base, env_key, keywords, hosts
     ProviderSpec(  # each customer has a host: kit.openai.azure.com
         "azure",
         env_key="AZURE_OPENAI_API_KEY",
-        hosts=(".openai.azure.com", ".services.ai.azure.com"),
+        hosts=".openai.azure.com .services.ai.azure.com",
         max_tokens_field="max_completion_tokens",
     ),
 ]
@@ -736,34 +742,32 @@ def choose_endpoint(
     A row's key and headers never reach another row's host; the user's own server gets `general_key`
     (OPENAI_API_KEY). Returns None if no row is usable. Raises ValueError for a wrong setting."""
     if provider and provider not in ROWS:
-        names = ", ".join(ROWS)
-        raise ValueError(f"There is no provider {provider!r}. There are: {names}, offline, human.")
-    known = {row.name: replace(settings.get(row.name) or Endpoint(row)) for row in PROVIDERS}
+        raise ValueError(
+            f"There is no provider {provider!r}. There are: {', '.join(ROWS)}, offline, human."
+        )
+    known = {row.name: replace(settings.get(row.name, Endpoint(row))) for row in PROVIDERS}
     key = known["openai"].api_key
     for row in PROVIDERS:  # OPENAI_API_KEY=sk-or-… contains a key of OpenRouter
         if row.key_prefix and key.startswith(row.key_prefix):
             known[row.name].api_key = key
             known["openai"].api_key = ""
-    host = row_of_address(base_url)  # "custom" if there is no base URL
-    is_own_server = base_url and not host.env_key
-    if host.env_key:  # the address of a provider that has keys
-        spec = host
-    elif provider:
+    spec = host = row_of_address(base_url)  # "custom" if there is no base URL
+    if provider and not host.env_key:  # the address of a row with keys decides alone
         spec = ROWS[provider]
-    elif base_url:
-        spec = host
-    else:
+    elif not base_url:
         spec = row_of_model(known, model)
     if spec is None:
         return None
     chosen = known[spec.name]
     address = base_url or chosen.api_base or spec.default_api_base
     if not re.match("https?://.", address):
-        problem = f"needs an address with http:// or https://, not {address!r}"
-        raise ValueError(f"Provider {spec.name} {problem}. Set its apiBase, or --base-url.")
+        raise ValueError(
+            f"Provider {spec.name} needs an address with http:// or https://, not {address!r}. "
+            "Set its apiBase, or --base-url."
+        )
     if spec.env_key and not chosen.api_key and not base_url:  # else the endpoint itself refuses
         raise ValueError(f"Provider {spec.name} has no key: set {spec.env_key}.")
-    if is_own_server:
+    if base_url and not host.env_key:  # the user's own server
         if spec.env_key:  # `--provider openai`: openai's key and headers are for openai's host
             chosen = Endpoint(spec)
         chosen.api_key = chosen.api_key or general_key
@@ -781,23 +785,22 @@ def row_of_address(base_url):
     # .api.openai.com or .localhost:11434; with the dot, evil-api.openai.com does not fit
     host = "." + urlsplit(base_url).netloc.rpartition("@")[2]
     for row in PROVIDERS:
-        row_host = "." + urlsplit(row.default_api_base).netloc
-        if host.endswith((row_host, *row.hosts)):
+        if host.endswith(("." + urlsplit(row.default_api_base).netloc, *row.hosts.split())):
             return row
     # .localhost:9000, .127.0.0.1:9000, .192.168.0.7
     is_local = re.match(r"\.(localhost|0\.0\.0\.0|\[::1\])(:|$)|\.(127|10|192\.168)\.", host)
-    return ROWS["local"] if is_local else ROWS["custom"]
+    return ROWS["local" if is_local else "custom"]
 
 
 def row_of_model(known, model):
     """Choose among the rows that the user gave a key or an address: the row of the model's maker,
     or else the first one. If this is another maker, which would refuse the model, raise ValueError.
     """
-    usable = []
-    for row in PROVIDERS:
-        endpoint = known[row.name]
-        if endpoint.api_base or (endpoint.api_key and row.default_api_base):
-            usable.append(row)
+    usable = [
+        endpoint.spec
+        for endpoint in known.values()
+        if endpoint.api_base or (endpoint.api_key and endpoint.spec.default_api_base)
+    ]
     maker = maker_of(model)
     if maker and (maker.is_local or maker in usable):
         return maker
@@ -805,8 +808,10 @@ def row_of_model(known, model):
         return None
     first = usable[0]
     if maker and first.env_key and not first.is_gateway:
-        fix = f"set {maker.env_key or 'its apiBase'}, or name a gateway with --provider"
-        raise ValueError(f"{model} is a model of {maker.name}: {fix}")
+        raise ValueError(
+            f"{model} is a model of {maker.name}: set {maker.env_key or 'its apiBase'}, "
+            "or name a gateway with --provider"
+        )
     return first
 
 
@@ -908,12 +913,13 @@ TROUBLES = {  # the first row whose pattern fits
 
 def explanation(failure, endpoint):
     """The text for the user: the cause, then what to do."""
-    text = TROUBLES[failure.kind].advice.format(
-        where=endpoint.api_base,
-        cause=failure.cause,
-        variable=endpoint.spec.env_key or "OPENAI_API_KEY",
+    return endpoint.without_secrets(
+        TROUBLES[failure.kind].advice.format(
+            where=endpoint.api_base,
+            cause=failure.cause,
+            variable=endpoint.spec.env_key or "OPENAI_API_KEY",
+        )
     )
-    return endpoint.without_secrets(text)
 
 
 def kind_of(text):
@@ -977,8 +983,11 @@ def find_remedy(failure, body, tried):
     if failure.shown or failure.status not in (None, 400, 404, 405, 413, 415, 422, 500):
         return None
     for remedy in HEALING:
-        fits = re.search(f"(?is){remedy.complaint}", failure.text)
-        if fits and remedy not in tried and remedy.change(body) != body:
+        if (
+            re.search(f"(?is){remedy.complaint}", failure.text)
+            and remedy not in tried
+            and remedy.change(body) != body
+        ):
             return remedy
     refused = [
         name
@@ -987,8 +996,11 @@ def find_remedy(failure, body, tried):
     ]
     if not refused:
         return None
-    notice = f"{' and '.join(refused)} is left out: this model does not accept it"
-    return Remedy("", notice, setting(**dict.fromkeys(refused)))
+    return Remedy(
+        "",
+        f"{' and '.join(refused)} is left out: this model does not accept it",
+        setting(**dict.fromkeys(refused)),
+    )
 
 
 # "Unsupported parameter", "Extra inputs are not permitted", "Only the default (1) is supported"
@@ -1005,8 +1017,7 @@ def is_refused(name, complaint):
     "does not support thinking", xAI "does not support parameter reasoningEffort"
     """
     if "_" in name:
-        word = name.replace("_", "_?")  # xAI writes reasoningEffort
-        mention = rf"\b{word}\b"
+        mention = r"\b" + name.replace("_", "_?") + r"\b"  # xAI writes reasoningEffort
     else:
         mention = rf"['\"`]{name}\\*['\"`]|(: |support |parameter |invalid ){name}\b"
     # without a word of refusal, the server may only have repeated the whole request in its error
@@ -1032,7 +1043,7 @@ def without_none(body):
 
 
 def in_messages(change):
-    """Make a change of a request from the change of a message."""
+    """Decorator: make a change of a request from the change of a message."""
     return lambda body: {**body, "messages": [change(each) for each in body["messages"]]}
 
 
@@ -1049,16 +1060,22 @@ def as_text(message):
     """Join the blocks of a message into one text, and replace each image with a line of text."""
     if not isinstance(message["content"], list):
         return message
-    image = "[an image: this model cannot see it]"
-    content = "\n\n".join(block.get("text") or image for block in message["content"])
-    return {**message, "content": content}
+    return {
+        **message,
+        "content": "\n\n".join(
+            block.get("text") or "[an image: this model cannot see it]"
+            for block in message["content"]
+        ),
+    }
 
 
+@in_messages
 def with_some_reasoning(message):
     """Add an empty reasoning to an answer that has none."""
     return {"reasoning_content": "", **message} if message["role"] == "assistant" else message
 
 
+@in_messages
 def with_signature(message):
     """Add a dummy signature to the first call if the call has none, because Gemini requires one."""
     if "tool_calls" not in message:
@@ -1068,11 +1085,13 @@ def with_signature(message):
     return {**message, "tool_calls": [{"extra_content": signature, **first}, *rest]}
 
 
+@in_messages
 def without_extras(message):
     """Remove the reasoning, and from results the names of their tools."""
     return {key: message[key] for key in message if key not in (*REASONING, "name")}
 
 
+@in_messages
 def with_short_ids(message):
     """call_8bXe0aTzQmW2 → 588788278, in the call and in its result. The arguments of a call are a
     text, so an `id` in them stays."""
@@ -1104,23 +1123,23 @@ def tools_as_text(body):
     if "tools" in body:
         lines = "\n".join(to_json(tool["function"]) for tool in body["tools"])
         messages.append({"role": "system", "content": TOOLS_AS_TEXT + lines})
-    changed = {"messages": legal(messages), "tools": None, "tool_choice": None}
-    return without_none(body | changed)
+    return without_none({**body, "messages": legal(messages), "tools": None, "tool_choice": None})
 
 
 def calls_as_text(message):
     """A call becomes `<tool_call>{"name": "now", "arguments": {}}</tool_call>`."""
-    text = as_text(message)["content"]
+    text = as_text(message)["content"] or ""
     if message["role"] == "tool":
         return {"role": "user", "content": f"<tool_result>\n{text}\n</tool_result>"}
     if "tool_calls" not in message:
         return message
-    lines = [text] if text else []
     for call in message["tool_calls"]:
         function = call["function"]  # its arguments are JSON already
-        line = f'{{"name": "{function["name"]}", "arguments": {function["arguments"]}}}'
-        lines.append(f"<tool_call>{line}</tool_call>")
-    return {"role": "assistant", "content": "\n".join(lines)}
+        text += (
+            f'\n<tool_call>{{"name": "{function["name"]}", '
+            f'"arguments": {function["arguments"]}}}</tool_call>'
+        )
+    return {"role": "assistant", "content": text.lstrip("\n")}
 
 
 # keys of requests and tools' schemas that some endpoints refuse, and that nobody needs
@@ -1165,7 +1184,7 @@ HEALING = [
     Remedy(
         "reasoning_content.{0,50}(passed back|missing)|missing reasoning_content",
         "older answers are sent with empty reasoning",
-        in_messages(with_some_reasoning),
+        with_some_reasoning,
     ),
     # Groq "'messages.1' : … property 'reasoning_content' is unsupported", llama.cpp "Cannot pass
     # both content and thinking in an assistant message with tool calls!"
@@ -1174,7 +1193,7 @@ HEALING = [
         r"messages.{0,80}(reasoning|\bname\b.{0,80}(unsupported|not (permitted|supported)|"
         "unknown|unexpected))|both content and thinking",
         "older reasoning and the names of results are left out",
-        in_messages(without_extras),
+        without_extras,
     ),
     # llama.cpp "Only user, assistant and tool roles are supported, got system."
     Remedy(
@@ -1187,13 +1206,13 @@ HEALING = [
     Remedy(
         "a-z, A-Z, 0-9, with a length of 9",
         "ids of calls are shortened",
-        in_messages(with_short_ids),
+        with_short_ids,
     ),
     # Gemini "Function call is missing a thought_signature in functionCall parts."
     Remedy(
         "thought_signature",
         "calls of other models get a signature",
-        in_messages(with_signature),
+        with_signature,
     ),
     # Gemini "Unknown name \"additionalProperties\" at 'tools[0].function_declarations[0]…'"
     # OpenRouter "messages.0.content.0.text.cache_control: Extra inputs are not permitted"
@@ -1228,15 +1247,17 @@ HEALING = [
 DONE = {"choices": [{}]}  # the chunk for `data: [DONE]`: a choice without `delta` ends the answer
 
 
+@in_messages
 def with_cache_mark(message):
     """Mark the system message, so that the endpoint caches the tools and the system message."""
     if message["role"] != "system":
         return message
-    block = {"type": "text", "text": message["content"], "cache_control": {"type": "ephemeral"}}
-    return {**message, "content": [block]}
-
-
-with_cache_marks = in_messages(with_cache_mark)
+    return {
+        **message,
+        "content": [
+            {"type": "text", "text": message["content"], "cache_control": {"type": "ephemeral"}}
+        ],
+    }
 
 
 @cache
@@ -1296,12 +1317,16 @@ class Connection:
         later chunk within the idle timeout. No timeout runs while the caller handles a chunk.
         """
         chunk = None
-        # ask the SDK for the response as it is, and to send the key
-        raw = {"headers": {"X-Stainless-Raw-Response": "stream"}, "security": {"bearer_auth": True}}
         try:
             async with asyncio.timeout(self.request_timeout) as clock:
                 response = await self.client().post(
-                    "/chat/completions", cast_to=object, body=body, options=raw
+                    "/chat/completions",
+                    cast_to=object,
+                    body=body,
+                    options={
+                        "headers": {"X-Stainless-Raw-Response": "stream"},  # as it arrives
+                        "security": {"bearer_auth": True},  # with the key
+                    },
                 )
                 try:
                     async for chunk in chunks_of(response):
@@ -1319,8 +1344,10 @@ class Connection:
     async def models(self):
         """The ids of the models that the endpoint offers."""
         response = await self.client().models.with_raw_response.list(timeout=10.0)
-        rows = parse_answer(response.content).get("data") or []
-        return [str(row["id"]).removeprefix("models/") for row in rows]  # Gemini's prefix
+        return [
+            str(row["id"]).removeprefix("models/")  # Gemini's prefix
+            for row in parse_answer(response.content).get("data") or []
+        ]
 
 
 async def chunks_of(response):
@@ -1344,7 +1371,7 @@ def parse_answer(data):
         answer = json.loads(data)
         if isinstance(answer, dict):
             return answer
-    start = " ".join(data[:2_000].decode(errors="replace").split())
+    start = " ".join(data.decode(errors="replace").split())
     # nothing or `{"choices": [` broke off, but `<html>` is no answer of a model
     kind = "closed" if not start or start.startswith("{") else "nonsense"
     raise Failure(f"not a JSON object but: {start[:120] or 'nothing'}", kind)
@@ -1363,13 +1390,8 @@ REASONS = {  # the endpoint's finish reason → OpenAI's; any other (`eos`, `end
     "error": "error",
     "abort": "error",  # vLLM
     "insufficient_system_resource": "error",  # DeepSeek
+    "ended": "ended",  # our own: the server ended the answer without a reason
 }
-
-
-@dataclass
-class CallParts:  # a call of a stream
-    call: ToolCallRequest
-    written: str = ""  # the JSON of its arguments, as far as it has arrived
 
 
 class AnswerReader:
@@ -1384,10 +1406,8 @@ class AnswerReader:
         self.answer = LLMResponse(finish_reason=None)
         self.text = ""  # the answer so far, without thoughts
         self.end = 0  # `text` is shown up to here; the rest may begin a thought or a call
-        self.calls = []  # CallParts
-        self.open_calls = {}  # index → the last of `calls` with this index, which a piece continues
+        self.open_calls = {}  # index → the last call with this index, which a piece continues
         self.index = 0  # of the latest piece of a call
-        self.has_ended = False  # True: the server has signalled the end of the answer
 
     @property
     def shown(self):
@@ -1405,12 +1425,15 @@ class AnswerReader:
                 raise refusal(part["error"])
             if part.get("usage"):
                 self.answer.usage = read_usage(part["usage"])
-        return "".join([self._add(choice) for choice in choices])
+        for choice in choices:
+            self._add(choice)
+        return self._ready()
 
     def _add(self, choice):
         answer = self.answer
         answer.finish_reason = choice.get("finish_reason") or answer.finish_reason
-        self.has_ended |= "delta" not in choice  # DONE, or an answer that is not streamed
+        if "delta" not in choice:  # DONE, or an answer that is not streamed: it has ended
+            answer.finish_reason = answer.finish_reason or "ended"
         message = choice.get("delta") or choice.get("message") or {}
         for piece in message.get("tool_calls") or []:
             self._add_call(piece)
@@ -1420,8 +1443,8 @@ class AnswerReader:
                 answer.extra[name] += new
             elif new:
                 answer.extra[name] = new
-        blocks = as_blocks(message.get("content") or "")
-        return self._ready("".join([block.get("text") or "" for block in blocks]))
+        for block in as_blocks(message.get("content") or ""):
+            self.text += block.get("text") or ""
 
     def _add_call(self, piece):
         """Begin a call, or continue an earlier call. Examples with read_file({…}) and now({}):
@@ -1438,26 +1461,25 @@ class AnswerReader:
         function = piece.get("function") or {}
         name = function.get("name")
         if name or index not in self.open_calls:
-            call = ToolCallRequest(piece.get("id") or new_id(), name or "unnamed")
-            self.open_calls[index] = CallParts(call)
-            self.calls.append(self.open_calls[index])
-        parts = self.open_calls[index]
+            # until the answer is whole, `arguments` is the JSON that has arrived
+            call = ToolCallRequest(piece.get("id") or new_id(), name or "unnamed", "")
+            self.open_calls[index] = call
+            self.answer.tool_calls.append(call)
+        call = self.open_calls[index]
         arguments = function.get("arguments") or ""
-        parts.written += arguments if isinstance(arguments, str) else to_json(arguments)
+        call.arguments += arguments if isinstance(arguments, str) else to_json(arguments)
         if "extra_content" in piece:  # Gemini's signature of a thought
-            parts.call.extra["extra_content"] = piece["extra_content"]
+            call.extra["extra_content"] = piece["extra_content"]
 
-    def _ready(self, piece):
-        """Add a piece of text, remove whole thoughts, and return the text that may be shown now.
+    def _ready(self):
+        """Remove whole thoughts from the new text, and return the text that may be shown now.
         The beginnings of thoughts and of possible calls are held back."""
         begin = self.end
-        self.text += piece
         line_start = LINE_START if self.tools else THOUGHT_START
         while True:
             if self.end == 0:
                 self.text = self.text.lstrip("\n")  # also after a thought
-            found = line_start.search(self.text, self.end)
-            self.end = found.start() if found else len(self.text)
+            self.end = line_start.search(self.text, self.end).start()
             thought = THOUGHT.match(self.text, self.end)
             if not thought or self.is_in_fence:
                 return self.text[begin : self.end]
@@ -1473,7 +1495,7 @@ class AnswerReader:
             calls, rest = read_calls(held, self.tools)
         except Exception:
             calls, rest = [], held  # no call, or a broken one
-        if not calls or self.calls or self.is_in_fence:
+        if not calls or self.open_calls or self.is_in_fence:
             self.end = len(self.text)
             return held
         if self._may_run(calls, held, rest):
@@ -1495,16 +1517,15 @@ class AnswerReader:
     def whole(self):
         """Return the answer, even if it reached max_tokens. Raises Failure if it broke off."""
         answer = self.answer
-        reason = answer.finish_reason
-        if reason:
-            reason = answer.finish_reason = REASONS.get(str(reason).lower(), "stop")
-        is_finished = reason in ("stop", "tool_calls")
-        for parts in self.calls:
-            call = parts.call
-            call.arguments, call.error = parse_arguments(parts.written, repair=is_finished)
-            answer.tool_calls.append(call)
-        if reason == "error" or not (reason or self.has_ended):
+        # without a reason the stream broke off
+        reason = REASONS.get(str(answer.finish_reason or "error").lower(), "stop")
+        if reason == "error":
             raise Failure("the answer broke off: the connection was closed", "closed")
+        answer.finish_reason = reason
+        for call in answer.tool_calls:
+            call.arguments, call.error = parse_arguments(
+                call.arguments, repair=reason in ("stop", "tool_calls")
+            )
         text = self.text
         if reason != "length":  # the model continues a cut answer, also after a line break
             text = text.rstrip("\n")
@@ -1530,21 +1551,22 @@ def read_usage(usage):
     sent = usage.get("prompt_tokens")
     if not sent:
         return {}
-    received = usage.get("completion_tokens") or 0
-    details = usage.get("prompt_tokens_details") or {}
     cached = (
-        details.get("cached_tokens")
+        (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
         or usage.get("cached_tokens")  # Moonshot
         or usage.get("prompt_cache_hit_tokens")  # DeepSeek
+        or 0
     )
-    return token_counts(sent, received, cached or 0)
+    return token_counts(sent, usage.get("completion_tokens") or 0, cached)
 
 
 def estimate_usage(request, answer):
     """Estimate the token counts: an English token has about four characters."""
-    sent = len(to_json([request.messages, request.tools])) // 4
-    received = len(to_json(answer.to_message())) // 4
-    return token_counts(sent, received, estimated=True)
+    return token_counts(
+        sent=len(to_json([request.messages, request.tools])) // 4,
+        received=len(to_json(answer.to_message())) // 4,
+        estimated=True,
+    )
 
 
 def token_counts(sent, received, cached=0, estimated=False):
@@ -1579,8 +1601,9 @@ PARTIAL = r'(?:</?\|?\w{0,12}\|?|\[[A-Z_]{1,11}|[\[{]\s{0,99}(?:{?\s{0,99}(?:"\w
 PARTIAL_LINE = rf"(?: {{0,3}}(?:`{{1,9}}|~{{1,9}})\w{{0,20}}\s{{0,99}})?{PARTIAL}"
 # Some models write <think>…</think> before lines. If a chat template contains <think>, only
 # </think> arrives. The text so far may end in `<th`.
-THOUGHT_LINE = r"(?m)(?:\A\s{0,200}|^)</?(?:(?:think|thinking|thought)>|\w{0,8}\Z)"
-# what is held back from here on: a possible thought, and for LINE_START also a possible call
+THOUGHT_LINE = r"(?m)(?:\A\s{0,200}|^)</?(?:(?:think|thinking|thought)>|\w{0,8}\Z)|\Z"
+# what is held back from here on: a possible thought, and for LINE_START also a possible call; if
+# there is neither, they match the end of the text
 THOUGHT_START = re.compile(THOUGHT_LINE)
 LINE_START = re.compile(
     rf"{THOUGHT_LINE}|(?:\A\s{{0,200}}|^)(?:{TAG}|{FENCE}|{BARE}|{PARTIAL_LINE})"
@@ -1652,8 +1675,8 @@ def text_call(found, tools):
     Raises an exception for JSON that is no call: an unknown tool, arguments that are no object, a
     log entry, or the description of a tool. Whether the arguments fit the tool is checked later,
     when the call runs."""
-    is_wrapped = found.keys() <= {"type", "id", "function"}  # {"type": "function", "function": {…}}
-    call = found["function"] if is_wrapped else found
+    # {"type": "function", "function": {…}}
+    call = found["function"] if found.keys() <= {"type", "id", "function"} else found
     is_log_entry = found.get("type", "function") != "function" or call.keys() - CALL_KEYS
     is_description = "properties" in call.get("parameters", {})
     written = call.get("arguments", call.get("parameters"))
@@ -1758,11 +1781,13 @@ def request_text(request):
         lines.append(f"---- {message['role']} ----\n{text}")
         if message["role"] == "assistant":
             lines = ["(all earlier messages are sent again)"]
-    signatures = []
     if request.messages[-1]["role"] == "user":
-        for name, schema in parameters_by_name(request.tools).items():
-            signatures.append(f"{name}({', '.join(schema.get('properties', []))})")
-    return "\n".join(signatures + lines)
+        signatures = [
+            f"{name}({', '.join(schema.get('properties', []))})"
+            for name, schema in parameters_by_name(request.tools).items()
+        ]
+        lines = signatures + lines
+    return "\n".join(lines)
 
 
 def typed(line, tools):
@@ -1772,8 +1797,7 @@ def typed(line, tools):
     """
     name, written = re.match(r"(?s)([\w-]*)\s*(.*)", line).groups()
     # `raed_file("a.txt")`, `<tool_call>`, `raed_file {"path": "a.txt"}`
-    looks_like_call = re.match(r"[\w-]*[({<$]|[\w-]+ {", line)
-    if name not in tools and not looks_like_call:
+    if name not in tools and not re.match(r"[\w-]*[({<$]|[\w-]+ {", line):
         return LLMResponse(line)
     try:
         parameters = tools[name]
@@ -1781,7 +1805,7 @@ def typed(line, tools):
         if values:  # in the order of the parameters
             values = ast.literal_eval(f"[{values[1]}]")
             return calling(name, dict(zip(parameters["properties"], values, strict=False)))
-        return calling(name, dict(load_json(written or "{}", repair=False)))
+        return calling(name, dict(JSON.decode(written or "{}")))
     except (ValueError, SyntaxError, KeyError, TypeError):
         return None
 
