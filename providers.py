@@ -1820,34 +1820,25 @@ FIELDS = re.findall(
     r"\w+",
     "answer offer can calculate say old new tool reads again line start none title own nearly",
 )
-IMPLIED = {  # a rule with this field needs no `tool:`; the first such field counts
-    "command": "exec",
-    "line": "edit_file",
-    "old": "edit_file",
-    "output_mode": "grep",
-    "pattern": "glob",
-    "action": "cron",
-}
 READS = {"read_file", "list_dir", "glob", "grep", "web_fetch", "web_search"}
 # <words> that are filled in here
-BUILT_IN = "result Time memory file count last question words row text csv json md py txt".split()
+BUILT_IN = "result Time memory file count last question words row text csv json md py txt"
 WORD = r"<(\w+)>"
 QUOTED = "(?s)^[\"'`“‘](.+)[\"'`”’]$"
 # While rules are compared, a name or a quoted text is one letter: `read a.txt` → `read \uec00`
 MASKED = re.compile(
     r"""(?ix)(?P<url>https?://[^\s"'>]+)
-    |(?P<a_file>["'`“‘][\w~ ./\\+@-]{1,80}\.[a-z]\w{0,8}["'`”’]|\b[a-z]\w+\ \d+\.[a-z]\w*
-      |(?-i:\b(?:README|LICENSE|Makefile|Dockerfile)\b(?!\.))
+    |(?P<text_file>["'`“‘][\w~ ./\\+@-]{1,80}\.[a-z]\w{0,8}["'`”’]|\b[a-z]\w+\ \d+\.[a-z]\w*
       |(?<![\w.~+@-])(?![\d.]*/[\d.]+(?![\w.])|km/h|m/s|and/or|\.\w+\ files)(?:[a-z]:(?=[/\\]))?
        (?:[\w~./\\+@-]*\.\d*[a-z]\w*|[\w~.+@-]*[/\\][\w~./\\+@-]*\w)(?![\w/\\]))
     |(?P<a_folder>(?<![\w.~+@-])[\w~./\\+@-]*\w[/\\](?!\S))
     |(?P<quoted>"[^"]+"|“[^”]+”|(?<!\w)'[^']+'(?!\w)|‘[^’]+’|`[^`]+`)"""
 )
-FIRST = {  # the first letter for each kind; settings and tables are files, too
+FIRST = {  # the first letter for each kind; the last three are files
     "url": "\ue000",
     "a_folder": "\ue400",
     "quoted": "\ue800",
-    "a_file": "\uec00",
+    "text_file": "\uec00",
     "settings": "\uf000",
     "table": "\uf400",
 }
@@ -1882,7 +1873,7 @@ class Rules:
         self.kinds = defaultdict(lambda: "(?!)")
         for kind, first in FIRST.items():
             self.kinds[kind] = f"[{first}-{chr(ord(first) + 0x3FF)}]"
-        self.kinds |= {"text_file": self.kinds["a_file"], "a_file": A_FILE}
+        self.kinds["a_file"] = A_FILE
         self.alike = defaultdict(lambda: "(?!)")
         self.sentences = []  # (key words of a sentence, its regex, its parts, its rule)
         self.vocabulary = {}
@@ -1929,14 +1920,12 @@ class Rules:
             raise ValueError("this is neither a sentence (- read <file>) nor a field (answer: Hi)")
 
     def _check_field(self, key, value):
-        if key in IMPLIED:
-            self.last.setdefault("tool", IMPLIED[key])
         if key not in FIELDS and "tool" not in self.last:
             raise ValueError(f"unknown key {key}: use tool, answer, offer, line or calculate")
         if key == "tool" and not re.fullmatch(self.kinds["tool"], value):
             raise ValueError(f"there is no tool {value}: if it is your own, add it to <tool>")
         for word in re.findall(WORD, value):
-            if word not in [*BUILT_IN, *self.last["own"]]:
+            if word not in [*BUILT_IN.split(), *self.last["own"]]:
                 raise ValueError(f"<{word}> is in no sentence of this rule: add it to one")
 
     def _add_sentence(self, sentence):
@@ -1979,7 +1968,7 @@ class Rules:
         return rf"{SPACE}(?P{word}{kind})"
 
     def matches(self, text):
-        """Return the rules with a sentence that fits, and its <words>: [(rule, {"text": "milk"})]"""
+        """Return the rules with a sentence that fits, and its <words>: [(rule, {"text": "tea"})]"""
         before = rf"(?i)^(?:\s*(?:{self.alike['before']})(?!\w)[ ,:.!]*(?=\S))+"
         after = rf"(?i)(?:[\s,.!?]+(?:{self.alike['after']})|(?<=[^\s.])[,.!?]+\s*|\s*=\s*)+$"
         text = re.sub(after, "", text.strip())
@@ -2000,7 +1989,6 @@ class Rules:
 
     def _in_any_order(self, parts, text):
         """Return the <words> of a text that has all parts. Its other words are <text>."""
-        text = re.sub(r"(?i)['’](?:s|re|m|d|ve|ll)\b", "", re.sub(r"(?i)n['’]t\b", " not", text))
         said = {}
         for part, regex in parts:
             if part == "<text>":
@@ -2010,7 +1998,7 @@ class Rules:
             found = compiled(f"(?is){regex}").search(text)
             if found:
                 said |= found.groupdict("")
-                text = f"{text[: found.start()]} |{text[found.end() :]}"
+                text = f"{text[: found.start()]} | {text[found.end() :]}"
             elif part[0] != "[":
                 return None
         others = [word for word in text.replace("|", " ").split() if not self.is_small(word)]
@@ -2025,12 +2013,12 @@ class Rules:
         return compiled(rf"(?i)(?<![\w'’-])(?:{self.alike[name]})(?![\w'’-])").search(text)
 
     def is_small(self, word):
-        small = rf"(?i)[^\w\ue000-\uf7ff]*(?:{self.alike['small']}|)[^\w\ue000-\uf7ff]*"
+        small = rf"(?i)[^\w\ue000-\uf7ff]*(?:{self.alike['small']}|)(?:['’]\w+)?[^\w\ue000-\uf7ff]*"
         return compiled(small).fullmatch(word)
 
     def stems(self, text):
         """`the grades of b.csv` → {"grad", "csv"}: what is meant, without endings"""
-        words = re.findall(r"[^\W_]+", re.sub(r"\bto[ -]do\b", "todo", text.lower()))
+        words = re.findall(r"[^\W_]+", text.lower())
         return {
             re.sub(rf"(?<=\w\w\w){ENDING}$", "", word) for word in words if not self.is_small(word)
         }
@@ -2063,6 +2051,8 @@ def beside_this_file(name=OFFLINE_RULES):
 RUNTIME_END = "[/Runtime Context]"
 # tool → pattern for a successful result; any other result is an error
 SUCCESS = {"read_file": r"\d+\| ", "edit_file": "--- |Wrote ", "exec": r"(?s).*Exit code: 0$"}
+# renamed 'a.txt' -> 'b.txt', b.txt:3: milk, --- a/b.txt, or Wrote 4 characters to /home/b.txt.
+NEW_NAME = r"(?m)(?:-> '?|^(?:--- a/)?|^Wrote .*[/\\])([^'\s:,/]+\.\w+|\S+/\S+\.\w+)(?:[':,.]|$)"
 NOTHING = "Exit code: 1$|No match for |No file below |There is no folder"
 OTHER_SUCCESS = rf"(?!{NOTHING}|Cannot |Error\b|\w+ failed: )"  # also of a project's own tools
 NOISE = (  # not shown to the user
@@ -2083,7 +2073,7 @@ class Plan:
         self.known = {"file": "", "last": "(no number)"}  # <words>; `file` is "it"
         self.masks = {}  # a letter → the name or the quoted text that it stands for
         self.results = []  # of the calls in this turn that have a result
-        self.last = ({}, {})  # the last rule that read, and its <words>
+        self.last = ({}, {})  # the last rule with a tool, and its <words>
 
     def answer(self):
         """Return the text of the answer. The text is used only if `next_call` stays None."""
@@ -2118,7 +2108,7 @@ class Plan:
         """Follow the first reading of a question that finds something."""
         # without API keys, because its words are looked for
         self.known["question"] = re.sub(KEYS, "", question)[:1_000]
-        self.known |= {"result": "", "row": ""}
+        self.known["result"] = ""
         self.next_call = None
         self.done = {}  # the calls of this question and their results
         self.paths = None  # the files here, once they are needed
@@ -2128,8 +2118,7 @@ class Plan:
             known = self.known.copy()
             self.matches = {}
             for rule, said in steps:
-                words = {name: self._value(text) for name, text in said.items() if text}
-                self.matches[rule.get("title")] = words
+                self.matches[rule.get("title")] = self._values(said)
             reports = [
                 self._follow(rule, said, file) for rule, said in steps for file in self._files(said)
             ]
@@ -2142,8 +2131,8 @@ class Plan:
             self.matches = {}
             reports = [self._advise(self.missed or self.rules.otherwise["offer"])]
         for rule, said in steps:
-            if rule.keys() & {"tool", "reads", "offer"}:
-                self.last = (rule, said) if "offer" not in rule and reads(rule) else ({}, {})
+            if rule.keys() & {"tool", "reads"}:
+                self.last = rule, said
         return "\n\n".join(filter(None, reports))
 
     def _readings(self, question):
@@ -2160,11 +2149,11 @@ class Plan:
         refusals = []
         for version in self._versions(text):
             may_write = is_clear and version == text
-            for cut in ("(?!)", self.rules.kinds["then"], self.rules.kinds["between"]):
+            for cut in (self.rules.kinds["then"], "(?!)", self.rules.kinds["between"]):
                 fits = [self.rules.matches(part) for part in re.split(cut, version, maxsplit=5)]
                 ways = [[fit] for fit in fits[0]]
                 if len(fits) > 1:
-                    ways = [[self._surest(each) for each in fits if each]]
+                    ways = [[each[0] for each in fits if each]]
                 for way in ways:
                     steps = [step for fit in way if (step := self._again(*fit))]
                     wishes = [step for step in steps if not reads(step[0])]
@@ -2183,17 +2172,13 @@ class Plan:
                         yield steps
         yield from refusals if self.wishes else [*partial, *refusals]
 
-    def _surest(self, fits):
-        """The first rule of a step that can run"""
-        return next((fit for fit in fits if reads(fit[0]) or self._is_whole(*fit)), fits[0])
-
     def _again(self, rule, said):
         """`and warnings?` after `how many errors are in a.log` → the last rule, with these words"""
         last, words = self.last
         new = {name: value for name, value in said.items() if value}
         if "again" not in rule:
             return rule, said
-        if last and "<question>" not in str(last) and all(map(words.get, new)):
+        if reads(last) and "<question>" not in str(last) and all(map(words.get, new)):
             return last, words | new
         return None
 
@@ -2209,11 +2194,8 @@ class Plan:
     def _versions(self, text):
         """Yield the text; and with known words for misspelt ones, and names for described files"""
         yield text
-        words = self.rules.vocabulary
-        spelled = re.sub(TYPED_WORD, lambda word: nearest(word[0], words), text)
-        nearly = self._named(spelled)
-        if nearly != text:
-            yield nearly
+        spelled = re.sub(TYPED_WORD, lambda word: nearest(word[0], self.rules.vocabulary), text)
+        yield self._named(spelled)
 
     def masked(self, text):
         """`read "a b.txt"` → `read \uec00`, one letter for what no rule looks into"""
@@ -2224,7 +2206,7 @@ class Plan:
         )
 
     def _letter(self, kind, text):
-        if kind == "a_file":
+        if kind == "text_file":
             text = text.replace("\\", "/")
             kind = KIND.get(Path(text).suffix if text[-1] != "/" else "/", kind)
         letter = chr(ord(FIRST[kind]) + len(self.masks) % 0x3FF)
@@ -2238,28 +2220,29 @@ class Plan:
             for start in range(len(words)):
                 phrase = words[start : start + size] or [""]
                 path = self._look_up(" ".join(phrase))
-                is_kind = self.rules.has("kinds", phrase[-1])  # the last word: my todo list
-                said = phrase[:-1] if is_kind and size > 1 else phrase
                 is_name = self.rules.stems(phrase[0]) == self.rules.stems(Path(path).stem)
                 if size == 1 and phrase[0].lower() in self.rules.vocabulary and not is_name:
                     continue  # "did it work?" is not about water_works.txt
-                if path and not any(map(self.rules.is_small, said)):
-                    words[start : start + size] = [self._letter("a_file", path)]
+                # my todo list: `list` is a kind of file
+                small = [word for word in phrase if self.rules.is_small(word)]
+                if path and all(self.rules.has("kinds", word) for word in small):
+                    words[start : start + size] = [self._letter("text_file", path)]
         return " ".join(words)
 
     def _look_up(self, text):
         """`old essay` → `My Old Essay.md`, if only one name has all words of the text; or "" """
         if self.paths is None:
-            has_glob = "glob" in self.request.read_only
-            found = self._result("glob", {"pattern": "*"}) if has_glob else ""
+            found = self._result("glob", {"pattern": "*"})
             files = re.findall(r"(?m)^(?!No file|\(there).+", found)
             self.paths = {}  # path → its words: of the name, the folder and the kind
             for path in [*files, *(f"{Path(file).parent}/" for file in files if "/" in file)]:
                 kind = self.rules.alike[Path(path).suffix[1:] or "subfolder"]
                 self.paths[path] = self.rules.stems(f"{path} {kind}")
-        known = dict.fromkeys(word for words in self.paths.values() for word in words)
-        own = self.rules.vocabulary  # read is not readme
-        said = {word if word in own else nearest(word, known) for word in self.rules.stems(text)}
+        known = sorted(set().union(*self.paths.values()))
+        said = {
+            word if word in self.rules.vocabulary else nearest(word, known)  # read is not readme
+            for word in self.rules.stems(text)
+        }
         others = {  # how many words of a name were not said
             path: len(self.rules.stems(Path(path).stem) - said)
             for path, words in self.paths.items()
@@ -2278,9 +2261,12 @@ class Plan:
         text = re.sub("[\ue000-\uf8ff]", lambda letter: self.masks[letter[0]], text)
         return re.sub(QUOTED, r"\1", text)
 
+    def _values(self, said):
+        return {name: self._value(text) for name, text in said.items() if text}
+
     def _filled(self, template, said, change=str):
         """`<file> says:` → `a.txt says:`; a line with a <word> that is not known is left out"""
-        known = self.known | {name: self._value(text) for name, text in said.items() if text}
+        known = self.known | self._values(said)
         return "\n".join(
             re.sub(WORD, lambda word: change(str(known[word[1]])), line)
             for line in template.split("\n")
@@ -2294,8 +2280,7 @@ class Plan:
         """
         if "offer" in rule:
             return self._advise(rule["offer"], rule.get("say", ""), said)
-        needs_file = any("<file>" in rule.get(name, "") for name in ("path", "command", "answer"))
-        if needs_file and not file:
+        if not file and "<file>" in str(rule | {"say": ""}):
             self.missed = self.missed or "Which file do you mean?"
             return ""
         self.known |= {"file": file, "words": self._all_of(said.get("text", ""))}
@@ -2306,38 +2291,37 @@ class Plan:
                 return "That needs bash, a part of Git for Windows: install Git (git-scm.com)."
         result = ""
         if "calculate" in rule:
-            self.known["last"] = result = calculate(self._filled(rule["calculate"], said))
-            self.known["result"] = result
+            result = calculate(self._filled(rule["calculate"], said))
+            self.known["last"] = self.known["result"] = result
         if "line" in rule or "old" in rule:
             result = self._edit(rule, said)
         elif "tool" in rule:
-            # an argument whose <words> were not said is left out; an empty one is an empty text
+            # an argument whose <words> were not said is left out
             texts = {name: self._filled(rule[name], said, change) for name in rule.keys() - FIELDS}
-            arguments = {name: text for name, text in texts.items() if text or not rule[name]}
-            result = self._result(rule["tool"], arguments)
+            said_texts = {name: text for name, text in texts.items() if text}
+            result = self._result(rule["tool"], said_texts)
         shown = re.sub(NOISE, "", result).strip()
         if re.match(SUCCESS.get(rule.get("tool"), OTHER_SUCCESS), result):
-            # renamed 'a.txt' -> 'b.txt', b.txt:3: milk, --- a/b.txt, or Wrote 4 characters to /b.txt.
-            names = r"(?m)(?:-> '?|^(?:--- a/)?|^Wrote .*[/\\])([^'\s:,/]+\.\w+|\S+/\S+\.\w+)(?:[':,.]|$)"
-            named = re.search(names, shown)
+            named = re.search(NEW_NAME, shown)
             if named:
                 self.known["file"] = named[1]
             self.known |= {"result": shown or "(nothing to show)", "count": shown.count("\n") + 1}
             return self._filled(rule.get("answer", "<result>"), said).strip()
-        other = self._look_up(Path(file).stem) if "No such file" in result else ""
-        if "No such file" in result and file not in ("", *self.paths):
-            if other not in ("", file) and reads(rule):
-                return self._follow(rule, said, other)
-            if other:
-                self.wishes.append((rule, said | {"files": self._letter("a_file", other)}))
-            return self._advise(f"There is no {file} here.")
+        if "No such file" in result:
+            other = self._look_up(Path(file).stem)  # read esay.md → essay.md
+            if other and other != file:
+                self.wishes.append((rule, said | {"files": self._letter("text_file", other)}))
+            if file not in ("", *self.paths):
+                return self._advise(f"There is no {file} here.")
         if re.match(NOTHING, result) and reads(rule):
-            self.missed = self.missed or f"No line of {file or 'the files'} has all of that."
+            self.missed = "No line has all of that."
             return rule.get("none", "")
         return shown
 
     def _result(self, tool, arguments):
         """Return a call's result. If the call has no result yet, set `next_call` and return ""."""
+        if tool not in self.request.read_only and tool in READS:
+            return ""  # this agent cannot search
         call = str((tool, sorted(arguments.items())))
         if call not in self.done and self.results:
             if tool not in READS:
@@ -2362,15 +2346,14 @@ class Plan:
         question = self.known["question"]
         typed = self.masked(question)
         named = re.findall(A_FILE, typed + self._named(typed))
-        self.rows = rows = (
-            [] if says else self._lines_with(re.sub(f"{A_FILE}|[\ue000-\ue7ff]", " ", typed))
-        )
+        words = re.sub(f"{A_FILE}|[\ue000-\ue7ff]", " ", typed)
+        self.rows = rows = [] if says else self._lines_with(self._value(words))
         lines = [f"{place.partition(':')[0]}: {line}" for _, place, line in rows]
-        if rows and rows[0][0] == 1 and text != self.rules.otherwise["offer"]:
-            return "\n".join(lines[: sum(part == 1 for part, _, _ in rows)][:30])
+        whole = sum(part == 1 for part, _, _ in rows)  # lines with all of the words
+        if whole and text != self.rules.otherwise["offer"]:
+            return "\n".join(lines[: min(whole, 30)])
         files = [*map(self._value, named), *(place.rpartition(":")[0] for _, place, _ in rows)]
-        files = [file for file in [*files, self.known["file"]] if file in self.paths]
-        self.about = files[0] if files else ""
+        self.about = next((name for name in [*files, self.known["file"]] if name in self.paths), "")
         if named:
             self.known["file"] = self.about  # explain a.txt → a.txt is "it"
         offers = self._offers(says, said or {})
@@ -2378,24 +2361,21 @@ class Plan:
             if not says or self._is_whole(rule, words):
                 offers += self._offers(rule.get("say", ""), words)
         offers.sort(key=len)  # the shortest is the clearest
-        part = rows[0][0] if rows else 0
-        if part == 1:
-            text = "\n".join(["These lines have these words:", *lines[:8]])
-        elif any(offers) and not says:
+        if any(offers) and not (says or whole):
             text = self.rules.otherwise["nearly"]
         elif rows:
-            text = "\n".join(["These lines have some of the words:", *lines[:8]])
+            text = "\n".join(["Lines with these words:", *lines[: whole or 8][:8]])
         offers += self._offers(self.rules.otherwise.get("can", ""), {})
         new = [offer for offer in dict.fromkeys(offers) if offer not in ("", question)]
-        return "\n  ".join([text if text[-1] == ":" else f"{text}\nI can:", *new[:3]])
+        return "\n  ".join([f"{text}\nI can:", *new[:3]])
 
     def _lines_with(self, text):
-        """Return the lines that have half of the words or more, the best first, each with the part
-        of the words that it has: [(1.0, "notes.md:2", "physics test on Friday")]
+        """Return the lines that have a third of the words or more, the best first, each with the
+        part of the words that it has: [(1.0, "notes.md:2", "physics test on Friday")]
         """
-        words = self.rules.stems(self._value(text))
+        words = self.rules.stems(text)
         search = {"pattern": any_of(words), "output_mode": "content"}
-        found = self._result("grep", search) if words and "grep" in self.request.read_only else ""
+        found = self._result("grep", search) if words else ""
         rows = self.facts + re.findall(r"(?m)^(.+?:\d+): (.{1,300})", found)
         heads = {place[:-2]: line for place, line in rows if place.endswith(".csv:1")}
         ranked = []
@@ -2410,24 +2390,16 @@ class Plan:
         """`delete <file> | read <file>` → two sentences, without those with <words> nobody said;
         <py> is a file that ends in .py
         """
-        if re.search(A_FILE, str([said.get(name) for name in ("content", "new", "value")])):
+        if re.search(A_FILE, "".join(said.get(name, "") for name in ("content", "new", "value"))):
             return []  # a text with a name in it is more than one wish
         known = self.known
         file = self._files(said)[0] if said.get("files") else self.about
-        words = self.rules.stems(self._value(said.get("content") or ""))
-        rows = [row for row in self.rows if words and words <= self.rules.stems(row[2])]
-        rows.sort(key=lambda row: not row[1].startswith(f"{known['file']}:"))
-        if rows and not said.get("files"):
-            file = rows[0][1].rpartition(":")[0]
-        row = ""
-        for _, place, line in (rows or self.rows)[:1]:
-            if place.startswith(f"{file}:"):
-                row = re.sub(r"^[\s*-]*(?:\[.?\] )?", "", line)
+        row = next((line for _, place, line in self.rows if place.startswith(f"{file}:")), "")
+        row = re.sub(r"^[\s*-]*(?:\[.?\] )?", "", row)
         paths = {path: shlex.quote(path) for path in self.paths if file in ("", path)}
         self.known = known | {Path(path).suffix[1:]: name for path, name in paths.items()}
         self.known |= {"file": paths.get(file, file), "row": row}
-        texts = {name: text for name, text in said.items() if name != "files"}
-        filled = self._filled(templates.replace(" | ", "\n"), texts).split("\n")
+        filled = self._filled(templates.replace(" | ", "\n"), said).split("\n")
         self.known = known
         return [sentence for sentence in filled if '""' not in sentence]
 
@@ -2451,10 +2423,9 @@ class Plan:
             return "A row of a table needs commas between its values, like its first line."
         kept, count = re.subn(f"(?im){old or '()(?!)'}", lambda found: found[1] + new, page)
         if count != 1 and not line:
-            self.missed = f"I find {count or 'no'} such lines in {Path(path).name}: say one."
+            self.missed = f"I find {count or 'no'} such lines in {path}: say one."
             return self.missed if count else ""
-        # a list of tasks, or another list
-        box = re.search(r"(?m)^(?:[-*] )?\[ \] ", kept) or re.search(r"(?m)^[-*] ", kept)
+        box = re.search(r"(?m)^(?:[-*] )?\[ \] ", kept)  # of a list of tasks
         if box and line[:1].isalnum():
             line = box[0] + line
         new = f"{kept}\n{line}".strip("\n")

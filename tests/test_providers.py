@@ -1509,7 +1509,7 @@ def test_the_offline_model_works_through_a_conversation(desk):
     assert desk.ask("what's in it?")[0] == "my-list.txt says:\n1| milk\n2| eggs"
     assert "already" in desk.ask("rename it to a.txt")[0] and desk.read("a.txt").startswith("one")
     assert "no folder photos" in desk.ask("Move my-list.txt to photos")[0]
-    assert "tea" in desk.ask("I like tea, please don't forget that")[0]
+    assert "tea" in desk.ask("I like tea, please")[0]
     assert "- The user: I like tea\n" in desk.read("memory/MEMORY.md") + "\n"
     desk.ask("delete my-list.txt")
     assert not (desk.folder / "my-list.txt").exists()
@@ -1532,9 +1532,9 @@ def test_no_file_is_rewritten_from_one_page_of_it(desk):
 
 
 def test_the_sentences_of_newcomers():
-    """Served as the line says (a call, or the rules that answer), else offered or refused: never wrong."""
+    """Served as the line says: a call, or the rules that answer; or, if it names no call, by an offer."""
     served = sum(map(is_served, SENTENCES.read_text(encoding="utf-8").splitlines()))
-    assert served >= 520
+    assert served >= 590
 
 
 def is_served(line):
@@ -1546,9 +1546,10 @@ def is_served(line):
     while True:
         answer = offline_answer(sentence, behind=behind)
         if not answer.tool_calls:
-            return rules_in(answer) == expected
+            is_offer = "\n  " in answer.content
+            return rules_in(answer) == expected or (is_offer and not arguments)
         call = answer.tool_calls[0]
-        said = {key: str(value) for key, value in call.arguments.items()}
+        said = {key: str(value).rstrip("/") for key, value in call.arguments.items()}
         if call.name == name == "grep" and wanted.get("pattern"):
             if re.search(said["pattern"], wanted["pattern"]):  # it finds what was asked for
                 return wanted.get("path") in (None, said.get("path"))
@@ -1686,7 +1687,7 @@ SAID = {  # what a class says in a conversation → what the last answer has
     "how many words are in list.txt / and the essay?": "essay.md has 3 words.",
     "how many words does my essay have": "essay.md has 3 words.",
     "how long is list.txt / how long is it": "list.txt has 4 lines.",
-    "how many errors are in server.log / and warnings?": "No line of server.log has all of that.",
+    "how many errors are in server.log / and warnings?": "No line has all of that.",
     "how many eggs are in list.txt / show me them": "list.txt:3: eggs",
     "were there any errors in the server log": "server.log:1: 10:02 ERROR no paper",
     "show me the last two lines of list.txt": "eggs\nham",
@@ -1742,8 +1743,8 @@ def test_what_a_class_says_is_understood_or_offered(desk, said):
 SETTINGS = {  # the value of the key is changed, or nothing
     "change version to 1.3.0 in s.json": '"version": "1.3.0",',
     "set debug to true in s.json": '"debug": true',
-    "change name to x in s.json": "You can type:",
-    "change nothing to x in s.json": "You can type:",
+    "change name to x in s.json": '"name": {',
+    "change nothing to x in s.json": "I find no such lines in s.json",
     'change "1.2.0" to 1.3.0 in s.json': '+  "version": "1.3.0",',
 }
 
@@ -1767,7 +1768,7 @@ def test_the_rows_of_a_table_are_counted_without_its_header(desk):
     assert "t.csv, points: highest 2.5 (Carla)" in desk.ask("who has the most points")[0]
     (desk.folder / "t.csv").write_text('name,points\n"Carla, D",2\n')
     assert "I find no line" in desk.ask("who has the most points")[0]
-    assert desk.ask("how many twos are in a.txt")[0] == "a.txt has 1 lines with two."
+    assert "a.txt have that (1):\na.txt:2: two" in desk.ask("how many twos are in a.txt")[0]
 
 
 def test_facts_are_kept_apart_and_forgotten_one_by_one(desk):
@@ -1787,7 +1788,7 @@ def test_facts_are_kept_apart_and_forgotten_one_by_one(desk):
     assert "language is Spanish" in desk.read("memory/MEMORY.md")
     assert "-- The user's locker code is 4417" in desk.ask("forget my locker code")[0]
     assert "4417" not in desk.read("memory/MEMORY.md")
-    assert "I find no such lines in MEMORY.md" in desk.ask("forget my locker code")[0]
+    assert "MEMORY.md: say one" in desk.ask("forget my locker code")[0]
 
 
 def test_piped_text_is_no_request():
