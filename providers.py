@@ -1828,7 +1828,8 @@ QUOTED = "(?s)^[\"'`“‘](.+)[\"'`”’]$"
 # While rules are compared, a name or a quoted text is one letter: `read a.txt` → `read \uec00`
 MASKED = re.compile(
     r"""(?ix)(?P<url>https?://[^\s"'>]+)
-    |(?P<text_file>["'`“‘][\w~ ./\\+@-]{1,80}\.[a-z]\w{0,8}["'`”’]|\b[a-z]\w+\ \d+\.[a-z]\w*
+    |(?P<text_file>(?-i:\b(?:LICENSE|Makefile|Dockerfile)\b(?!\.))
+      |["'`“‘][\w~ ./\\+@-]{1,80}\.[a-z]\w{0,8}["'`”’]|\b[a-z]\w+\ \d+\.[a-z]\w*
       |(?<![\w.~+@-])(?![\d.]*/[\d.]+(?![\w.])|km/h|m/s|and/or|\.\w+\ files)(?:[a-z]:(?=[/\\]))?
        (?:[\w~./\\+@-]*\.\d*[a-z]\w*|[\w~.+@-]*[/\\][\w~./\\+@-]*\w)(?![\w/\\]))
     |(?P<a_folder>(?<![\w.~+@-])[\w~./\\+@-]*\w[/\\](?!\S))
@@ -2220,7 +2221,7 @@ class Plan:
             for start in range(len(words)):
                 phrase = words[start : start + size] or [""]
                 path = self._look_up(" ".join(phrase))
-                is_name = self.rules.stems(phrase[0]) == self.rules.stems(Path(path).stem)
+                is_name = Path(path).stem.lower() == phrase[0].lower()
                 if size == 1 and phrase[0].lower() in self.rules.vocabulary and not is_name:
                     continue  # "did it work?" is not about water_works.txt
                 # my todo list: `list` is a kind of file
@@ -2320,7 +2321,7 @@ class Plan:
 
     def _result(self, tool, arguments):
         """Return a call's result. If the call has no result yet, set `next_call` and return ""."""
-        if tool not in self.request.read_only and tool in READS:
+        if tool in ("glob", "grep") and tool not in self.request.read_only:
             return ""  # this agent cannot search
         call = str((tool, sorted(arguments.items())))
         if call not in self.done and self.results:

@@ -66,7 +66,7 @@ def problem_of(rules: str, names: list[str]) -> str:
     """What is wrong with these rules, `rule.md, line 2: …`, or ""."""
     from providers import Rules
 
-    for name in re.findall(r"(?m)^tool: *(\S+)", rules):
+    for name in re.findall(r"(?m)(?:^|\| )tool: *(\S+)", rules):
         if not re.search(rf"(?m)^<tool>: (.*\|)?{re.escape(name)}(\||$)", with_rules("", names)):
             return f"rule.md names the tool {name}; tool.py has {', '.join(names)}"
     for problem in Rules(with_rules(rules, names)).problems:
@@ -77,8 +77,10 @@ def problem_of(rules: str, names: list[str]) -> str:
 
 
 def title_for(sentence: str, rules: Any) -> str:
-    rule, _ = next(rules.matches(sentence))
-    return rule.get("title", "")
+    from providers import Plan
+
+    fits = rules.matches(Plan(None, rules).masked(sentence))
+    return fits[0][0].get("title", "") if fits else ""
 
 
 def spoken(sentence: str) -> str:
