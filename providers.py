@@ -2014,8 +2014,10 @@ class Rules:
         return compiled(rf"(?i)(?<![\w'’-])(?:{self.alike[name]})(?![\w'’-])").search(text)
 
     def is_small(self, word):
-        small = rf"(?i)[^\w\ue000-\uf7ff]*(?:{self.alike['small']}|)(?:['’]\w+)?[^\w\ue000-\uf7ff]*"
-        return compiled(small).fullmatch(word)
+        return compiled(
+            rf"(?i)[^\w\ue000-\uf7ff]*(?:{self.alike['small']}|)"
+            r"(?:['’]\w+)?[^\w\ue000-\uf7ff]*"
+        ).fullmatch(word)
 
     def stems(self, text):
         """`the grades of b.csv` → {"grad", "csv"}: what is meant, without endings"""
@@ -2209,7 +2211,7 @@ class Plan:
     def _letter(self, kind, text):
         if kind == "text_file":
             text = text.replace("\\", "/")
-            kind = KIND.get(Path(text).suffix if text[-1] != "/" else "/", kind)
+            kind = KIND.get(Path(text).suffix or text[-1], kind)
         letter = chr(ord(FIRST[kind]) + len(self.masks) % 0x3FF)
         self.masks[letter] = text
         return letter
@@ -2233,8 +2235,9 @@ class Plan:
     def _look_up(self, text):
         """`old essay` → `My Old Essay.md`, if only one name has all words of the text; or "" """
         if self.paths is None:
-            found = self._result("glob", {"pattern": "*"})
-            files = re.findall(r"(?m)^(?!No file|\(there).+", found)
+            files = re.findall(
+                r"(?m)^(?!No file|\(there).+", self._result("glob", {"pattern": "*"})
+            )
             self.paths = {}  # path → its words: of the name, the folder and the kind
             for path in [*files, *(f"{Path(file).parent}/" for file in files if "/" in file)]:
                 kind = self.rules.alike[Path(path).suffix[1:] or "subfolder"]
@@ -2347,12 +2350,13 @@ class Plan:
         question = self.known["question"]
         typed = self.masked(question)
         named = re.findall(A_FILE, typed + self._named(typed))
-        words = re.sub(f"{A_FILE}|[\ue000-\ue7ff]", " ", typed)
-        self.rows = rows = [] if says else self._lines_with(self._value(words))
+        other = rf"(?i){A_FILE}|[\ue000-\ue7ff]|\b(?:{self.rules.alike['verbs']})\b"
+        words = self._value(re.sub(other, " ", typed))
+        self.rows = rows = [] if says else self._lines_with(words)
         lines = [f"{place.partition(':')[0]}: {line}" for _, place, line in rows]
         whole = sum(part == 1 for part, _, _ in rows)  # lines with all of the words
         if whole and text != self.rules.otherwise["offer"]:
-            return "\n".join(lines[: min(whole, 30)])
+            return "\n".join(lines[:whole][:30])
         files = [*map(self._value, named), *(place.rpartition(":")[0] for _, place, _ in rows)]
         self.about = next((name for name in [*files, self.known["file"]] if name in self.paths), "")
         if named:
@@ -2375,8 +2379,7 @@ class Plan:
         part of the words that it has: [(1.0, "notes.md:2", "physics test on Friday")]
         """
         words = self.rules.stems(text)
-        search = {"pattern": any_of(words), "output_mode": "content"}
-        found = self._result("grep", search) if words else ""
+        found = self._result("grep", {"pattern": any_of(words or "-"), "output_mode": "content"})
         rows = self.facts + re.findall(r"(?m)^(.+?:\d+): (.{1,300})", found)
         heads = {place[:-2]: line for place, line in rows if place.endswith(".csv:1")}
         ranked = []
@@ -2391,7 +2394,8 @@ class Plan:
         """`delete <file> | read <file>` → two sentences, without those with <words> nobody said;
         <py> is a file that ends in .py
         """
-        if re.search(A_FILE, "".join(said.get(name, "") for name in ("content", "new", "value"))):
+        texts = [said.get(name, "") for name in ("content", "new", "value", "note")]
+        if re.search("[\ue400-\ue7ff\uec00-\uf7ff]", "".join(texts)):
             return []  # a text with a name in it is more than one wish
         known = self.known
         file = self._files(said)[0] if said.get("files") else self.about

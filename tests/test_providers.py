@@ -1570,6 +1570,7 @@ def is_served(line):
 SUMS = {
     "what is 12*7+3?": "12*7+3 = 87",
     "what's 15% of 240?": "15% of 240 = 36",
+    "whats 20% off 14 euros": "14 with 20% off = 11.2",
     "what is 3 times 12": "3 times 12 = 36",
     "12 x 7": "12 x 7 = 84",
     "3,5 + 2": "3,5 + 2 = 5.5",
