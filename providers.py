@@ -2369,7 +2369,7 @@ class Plan:
         if any(offers) and not (says or whole):
             text = self.rules.otherwise["nearly"]
         elif rows:
-            text = "\n".join(["Lines with these words:", *lines[: whole or 8][:8]])
+            text = "\n".join(["I only searched. Lines with these words:", *lines[: whole or 8][:8]])
         offers += self._offers(self.rules.otherwise.get("can", ""), {})
         new = [offer for offer in dict.fromkeys(offers) if offer not in ("", question)]
         return "\n  ".join([f"{text}\nI can:", *new[:3]])

@@ -324,7 +324,7 @@ def test_a_one_shot_waits_for_its_helpers_and_tells_what_they_found():
     def script(body):
         *_, last = body["messages"]
         if body["messages"][0]["content"].startswith("You are a helper"):
-            return Reply("gold", delay=0.1)
+            return Reply("gold", delay=1)
         if "gold" in str(last["content"]):
             return "It found gold."
         return call("spawn", task="dig") if last["role"] == "user" else "A helper digs."
