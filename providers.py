@@ -2034,12 +2034,14 @@ def any_of(words):
 
 def nearest(word, known):
     """`opne` → `open`, `avrage` → `average`: the known word that is nearest, or the same word"""
+    if word in known or len(word) < 4:
+        return word
     # week4.txt is not week3.txt
     alike = [each for each in known if each[0] == word[0] and word.isalpha() and len(each) > 3]
     swapped = [each for each in alike if sorted(each) == sorted(word)]
     # prints is not printer
     near = difflib.get_close_matches(word, alike, 1, 0.85)
-    return word if word in known or len(word) < 4 else [*swapped, *near, word][0]
+    return [*swapped, *near, word][0]
 
 
 def beside_this_file(name=OFFLINE_RULES):
