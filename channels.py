@@ -29,6 +29,7 @@ import signal
 import sys
 import threading
 import time
+from asyncio import create_task, run_coroutine_threadsafe, wait, wrap_future
 from codecs import getincrementaldecoder
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
@@ -85,7 +86,7 @@ class MessageBus:
     def open(self, channel: "Channel"):
         """Start to receive messages from the channel, and to send messages to the channel."""
         self.channels[channel.name] = channel
-        self._listening.append(asyncio.create_task(channel.listen(self)))
+        self._listening.append(create_task(channel.listen(self)))
 
     def publish(self, message: InboundMessage):
         """Queue a message. The future is done after `confirm()`, when the message is on disk."""
@@ -100,7 +101,7 @@ class MessageBus:
     def send(self, message: "OutboundMessage"):
         """Queue a message for its chat. A slow chat delays no other chat, and an upload no text."""
         channel = self.channels.get(message.channel)
-        if channel is None:
+        if not channel:
             if message.kind == "final":
                 log.warning("There is no channel %r: the answer is dropped", message.channel)
             return
@@ -108,13 +109,13 @@ class MessageBus:
         waiting = self._waiting[key]
         waiting.append(message)
         if len(waiting) == 1:  # otherwise, `deliver` is running already
-            self._deliveries[key] = asyncio.create_task(deliver(channel, waiting, self._sleep))
+            self._deliveries[key] = create_task(deliver(channel, waiting, self._sleep))
 
     async def close(self, seconds):
         """Wait at most `seconds` for the delivery of queued messages, then stop the channels."""
         deliveries = self._deliveries.values()
         if deliveries:
-            await asyncio.wait(deliveries, timeout=seconds)
+            await wait(deliveries, timeout=seconds)
         await end_all([*deliveries, *self._listening], 1.0)
 
 
@@ -200,7 +201,7 @@ async def end_all(tasks, seconds=None):
         if not task.cancelling():  # a second cancel would interrupt the task's cleanup
             task.cancel()
     if tasks:
-        await asyncio.wait(tasks, timeout=seconds)
+        await wait(tasks, timeout=seconds)
 
 
 # ---- Text for a terminal ----
@@ -284,7 +285,7 @@ def prepare_streams():
     None, which has no method `isatty`. Replace characters that cannot be encoded."""
     for name in ("stdin", "stdout", "stderr"):
         stream = getattr(sys, name)
-        if stream is None:
+        if not stream:
             stream = open(os.devnull, "r" if name == "stdin" else "w")  # noqa: SIM115
             setattr(sys, name, stream)
         if isinstance(stream, io.TextIOWrapper):  # false in a notebook
@@ -570,9 +571,9 @@ class BackgroundLoop:
         Raises RuntimeError if no turn is running, or if it ends before the person answers."""
         answer = Future()
         self._questions.put((answer, question))
-        answered = asyncio.wrap_future(answer)
+        answered = wrap_future(answer)
         try:
-            await asyncio.wait([answered, self._turn], return_when="FIRST_COMPLETED")
+            await wait([answered, self._turn], return_when="FIRST_COMPLETED")
             if answered.done():
                 return answered.result()
             raise RuntimeError("Nobody can be asked: no turn is running at the terminal.")
@@ -583,7 +584,7 @@ class BackgroundLoop:
         return self
 
     def __exit__(self, *_):
-        ended = asyncio.run_coroutine_threadsafe(self._end(), self.loop)
+        ended = run_coroutine_threadsafe(self._end(), self.loop)
         while not ended.done():
             with suppress(KeyboardInterrupt):  # Ctrl-C must not stop the cleanup
                 ended.exception()  # waits for the end
@@ -759,7 +760,7 @@ class CLI(Channel):
             self.note(f"attached: {len(text):,} characters from standard input")
         if len(text) <= 100_000:
             return text
-        folder.mkdir(exist_ok=True, mode=0o700)
+        folder.mkdir(0o700, exist_ok=True)
         path = folder / f"{token_hex(8)}.txt"
         path.write_bytes(data)
         return (
@@ -784,7 +785,7 @@ def stdin_is_partly_read():
 
 
 async def in_thread(function, /, *args):
-    return await asyncio.wrap_future(on_thread(function, *args))
+    return await wrap_future(on_thread(function, *args))
 
 
 def on_thread(function, /, *args):
@@ -957,10 +958,10 @@ class Telegram(Channel):
                 album_id = update["message"].get("media_group_id", update["update_id"])
                 albums[album_id].append(update)
         for album in albums.values():
-            storing = asyncio.create_task(self._take([each["message"] for each in album], bus))
+            storing = create_task(self._take([each["message"] for each in album], bus))
             self._storing |= {update["update_id"]: storing for update in album}
         if self._storing:  # at most 1 s, because other chats do not wait for one that is slow
-            await asyncio.wait(self._storing.values(), timeout=1.0)
+            await wait(self._storing.values(), timeout=1.0)
         for update in updates:
             number = update["update_id"]
             if number in self._storing and not self._storing[number].done():
@@ -1000,11 +1001,11 @@ class Telegram(Channel):
             chat_id = str(messages[0]["chat"]["id"])
             async with self._order[chat_id]:
                 inbound = await self._inbound(messages)
-                if inbound is None:
+                if not inbound:
                     return
                 stored = bus.publish(inbound)
             self._stop_typing(chat_id)
-            self._typing[chat_id] = asyncio.create_task(self._type(chat_id))
+            self._typing[chat_id] = create_task(self._type(chat_id))
             await stored
         except Exception:  # otherwise Telegram would send this message again and again
             log.warning("Telegram: an unreadable message is skipped", exc_info=True)
@@ -1467,9 +1468,7 @@ class CronService:
             due = job.due(after, self.zone)
             is_due = due and due <= now and job.enabled
             if is_due and job.id not in busy and self.is_wanted(job):
-                self.running[job.id] = asyncio.create_task(
-                    self._run(job, f"{job.id}@{due:.0f}", now)
-                )
+                self.running[job.id] = create_task(self._run(job, f"{job.id}@{due:.0f}", now))
 
     async def _run(self, job, name, began):
         """Run a job and record the run. A run that ends with the program is repeated later."""
@@ -1490,7 +1489,7 @@ class CronService:
                 await self.sleep(60)
 
     def _shown(self, moment):
-        return f"{datetime.fromtimestamp(moment).astimezone(self.zone):%a %Y-%m-%d %H:%M %Z}"
+        return datetime.fromtimestamp(moment).astimezone(self.zone).strftime("%a %Y-%m-%d %H:%M %Z")
 
     def add_system(self, id, every_seconds, enabled):
         """Add a system job, or change its settings. The tool `cron` lists, but never removes it."""
@@ -1552,7 +1551,7 @@ class CronService:
     def _add(self, job):
         try:
             due = job.due(job.after, self.zone)
-            if due is None:
+            if not due:
                 raise CronError(f"it never runs. It is now {self._shown(job.after)}")
             if job.at:  # stored with its offset, because other programs may have other zones
                 moment = datetime.fromtimestamp(due).astimezone(self.zone)
@@ -1718,19 +1717,19 @@ class WebPage(Channel):
         """Returns None if no window is open for 3 s. A reload takes less than that; a browser that
         has lost its connection is back after 1 s (`retry` in `do_GET`). A step ("request", "call")
         is only asked in a session for which "Step by step" is ticked."""
-        if what in ("request", "call") and not self.chats.get(self.turn_of.get()):
+        session = self.turn_of.get()
+        if what in ("request", "call") and not self.chats.get(session):
             return ""
         number = token_hex(8)
         answer = asyncio.Future()
         self.questions[number] = answer
-        session = self.turn_of.get()
         self._add("memory", kind="ask", what=what, text=text, session=session, id=number, **details)
         question = self.events[-1]
         polls = -1
         try:
             while not answer.done() and self.polls != polls:
                 polls = self.polls
-                await asyncio.wait([answer], timeout=3.0)
+                await wait([answer], timeout=3.0)
         finally:
             self.questions.pop(number, None)
             if question in self.events:  # later windows do not show it
@@ -1752,7 +1751,7 @@ class WebPage(Channel):
                 )
             )
         elif path == "/step":
-            self.chats[page_chat(body["chat"])] = bool(body["on"])
+            self.chats[page_chat(body["chat"])] = body["on"]
         else:
             self.questions.pop(body["id"]).set_result(str(body["text"]))
 
@@ -1862,7 +1861,7 @@ class PageRequest:
             size = int(self.headers.get("Content-Length", 0))
             if not 0 <= size <= 1_000_000 or self.headers.get_content_type() != "application/json":
                 return self._reply(413, "Send JSON of at most 1,000,000 bytes.")
-            asyncio.run_coroutine_threadsafe(
+            run_coroutine_threadsafe(
                 self.page.take(self.path, json.loads(self.rfile.read(size))), self.page.loop
             ).result(5)
             self._reply(204, "")

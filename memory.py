@@ -33,6 +33,7 @@ from functools import cache, lru_cache, partial
 from itertools import takewhile
 from pathlib import Path
 from secrets import token_hex
+from time import strftime
 from urllib.parse import quote, unquote
 
 log = logging.getLogger("nanobot.memory")
@@ -62,7 +63,7 @@ class Session:
         self.key = key
         self.path = path
         self.on_event = on_event  # called with "journal" and each new line, or None
-        self.created_at = time.strftime(MOMENT)
+        self.created_at = strftime(MOMENT)
         self.origin = {}  # for the first line: {"folder": "/home/ada/plan", "typed": True}
         self.messages = []  # messages that are not in the long-term memory
         self.turn_ends = set()  # the last message of each turn but the newest
@@ -96,7 +97,7 @@ class Session:
                 },
             )
         for line in lines:
-            line.setdefault("timestamp", time.strftime(MOMENT))  # a report has its own time
+            line.setdefault("timestamp", strftime(MOMENT))  # a report has its own time
         self.size += append_lines(self.path, lines)
         for line in lines:
             self.take(line)
@@ -284,7 +285,7 @@ class Inbox:
         """Append and fsync a line, unless the inbox already has a line with the same id."""
         with locked(self.lock):
             if line["id"] not in [known["id"] for known in self.read()]:
-                append_lines(self.path, [line | {"timestamp": time.strftime(MOMENT)}])
+                append_lines(self.path, [line | {"timestamp": strftime(MOMENT)}])
                 fsync(self.path)
 
     def read(self) -> list[dict]:
@@ -355,7 +356,7 @@ class MemoryStore:
             stamp, content = re.match(STAMP, text).groups()
             entry = {
                 "cursor": last + 1,
-                "timestamp": stamp or time.strftime("%Y-%m-%d %H:%M"),
+                "timestamp": stamp or strftime("%Y-%m-%d %H:%M"),
                 "content": content,
             }
             append_lines(self.history, [entry | more])
@@ -379,12 +380,10 @@ class MemoryStore:
             recent = self.entries()[-5:]
         texts = []
         tokens_left = 1_800
-        entries_left = len(recent)
         for entry in recent:
-            text = dated(entry, tokens_left // entries_left)
+            text = dated(entry, tokens_left // (len(recent) - len(texts)))
             texts.append(text)
             tokens_left -= estimate(text)
-            entries_left -= 1
         return texts
 
     def archive_old(self, keep=1_000):
@@ -464,7 +463,7 @@ class Consolidator:
                     break
                 earlier = [message["content"] for message in session.summary_messages()]
                 outcome = await self._update_memory(earlier, text)
-                if outcome is None or session.size != file_size(session.path):
+                if not outcome or session.size != file_size(session.path):
                     break  # the model cannot be reached, or another program changed the file
                 entry, summary, changes = outcome
                 summary = str(summary or "\n\n".join([*earlier, entry]))[-4_000:]
@@ -644,7 +643,7 @@ def remember_terminals(sessions):
                 if session.is_open:
                     text += "\n(not answered: the program ended)"
                 store.append_history(
-                    text, timestamp=time.strftime("%Y-%m-%d %H:%M", time.localtime(used))
+                    text, timestamp=strftime("%Y-%m-%d %H:%M", time.localtime(used))
                 )
                 session.mark("remembered", upto=session.highest)
                 os.utime(session.path, (used, used))  # the mark is no use of the conversation
@@ -785,7 +784,7 @@ def append_lines(path, records):
 
 def open_private(path, mode="a+b"):
     """Open a file, by default to read and append. A new file is readable by its owner only."""
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    path.parent.mkdir(0o700, parents=True, exist_ok=True)
     return open(path, mode, opener=partial(os.open, mode=0o600))
 
 
@@ -895,7 +894,7 @@ class SessionManager:
     def new_key(self):
         """A new key for a conversation at a terminal, from the time: `cli:2026-11-23-0120-ab3f91`.
         It has a random part, because programs may start at the same time."""
-        return f"cli:{time.strftime('%Y-%m-%d-%H%M')}-{token_hex(3)}"
+        return f"cli:{strftime('%Y-%m-%d-%H%M')}-{token_hex(3)}"
 
     def first_line(self, key):
         """The first line of the journal. Terminals write their `folder`, and `typed: true` for what
@@ -920,7 +919,7 @@ class SessionManager:
     def get(self, key):
         """Returns a session, reloaded if another program has changed its file. Raises OSError."""
         session = self._cache.pop(key, None)
-        if session is None or session.size != file_size(session.path):
+        if not session or session.size != file_size(session.path):
             session = self.load(key)
         self._cache[key] = session
         if len(self._cache) > 64:
@@ -1086,7 +1085,7 @@ def message_tokens(message):
 
 
 def total_tokens(messages):
-    return sum(message_tokens(message) for message in messages)
+    return sum(map(message_tokens, messages))
 
 
 # ---- Dream: turn history entries into facts and skills ----
@@ -1149,7 +1148,7 @@ class Dream:
         for name in DREAM_FILES:
             path = self.store.workspace / name
             files.append(f"# {path}\n\n{fitted(self.store.text_of(path), self.budget // 8)}")
-        today = time.strftime("Today: %Y-%m-%d, %A")
+        today = strftime("Today: %Y-%m-%d, %A")
         response = await self.ask(request(self.find_prompt, today, *files, "# History", *lines), [])
         # what others have changed until now is no part of the dream
         with suppress(OSError):  # if it fails, the second commit fails, too
@@ -1359,9 +1358,8 @@ def skill_of(path, data):
         ("env", os.getenv, "environment variable"),
     ):
         if needs := re.search(NEEDS.format(key), front):
-            for name in re.findall(NAME, needs[1]):  # '["gh", "jq"]' → ["gh", "jq"]
-                if not find(name):
-                    missing.append(f"{kind} {name}")
+            # '["gh", "jq"]' → ["gh", "jq"]
+            missing += [f"{kind} {name}" for name in re.findall(NAME, needs[1]) if not find(name)]
     return Skill(
         fields.get("name") or path.parent.name,
         path,

@@ -38,22 +38,27 @@ import shlex
 import string
 import sys
 import time
-import uuid
 import warnings
 import weakref
 import webbrowser
+from asyncio import CancelledError, Lock, create_task, sleep, to_thread, wait
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from datetime import datetime
 from functools import cache, partial, wraps
 from pathlib import Path
+from secrets import token_hex
 from typing import Annotated, Literal, get_args, get_origin, get_type_hints
 
 import channels
 import memory
 import providers
 import tools
+from channels import InboundMessage, OutboundMessage, end_all
+from memory import Governed, MemoryStore, Session, SessionBusy, counted, locked, write_atomically
+from providers import ROWS, HumanProvider, LLMResponse, OfflineProvider, ToolCallRequest
+from tools import ToolError, ToolRegistry, ToolResult, Turn, in_thread
 
 __version__ = "0.1.0"
 log = logging.getLogger("nanobot")
@@ -72,7 +77,7 @@ class AgentRunSpec:
     """The input of a run: messages, tools, limits and callbacks."""
 
     messages: list[dict]
-    tools: tools.ToolRegistry = field(default_factory=tools.ToolRegistry)
+    tools: ToolRegistry = field(default_factory=ToolRegistry)
     model: str | None = None
     max_iterations: int = 40  # maximum number of steps; then one last request asks for a summary
     max_tokens: int = 8_192  # limit of one answer, in tokens
@@ -80,7 +85,7 @@ class AgentRunSpec:
     context_window: int = 65_536  # tokens
     hook: AgentHook = field(default_factory=lambda: AgentHook())
     on_event: Callable = providers.no_event  # gets each request, answer, call and result
-    turn: tools.Turn | None = None  # for tools with a parameter `turn`; None: `tools.turn`
+    turn: Turn | None = None  # for tools with a parameter `turn`; None: `tools.turn`
     append: Callable = lambda *messages: None  # stores each new message at once
     arrivals: Callable = list  # returns new user messages, after it has journalled them
     make_room: Callable | None = None  # awaited before each request: messages, tokens → messages
@@ -114,7 +119,7 @@ class AgentHookContext:
 
     messages: list[dict]
     iteration: int = 0  # steps so far
-    response: providers.LLMResponse = field(default_factory=providers.LLMResponse)
+    response: LLMResponse = field(default_factory=LLMResponse)
     usage: providers.Usage = field(default_factory=lambda: providers.token_counts(0, 0))
     model: str = ""
 
@@ -134,17 +139,15 @@ class AgentHook:
     async def on_retry(self, why: str): ...
     async def after_iteration(self, context: AgentHookContext): ...
 
-    async def after_response(self, response: providers.LLMResponse):
+    async def after_response(self, response: LLMResponse):
         """A hook may change `response.tool_calls`; the changed calls are journalled and run."""
 
-    async def before_execute_tools(self, tool_calls: list[providers.ToolCallRequest]):
+    async def before_execute_tools(self, tool_calls: list[ToolCallRequest]):
         """To deny a call, set `call.denied = "reason"`; the model gets the reason as the result,
         and the user sees the reason's first line. The call does not run, but it is in the journal
         already, as a call of the model."""
 
-    async def after_tool(
-        self, call: providers.ToolCallRequest, result: tools.ToolResult, seconds: float
-    ):
+    async def after_tool(self, call: ToolCallRequest, result: ToolResult, seconds: float):
         """Runs as soon as a tool call has ended; other tool calls may still be running."""
 
     async def finalize_content(self, content: str):
@@ -206,7 +209,7 @@ class RunState(AgentHookContext):
         if self.spec.hook.wants_streaming:
             await self.spec.hook.on_stream(held + piece)
 
-    def add_warning(self, call: providers.ToolCallRequest, result: tools.ToolResult):
+    def add_warning(self, call: ToolCallRequest, result: ToolResult):
         """Append a warning to the result if this is the third step, or a later one, in which this
         call had this outcome. All failures of a call count as the same outcome."""
         this_call = lines_of_json(
@@ -263,7 +266,7 @@ class AgentRunner:
                 else:
                     await self._conclude(state, response, outcome)
                 await spec.hook.after_iteration(state)
-        except asyncio.CancelledError:
+        except CancelledError:
             if spec.keeps_half_answer:
                 self._keep_half_answer(state, "it was stopped")
             raise
@@ -282,7 +285,7 @@ class AgentRunner:
         state.tools = state.spec.tools.get_definitions() if state.may_call_tools else []
         state.size_of_tools = memory.estimate(lines_of_json(state.tools))
 
-    def govern(self, state: RunState) -> memory.Governed:
+    def govern(self, state: RunState) -> Governed:
         """Copy the messages; if they exceed the context window, leave out old parts: [system, old
         question, old answer, question] → [system, question]. The context window must also hold the
         tools, the answer and 1,024 spare tokens. If `state.note` has a text, append the note."""
@@ -297,9 +300,7 @@ class AgentRunner:
         task = next(
             (message for message in reversed(spec.messages) if message["role"] == "user"), None
         )
-        request = memory.Governed(
-            state.messages, min(budget, state.room), task, state.size_of_tools
-        )
+        request = Governed(state.messages, min(budget, state.room), task, state.size_of_tools)
         if state.draft.parts:  # to continue a cut answer, the model needs the parts so far
             request.messages.append({"role": "assistant", "content": state.draft.joined("")})
         if state.note:
@@ -412,7 +413,7 @@ class AgentRunner:
             call.denied = f"{call.name} was not run: {call.error}.\nSend the complete call again."
         if call.denied:
             cause = call.denied.partition("\n")[0]  # the next lines are for the model
-            result = tools.ToolResult(call.denied, is_error=True, shown=f"refused: {cause}")
+            result = ToolResult(call.denied, is_error=True, shown=f"refused: {cause}")
         else:
             result = await spec.tools.execute(call.name, call.arguments, spec.turn)
         if result.is_error:
@@ -475,7 +476,7 @@ class AgentRunner:
             case "limit":
                 text = response.content
                 if response.finish_reason == "error" or not text:
-                    steps = memory.counted(state.spec.max_iterations, "step")
+                    steps = counted(state.spec.max_iterations, "step")
                     text = f"I stopped at the limit of {steps}. {response.error or ''}".strip()
                 await self._finish(state, "max_iterations", text)
             case "empty":  # not journalled, because small models imitate earlier empty answers
@@ -517,7 +518,7 @@ class AgentRunner:
         return shown
 
 
-def verdict(state: RunState, response: providers.LLMResponse) -> str:
+def verdict(state: RunState, response: LLMResponse) -> str:
     """Classify an answer; the first row that applies counts:
 
     `limit`: if the step limit is reached, the run ends with a summary.
@@ -550,8 +551,8 @@ def verdict(state: RunState, response: providers.LLMResponse) -> str:
 
 
 def batches(
-    calls: list[providers.ToolCallRequest], registry: tools.ToolRegistry
-) -> Iterator[list[providers.ToolCallRequest]]:
+    calls: list[ToolCallRequest], registry: ToolRegistry
+) -> Iterator[list[ToolCallRequest]]:
     """Consecutive calls of read-only tools form a batch; any other call is a batch of its own.
 
     read_file, grep, write_file, read_file → [read_file, grep], [write_file], [read_file]
@@ -564,7 +565,8 @@ def batches(
         if together:
             yield list(neighbours)
         else:
-            yield from ([call] for call in neighbours)
+            for call in neighbours:
+                yield [call]
 
 
 # ---- The system prompt and the messages of a request ----
@@ -576,7 +578,7 @@ class ContextBuilder:
     the current time, so the user's message has it."""
 
     config: Config
-    memory: memory.MemoryStore
+    memory: MemoryStore
     skills: memory.SkillsLoader
     program: Program
     project: str = ""  # the project's own instructions, if the user has allowed them
@@ -584,10 +586,10 @@ class ContextBuilder:
     def __post_init__(self):
         self.zone = channels.zone_named(self.config.defaults.timezone)
 
-    def system_prompt(self, turn: tools.Turn) -> str:
+    def system_prompt(self, turn: Turn) -> str:
         return PART_END.join(self.parts(turn).values())
 
-    def parts(self, turn: tools.Turn) -> dict[str, str]:
+    def parts(self, turn: Turn) -> dict[str, str]:
         """Name → text of each part of the system prompt, in order. "Memory" contains facts from
         MEMORY.md. "Recent History" has the history entries that Dream has not yet processed, and
         the last five anyway. The model can find older ones in `memory/` with the tool grep."""
@@ -609,7 +611,7 @@ class ContextBuilder:
         )
         return {name: text for name, text in parts.items() if text}
 
-    def user_message(self, text: str, turn: tools.Turn, media: Media = ()) -> tuple:
+    def user_message(self, text: str, turn: Turn, media: Media = ()) -> tuple:
         """Returns the user's message for the journal, and the images for the request.
 
         {"role": "user", "content": "[image: cat.png]\\nWhat is it?", "runtime": "[Runtime …"}
@@ -641,7 +643,7 @@ class AgentLoop:
         self,
         config: Config,
         provider: providers.LLMProvider | None = None,
-        tools: tools.ToolRegistry | None = None,
+        tools: ToolRegistry | None = None,
         hooks: Iterable[AgentHook] = (),
         program: Program | None = None,
     ):
@@ -659,8 +661,8 @@ class AgentLoop:
         self.listeners = []
         self.events_of = cache(partial(RunEvents, self.listeners, "turn"))
         # the parts of a turn
-        read = partial(read_own, self.turn("cli:direct"))
-        self.memory = memory.MemoryStore(self.workspace, read)
+        read = partial(read_own, self.turn())
+        self.memory = MemoryStore(self.workspace, read)
         self.sessions = memory.SessionManager(self.workspace, self.memory, self.events_of)
         self.skills = memory.SkillsLoader(self.workspace / "skills", DATA / "skills", read=read)
         self.context = ContextBuilder(config, self.memory, self.skills, self.program)
@@ -707,7 +709,7 @@ class AgentLoop:
             session.mark("delivered", upto=session.last)
         return result
 
-    def enter(self, session: memory.Session, turn: tools.Turn, lines: list[dict]) -> dict:
+    def enter(self, session: Session, turn: Turn, lines: list[dict]) -> dict:
         """Journal what the user has typed or sent, so that it survives a kill during the request.
         A line: {"content": "What is it?", "media": ["cat.png"], "id": "501"}. Returns the images of
         each message, which are not in the journal: {3: [{"type": "image_url", …}]}"""
@@ -720,7 +722,7 @@ class AgentLoop:
             images[session.last] = found
         return images
 
-    def arrive(self, session: memory.Session, turn: tools.Turn, lines: list[dict]) -> list[dict]:
+    def arrive(self, session: Session, turn: Turn, lines: list[dict]) -> list[dict]:
         """Enter lines that came during the turn. Returns their messages, as the model gets them."""
         images = self.enter(session, turn, lines)
         return with_images(
@@ -730,7 +732,7 @@ class AgentLoop:
 
     async def answer(
         self,
-        session: memory.Session,
+        session: Session,
         events: EventHook,
         lines: list[dict],
         later_lines: Callable,
@@ -804,7 +806,7 @@ class AgentLoop:
             **own,
         )
 
-    def hooks_for(self, turn: tools.Turn) -> list[AgentHook]:
+    def hooks_for(self, turn: Turn) -> list[AgentHook]:
         """The hooks of a turn and of its helpers. In jobs and in Telegram, no user can be asked to
         approve calls: an ApprovalHook that denies them stands in for the one that asks."""
         if turn.channel not in ("cron", "telegram"):
@@ -822,7 +824,7 @@ class AgentLoop:
             await events.on_retry(told)
         return session.without_saved(messages) if told else messages
 
-    async def after_turn(self, session: memory.Session):
+    async def after_turn(self, session: Session):
         told = await self.consolidator.after_turn(session)
         if told and self.tell:
             await self.tell(told)
@@ -858,7 +860,7 @@ class AgentLoop:
         await self.mcp.close()
         await self.provider.close()
 
-    def turn(self, session_key: str, folder: Path | str = "") -> tools.Turn:
+    def turn(self, session_key: str = "cli:direct", folder: Path | str = "") -> Turn:
         """The chat, the working folder and the accessible files for a turn of this session."""
         cwd = Path(folder or self.program.folder)
         channel, _, chat_id = session_key.partition(":")
@@ -871,7 +873,7 @@ class AgentLoop:
             path.is_relative_to(cwd.resolve()) for path in (path_of("~"), *secret)
         ):
             cwd = self.workspace
-        return tools.Turn(
+        return Turn(
             self.workspace,
             cwd,
             channel,
@@ -917,14 +919,12 @@ async def answer_with_helpers(loop, text, key, on_event=None, later_lines=list):
             result = await loop.process_direct(text, key, on_event, later_lines=later_lines)
             helpers = loop.subagents.of(key)
             if helpers and on_event:
-                await on_event(
-                    channels.OutboundMessage("cli", key, "waiting for the helpers", "tool_hint")
-                )
+                await on_event(OutboundMessage("cli", key, "waiting for the helpers", "tool_hint"))
             await asyncio.gather(*helpers, return_exceptions=True)
             if not reports:
                 return result
             text = reports.pop(0).content
-    except asyncio.CancelledError:
+    except CancelledError:
         loop.stop(key)
         raise
 
@@ -941,7 +941,7 @@ class RunningTurns:
     @contextlib.asynccontextmanager
     async def hold(self, session_key):
         """Lock a session for one turn that AgentLoop.stop can cancel. Raises SessionBusy."""
-        async with self.locks.setdefault(session_key, asyncio.Lock()):
+        async with self.locks.setdefault(session_key, Lock()):
             with self.sessions.lock(session_key):
                 self.tasks[session_key] = asyncio.current_task()
                 try:
@@ -955,7 +955,7 @@ class Background:
         self.tasks = set()
 
     def start(self, work, name="in the background"):
-        task = asyncio.create_task(logged(work, name))
+        task = create_task(logged(work, name))
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
 
@@ -963,9 +963,9 @@ class Background:
         """Wait up to `seconds`, then cancel the tasks. Returns the number of the cancelled ones;
         later turns redo their memory work."""
         if self.tasks:
-            await asyncio.wait(self.tasks, timeout=seconds)
+            await wait(self.tasks, timeout=seconds)
         left = len(self.tasks)
-        await channels.end_all(self.tasks)
+        await end_all(self.tasks)
         return left
 
 
@@ -978,7 +978,7 @@ async def logged(work, name):
             "%s: %s",
             name,
             problem,
-            exc_info=not isinstance(problem, OSError | memory.SessionBusy),
+            exc_info=not isinstance(problem, OSError | SessionBusy),
         )
 
 
@@ -1047,8 +1047,8 @@ def read_own(turn, path):
     path.stat()  # raises FileNotFoundError
     try:
         return tools.read_bytes(turn.path(str(path)), 10_000_000)
-    except tools.ToolError as problem:
-        raise ValueError(str(problem)) from None
+    except ToolError as problem:
+        raise ValueError(problem) from None
 
 
 def own_text(turn, path):
@@ -1074,10 +1074,10 @@ class Project:
     its git repository; else in CLAUDE.md. They may be a stranger's text (`git clone`): they are a
     part of the prompt only if the user has allowed this version."""
 
-    def __init__(self, loop, session_key):
+    def __init__(self, loop):
         # tools may not open files whose name begins like that of the settings: `tools.is_secret`
         self.file = Path(f"{loop.config.path}.trust")
-        self.path, self.text = self._find(loop.turn(session_key))
+        self.path, self.text = self._find(loop.turn())
         self.version = f"{self.path} {hashlib.sha256(self.text.encode()).hexdigest()}"
         # True: follow this version, False: do not, None: the user was not asked about it
         self.answer = None
@@ -1221,13 +1221,11 @@ class CompositeHook(AgentHook):
 
 def log_failure(hook, event, problem):
     failure = f"{type(hook).__name__}.{event} failed: {problem}"
-    log.warning("%s", failure, exc_info=log.isEnabledFor(logging.INFO))
+    log.warning(failure, exc_info=log.isEnabledFor(logging.INFO))
     return failure
 
 
 class LoggingHook(AgentHook):
-    only_watches = True
-
     async def after_tool(self, call, result, seconds):
         log.info("%s: %s in %.3f s", tool_hint(call), begin_of(result.shown, 300), seconds)
 
@@ -1272,7 +1270,7 @@ def what_always_allows(call):
 class ApprovalHook(AgentHook):
     """Asks the user before each call, except calls of known read-only tools."""
 
-    tools: tools.ToolRegistry
+    tools: ToolRegistry
     ask: Callable | None  # `await ask(question)`. No `ask`, or None as an answer: nobody is there
     always: set = field(default_factory=set)  # tools and commands that were approved for good
 
@@ -1309,19 +1307,17 @@ class EventHook(AgentHook):
     its outcome, retries, the answer."""
 
     emit: Callable | None  # awaited with each OutboundMessage
-    turn: tools.Turn
+    turn: Turn
     wants_streaming: bool
     shows_deltas: bool = True  # does the user see an answer while the model writes it?
     only_watches = True
 
     async def send(self, kind, content):
         if self.emit:
-            await self.emit(
-                channels.OutboundMessage(self.turn.channel, self.turn.chat_id, content, kind)
-            )
+            await self.emit(OutboundMessage(self.turn.channel, self.turn.chat_id, content, kind))
 
-    async def before_iteration(self, context):
-        self.context = context
+    async def after_response(self, response):
+        self.response = response
 
     async def on_stream(self, delta):
         await self.send("delta", delta)
@@ -1330,7 +1326,7 @@ class EventHook(AgentHook):
         await self.send("retry", why)
 
     async def before_execute_tools(self, tool_calls):
-        if text := self.context.response.content:
+        if text := self.response.content:
             await self.send("progress", text)
 
     async def after_tool(self, call, result, seconds):
@@ -1423,25 +1419,25 @@ class BusService:
         chat_id: str = "",
         media: Annotated[list[str], "Paths of files to send"] = (),
         *,
-        turn: tools.Turn,
+        turn: Turn,
     ):
         """Send a text or files to a chat (default: this chat). No other tool can send files."""
         key = f"{channel or turn.channel}:{chat_id or turn.chat_id}"
         chats = self._chats()
         if key not in chats:
-            raise tools.ToolError(
+            raise ToolError(
                 f"There is no conversation in the chat {key}. "
                 f"Known chats: {', '.join(chats) or 'none'}"
             )
         files = [turn.path(path) for path in media]
         for file in files:
             if not file.is_file():
-                raise tools.ToolError(f"There is no file {file}.")
+                raise ToolError(f"There is no file {file}.")
         conversation = self._conversation(key)
         if content and key == turn.session_key:
             await conversation.say("final", content)
         elif content:  # a report, because the other chat's journal must get the text, too
-            await self.bus.publish(channels.InboundMessage("system", "message", key, content))
+            await self.bus.publish(InboundMessage("system", "message", key, content))
         for file in files:
             await conversation.say("file", "", str(file))
         return f"Sent to {key}."
@@ -1454,7 +1450,7 @@ class BusService:
     async def end(self):
         """Cancel running turns. The next start of the gateway resumes the cancelled turns."""
         self.loop.is_ending = True
-        await channels.end_all([*self.background.tasks, *self.loop.subagents.running], 5.0)
+        await end_all([*self.background.tasks, *self.loop.subagents.running], 5.0)
 
 
 class Conversation:
@@ -1468,8 +1464,8 @@ class Conversation:
         self.chat = key.split(":", 1)  # channel and chat id
         self.inbox = self.loop.sessions.inbox(key)
         self.outbox = self.loop.sessions.outbox(key)  # what the tool `message` sends
-        self.storing = asyncio.Lock()  # held while a message is stored: the order stays
-        self.answering = asyncio.Lock()  # held while the inbox is answered
+        self.storing = Lock()  # held while a message is stored: the order stays
+        self.answering = Lock()  # held while the inbox is answered
         self.is_due = False  # True: resume the turn that the previous gateway left open
         self.reply_to = ""  # id of the newest message in this turn
         self.said = []  # what the tool `message` has sent in this turn
@@ -1482,22 +1478,22 @@ class Conversation:
         async with self.storing:
             while True:
                 try:
-                    await asyncio.to_thread(self.inbox.append, line)
+                    await to_thread(self.inbox.append, line)
                     break
                 except OSError as problem:  # for example, the disk is full
                     if not warning:
                         warning = f"A message cannot be stored yet, and is retried: {problem}"
                         GATEWAY_LOG.warning("%s: %s", self.key, warning)
                         self._send(warning)
-                    await asyncio.sleep(1.0)
+                    await sleep(1.0)
         message.confirm()
         GATEWAY_LOG.info("%s: received %d characters", self.key, len(message.content))
         await self._answer_what_waits()
 
     async def say(self, kind, text, *files):
         """Send what the tool `message` says. It stays in the outbox file until it has arrived."""
-        line = {"id": uuid.uuid4().hex, "kind": kind, "content": text, "media": files}
-        await asyncio.to_thread(self.outbox.append, line)
+        line = {"id": token_hex(16), "kind": kind, "content": text, "media": files}
+        await to_thread(self.outbox.append, line)
         self._send_said(line)
         self.said.append(text.strip())
 
@@ -1511,7 +1507,7 @@ class Conversation:
 
     def _send(self, *text_kind_media, **more):
         """Queue an OutboundMessage with these fields in the bus."""
-        self.bus.send(channels.OutboundMessage(*self.chat, *text_kind_media, **more))
+        self.bus.send(OutboundMessage(*self.chat, *text_kind_media, **more))
 
     async def obey(self, command, text):
         """Answer a command, also during a turn. If the command fails, the chat gets the error."""
@@ -1534,7 +1530,7 @@ class Conversation:
             self.is_due = session.resumed < 2 and is_recent and report_id not in session.known_ids
             if not self.is_due:
                 await self.take_in(
-                    channels.InboundMessage(
+                    InboundMessage(
                         "system",
                         "",
                         self.key,
@@ -1553,7 +1549,7 @@ class Conversation:
         async with self.answering:
             while self.is_due or self.inbox.path.exists():
                 if not await logged(self._turn(), self.key):
-                    await asyncio.sleep(1.0)
+                    await sleep(1.0)
 
     async def _turn(self):
         """Answer the next inbox messages, then remove journalled messages from the inbox. Returns
@@ -1564,7 +1560,7 @@ class Conversation:
             try:
                 if self.is_due or lines:
                     await self._answer(session, lines)
-            except asyncio.CancelledError:
+            except CancelledError:
                 # the turn had journalled its answer when it was cancelled; older ones were sent
                 self._send_answers(
                     [each for each in session.undelivered if each["n"] > before], session
@@ -1583,7 +1579,7 @@ class Conversation:
                     )
                 raise
             finally:
-                await asyncio.to_thread(self.inbox.remove, set(session.known_ids))
+                await to_thread(self.inbox.remove, set(session.known_ids))
         return True
 
     def _next_lines(self, session):
@@ -1654,12 +1650,12 @@ class Conversation:
 def inbox_line(message, kind):
     """Convert a message of a channel to a line of the inbox."""
     return {
-        "id": message.message_id or uuid.uuid4().hex,
+        "id": message.message_id or token_hex(16),
         "kind": kind,
         "sender": message.sender_id,
         "content": (f"{message.speaker}: " if message.speaker and kind == "user" else "")
         + message.content,
-        "media": [str(path) for path in message.media],
+        "media": list(map(str, message.media)),
     }
 
 
@@ -1696,16 +1692,16 @@ SERVED = "A gateway or a page already serves {}. Stop that program, or use anoth
 def is_held(workspace, lock):
     """True if a program holds `lock`: a gateway or a page "gateway", whoever runs jobs "jobs"."""
     try:
-        with memory.locked(workspace / f".nanobot/{lock}.lock", "it is held"):
+        with locked(workspace / f".nanobot/{lock}.lock", "it is held"):
             return False
-    except memory.SessionBusy:
+    except SessionBusy:
         return True
 
 
 def run_gateway(loop, page=None):
     """Run the configured channels, the cron jobs, the heartbeat and, if given, the `page` until a
     signal arrives. Raises SessionBusy if this workspace has a gateway."""
-    with memory.locked(loop.state_folder / "gateway.lock", SERVED.format(loop.workspace)):
+    with locked(loop.state_folder / "gateway.lock", SERVED.format(loop.workspace)):
         asyncio.Runner().run(serve(loop, page))  # unlike `asyncio.run`, do not wait for stuck tasks
 
 
@@ -1725,15 +1721,15 @@ async def serve(loop, page):
         log.warning("Nobody can reach the agent: set channels.telegram.token and allowFrom.")
     jobs = JobRunner(loop, bus.publish)
     jobs.add_system_jobs()
-    work = [asyncio.create_task(part) for part in (loop.run(bus), jobs.run(), stop.wait())]
+    work = [create_task(part) for part in (loop.run(bus), jobs.run(), stop.wait())]
     GATEWAY_LOG.info("serving %s", ", ".join([*bus.channels, "cron"]))
     try:
-        ended, _ = await asyncio.wait(work, return_when="FIRST_COMPLETED")
+        ended, _ = await wait(work, return_when="FIRST_COMPLETED")
         for task in ended:
             task.result()  # raises the error of a failed task
     finally:
-        ending = asyncio.create_task(end_in_order(loop, bus, work))
-        await asyncio.wait([ending], timeout=8.0)
+        ending = create_task(end_in_order(loop, bus, work))
+        await wait([ending], timeout=8.0)
         session_keys = {*loop.turns.tasks, *loop.subagents.running.values()}
         if session_keys or not ending.done():
             log.warning(
@@ -1745,7 +1741,7 @@ async def serve(loop, page):
 
 async def end_in_order(loop, bus, work):
     """End the work first, because the bus delivers its last texts. The limits are seconds."""
-    await channels.end_all(work, 6.0)
+    await end_all(work, 6.0)
     await bus.close(2.0)
     await loop.close(1.0)
 
@@ -1760,9 +1756,7 @@ class JobRunner:
         self.tell = tell or self._into_inbox
         # channels.py does not import memory.py: it gets the functions that lock and write
         self.clock = channels.CronService(
-            channels.JobStore(
-                loop.workspace / "cron/jobs.json", memory.locked, memory.write_atomically
-            ),
+            channels.JobStore(loop.workspace / "cron/jobs.json", locked, write_atomically),
             self.run_job,
             loop.context.zone,
             now=lambda: loop.program.now().timestamp(),
@@ -1775,11 +1769,9 @@ class JobRunner:
         """Run due jobs until cancelled, but only while no other program holds the lock `jobs`."""
         while True:
             try:
-                with memory.locked(
-                    self.loop.state_folder / "jobs.lock", "another program runs them"
-                ):
+                with locked(self.loop.state_folder / "jobs.lock", "another program runs them"):
                     await self._work()
-            except memory.SessionBusy:
+            except SessionBusy:
                 if self.is_gateway:
                     channels.warn_once(
                         "The jobs wait for an open `nanobot`: if it is stopped, continue it (fg)."
@@ -1793,7 +1785,7 @@ class JobRunner:
                 await self.clock.tick()
                 await self.loop.program.sleep(1.0)
         finally:  # they are run again later, with the same names
-            await channels.end_all(self.clock.running.values())
+            await end_all(self.clock.running.values())
 
     def add_system_jobs(self):
         hours = self.loop.limits.dream.interval_h
@@ -1829,9 +1821,7 @@ class JobRunner:
             raise
         finally:
             if told:
-                await self.tell(
-                    channels.InboundMessage("system", "job", chat, told, message_id=run)
-                )
+                await self.tell(InboundMessage("system", "job", chat, told, message_id=run))
 
     async def _answer(self, key, text, chat="", folder=""):
         """Answer in a new conversation, not saved to the memory. A failure raises RuntimeError."""
@@ -1844,7 +1834,7 @@ class JobRunner:
         return text_for_chat(result)
 
     async def _into_inbox(self, report):
-        await tools.in_thread(
+        await in_thread(
             self.loop.sessions.inbox(report.chat_id).append, inbox_line(report, "report")
         )
 
@@ -1857,12 +1847,12 @@ class JobRunner:
             try:
                 text = self.clock.cron(**arguments)
             except channels.CronError as mistake:
-                raise tools.ToolError(str(mistake)) from None
+                raise ToolError(mistake) from None
             if arguments["action"] == "add" and not is_held(self.loop.workspace, "jobs"):
                 text += f"\n({template('no_gateway')} Tell the user.)"
             return text
 
-        cron.__annotations__ = self.clock.cron.__annotations__ | {"turn": tools.Turn}
+        cron.__annotations__ = self.clock.cron.__annotations__ | {"turn": Turn}
         return tools.tool(cron)
 
 
@@ -1927,7 +1917,7 @@ async def edit_memory(loop, run, messages, refuse):
     )
 
 
-class FencedTools(tools.ToolRegistry):
+class FencedTools(ToolRegistry):
     """Tools for Dream. `refuse(name, arguments)` returns why a call is forbidden, or ""."""
 
     def __init__(self, tools, refuse):
@@ -1961,14 +1951,14 @@ class SubagentManager:
         """The running helpers of a session, as tasks."""
         return [task for task, key in self.running.items() if key == session_key]
 
-    async def spawn(self, task: str, label: str = "", wait: bool = False, *, turn: tools.Turn):
+    async def spawn(self, task: str, label: str = "", wait: bool = False, *, turn: Turn):
         """Give a task to a helper that works in parallel and cannot ask questions. Put all needed
         facts into the task. The result comes as a message, or with `wait` as this call's result."""
         if len(self.running) >= 4:
-            raise tools.ToolError("4 helpers are at work. Wait, or do the task yourself.")
+            raise ToolError("4 helpers are at work. Wait, or do the task yourself.")
         name = label or task[:40]
         is_awaited = wait or turn.channel == "cron"  # a finished job gets no report
-        helper = asyncio.create_task(
+        helper = create_task(
             self.work(task, turn) if is_awaited else self._report(name, task, turn)
         )
         self.running[helper] = turn.session_key
@@ -1983,7 +1973,7 @@ class SubagentManager:
         except Exception as problem:
             outcome = problem
         self.report(
-            channels.InboundMessage(
+            InboundMessage(
                 "system",
                 "subagent",
                 turn.session_key,
@@ -2020,7 +2010,7 @@ async def helper_answer(loop, task, turn):
     )
     if result.stop_reason == "completed":
         return result.final_content
-    raise tools.ToolError(
+    raise ToolError(
         f"The helper did not finish ({result.stop_reason}): {result.error or result.final_content}"
     )
 
@@ -2047,7 +2037,7 @@ async def begin_command(loop, command, session, line):
     origin = {"id": line["id"]} if "id" in line else {}  # of a chat's message
     session.mark(command, **origin)
     if command == "undo":
-        return await tools.in_thread(undo, loop, session)
+        return await in_thread(undo, loop, session)
     if command == "new":
         await session.synced()
         loop.files_seen[session.key].clear()
@@ -2086,7 +2076,7 @@ async def answer_command(loop, command, argument, turn):
             return status_text(loop, turn)
         case "stop":
             has_stopped = loop.stop(turn.session_key)
-            await asyncio.sleep(0)  # first, the stopped turn sends its last text
+            await sleep(0)  # first, the stopped turn sends its last text
             return "Stopped; resume with /continue." if has_stopped else "Nothing is running."
         case "model":
             if argument and loop.config.defaults.provider != "human":
@@ -2096,9 +2086,9 @@ async def answer_command(loop, command, argument, turn):
         case "dream":
             return await loop.dream.run()
         case "dream-log":
-            return await tools.in_thread(repository.log, argument)
+            return await in_thread(repository.log, argument)
         case "dream-restore":
-            return await tools.in_thread(repository.restore, argument)
+            return await in_thread(repository.restore, argument)
     return f"There is no /{command}. /help lists the commands."
 
 
@@ -2108,7 +2098,7 @@ def status_text(loop, turn):
         [
             f"nanobot {__version__}, model {loop.provider.model}, "
             f"session {turn.session_key}, "
-            + memory.counted(len(loop.sessions.get(turn.session_key).history()), "message"),
+            + counted(len(loop.sessions.get(turn.session_key).history()), "message"),
             f"folder {turn.cwd}, workspace {loop.workspace}",
             loop.limits.share(request.tokens),
             *request.notes,
@@ -2303,11 +2293,10 @@ class Config:
 
     def check(self):
         """Raises ConfigError if a value cannot work; warns of settings that have no effect."""
-        window = self.defaults.context_window_tokens
-        if max(self.defaults.max_tokens, 1_024) * 2 >= window:
+        if max(self.defaults.max_tokens, 1_024) * 2 >= self.defaults.context_window_tokens:
             raise ConfigError(
                 f"agents.defaults.maxTokens ({self.defaults.max_tokens}) must be under half of "
-                f"contextWindowTokens ({window}), which is over 2,048."
+                f"contextWindowTokens ({self.defaults.context_window_tokens}), which is over 2,048."
             )
         search = self.tools.web.search
         if self.tools.exec.sandbox_network and not self.tools.exec.sandbox:
@@ -2329,7 +2318,7 @@ class Program:
 
     folder: Path = field(default_factory=working_folder)  # exec runs here
     now: Callable = datetime.now
-    sleep: Callable = asyncio.sleep
+    sleep: Callable = sleep
     streaming: bool = True
     patience: float = 15.0  # seconds to wait for MCP servers that are starting
 
@@ -2343,13 +2332,13 @@ def load_config(path=None, environ=os.environ):
     file = path or path_of(USUAL_SETTINGS)
     config = read_setting(Config, read_json(file, environ) if path or file.exists() else {})
     config.path = file
-    for row in providers.ROWS.values():
+    for row in ROWS.values():
         if key := environ.get(row.env_key):
             config.providers.setdefault(row.name, ProviderSettings()).api_key = key
     defaults = config.defaults
     config.base_url = environ.get("OPENAI_BASE_URL", "")
     config.general_key = environ.get("OPENAI_API_KEY", "")
-    if config.base_url and defaults.provider in providers.ROWS:
+    if config.base_url and defaults.provider in ROWS:
         defaults.provider = "auto"  # environment variables override the settings file
     defaults.model = environ.get("NANOBOT_MODEL") or defaults.model
     defaults.workspace = environ.get("NANOBOT_WORKSPACE") or defaults.workspace
@@ -2417,17 +2406,14 @@ def make_provider(config, model=""):
     Without key, URL and model: OfflineProvider."""
     defaults = config.defaults
     model = model or defaults.model
-    if unknown := config.providers.keys() - providers.ROWS.keys():
-        raise ConfigError(
-            f"providers.{min(unknown)} is unknown. Known: {', '.join(providers.ROWS)}"
-        )
+    if unknown := config.providers.keys() - ROWS.keys():
+        raise ConfigError(f"providers.{min(unknown)} is unknown. Known: {', '.join(ROWS)}")
     if defaults.provider == "offline":
-        return providers.OfflineProvider()
+        return OfflineProvider()
     if "human" in (defaults.provider, defaults.model):
-        return providers.HumanProvider()
+        return HumanProvider()
     own = {
-        name: providers.Endpoint(providers.ROWS[name], **vars(row))
-        for name, row in config.providers.items()
+        name: providers.Endpoint(ROWS[name], **vars(row)) for name, row in config.providers.items()
     }
     try:
         endpoint = providers.choose_endpoint(
@@ -2438,11 +2424,11 @@ def make_provider(config, model=""):
             config.general_key,
         )
     except ValueError as problem:
-        raise ConfigError(str(problem)) from None
+        raise ConfigError(problem) from None
     if endpoint:
         return providers.OpenAIProvider(endpoint)
     if model in ("", "offline"):
-        return providers.OfflineProvider()
+        return OfflineProvider()
     raise ConfigError(
         f"There is no key and no base URL for the model {model}. "
         "Set OPENAI_API_KEY or OPENAI_BASE_URL, or use --offline."
@@ -2451,13 +2437,10 @@ def make_provider(config, model=""):
 
 def lacks_model(loop):
     """True if the offline model answers although nobody has asked for the offline model."""
-    return (
-        isinstance(loop.provider, providers.OfflineProvider)
-        and loop.config.defaults.provider != "offline"
-    )
+    return isinstance(loop.provider, OfflineProvider) and loop.config.defaults.provider != "offline"
 
 
-class ReadOnlyTools(tools.ToolRegistry):
+class ReadOnlyTools(ToolRegistry):
     """For --read-only: a tool that may change something is not added, also if it comes later."""
 
     missing = "nanobot is read-only: there is no tool"
@@ -2471,7 +2454,7 @@ def make_tools(config):
     """The tools that the settings allow. MCP tools are added when their server connects."""
     settings = config.tools
     shell = settings.exec
-    kind = ReadOnlyTools if config.read_only else tools.ToolRegistry
+    kind = ReadOnlyTools if config.read_only else ToolRegistry
     registry = kind(tools.FILE_TOOLS)
     if shell.enable:
         registry.register(
@@ -2515,7 +2498,7 @@ class StepHook(AgentHook):
     async def after_response(self, response):
         for call in response.tool_calls:
             answer = await self._decide(
-                f"{call.name} {json.dumps(call.arguments, ensure_ascii=False)}\n"
+                f"{call.name} {lines_of_json([call.arguments])}\n"
                 "Enter runs it; or type skip, stop or new JSON arguments: ",
                 "call",
                 name=call.name,
@@ -2529,7 +2512,7 @@ class StepHook(AgentHook):
     async def _decide(self, text, what, **details):
         answer = await self.ask(text, what, **details)
         if answer is None or answer.strip() == "stop":  # /continue resumes the turn
-            raise asyncio.CancelledError
+            raise CancelledError
         return answer.strip()
 
 
@@ -2543,7 +2526,7 @@ class RunEvents:
 
     def __init__(self, listeners, who, key="memory"):
         self.listeners = listeners  # functions that get each event as a dict
-        self.about = {"run": uuid.uuid4().hex[:8], "who": who, "key": key}
+        self.about = {"run": token_hex(4), "who": who, "key": key}
         self.numbers = {}  # each message of the last request, as JSON → its number
         self.new_numbers = itertools.count(1)
         self.tools = []  # of the last request
@@ -2651,7 +2634,7 @@ def text_of(event):
         case "answer":
             return str(event["answer"]["content"] or "")
         case "call":
-            return tool_hint(providers.ToolCallRequest("", event["name"], event["arguments"]))
+            return tool_hint(ToolCallRequest("", event["name"], event["arguments"]))
         case "journal":
             return json.dumps(dict(event["line"]))
     return str(event.get("text"))
@@ -2664,7 +2647,7 @@ async def play(events, terminal, pace):
     calls = {}  # id → the hint of a call whose result comes later
     before = sys.float_info.max  # so the first pause is negative: no pause
     for event in events:
-        await asyncio.sleep(pace * min(event["time"] - before, 3))
+        await sleep(pace * min(event["time"] - before, 3))
         before = event["time"]
         kind = event["kind"]  # if the terminal shows it: the kind of its OutboundMessage
         text = text_of(event)
@@ -2679,7 +2662,7 @@ async def play(events, terminal, pace):
             kind = "tool_hint"
             text = f"{calls.get(event['id'])} · {event['outcome']}"
         if text and event["who"] == "turn":  # the terminal ignores the other kinds
-            await terminal.send(channels.OutboundMessage("cli", "", text, kind))
+            await terminal.send(OutboundMessage("cli", "", text, kind))
     return status
 
 
@@ -2722,7 +2705,7 @@ def kinds_to_show(settings):
 
 def let_agent_ask(loop, ask, approve, step):
     """Let the agent ask the user: with --provider human, --approve and --step."""
-    if isinstance(loop.provider, providers.HumanProvider):
+    if isinstance(loop.provider, HumanProvider):
         loop.provider.ask = ask
     if approve:
         loop.hooks.append(ApprovalHook(loop.tools, ask))
@@ -2757,7 +2740,7 @@ class Talk:
         record_events(loop, arguments.record)
         loop.program.streaming = not arguments.no_stream
         let_agent_ask(loop, ask, arguments.approve, arguments.step and ask)
-        if (arguments.approve or arguments.step) and ask is None:
+        if (arguments.approve or arguments.step) and not ask:
             self.terminal.note(template("no_keyboard"))
         loop.hooks.append(WaitingHook(self.terminal.bottom))
         background.bottom = self.terminal.bottom
@@ -2780,7 +2763,7 @@ class Talk:
         key = key or sessions.new_key()
         try:
             held.enter_context(sessions.lock(key))
-        except memory.SessionBusy:
+        except SessionBusy:
             if arguments.session or arguments.resume:
                 raise
             self.terminal.note(f"Another program uses the latest one, {key}: a new one begins.")
@@ -2800,7 +2783,7 @@ class Talk:
         now = f"{self.day} {self.loop.program.folder}\n"
         if lacks_model(self.loop) and now not in known:
             self.terminal.note(template("no_model"))
-            memory.write_atomically(told, known + now)
+            write_atomically(told, known + now)
         status = self.converse() if self.is_conversation else self.answer_once()
         self.terminal.bottom.begin("the memory (Ctrl-C leaves it for next time)")
         with contextlib.suppress(KeyboardInterrupt):  # a later turn does the cancelled memory work
@@ -2814,7 +2797,7 @@ class Talk:
         """Answer one message, which may include piped input. Returns the exit status."""
         text = " ".join(self.words)
         if not self.has_keyboard:
-            text += "\n\n" + self.terminal.read_piped(bool(self.words), self.folder / "piped")
+            text += "\n\n" + self.terminal.read_piped(self.words, self.folder / "piped")
         text = text.strip()
         if not text:
             complain("there is no message: pass one with -m TEXT or on standard input")
@@ -2852,7 +2835,7 @@ class Talk:
         state = "a new conversation · /help lists the commands"
         if count:
             state = (
-                f"continuing: {memory.counted(count, 'message')}, "
+                f"continuing: {counted(count, 'message')}, "
                 f"last {ago(session.path.stat().st_mtime)} · /new starts afresh"
             )
         if session.unfinished:
@@ -2877,7 +2860,7 @@ class Talk:
         usage = {name: count - before[name] for name, count in loop.cost.total.items()}
         if usage["requests"]:
             terminal.note(
-                f"{memory.counted(usage['requests'], 'request')} · {loop.cost.line(usage)} · "
+                f"{counted(usage['requests'], 'request')} · {loop.cost.line(usage)} · "
                 f"{loop.limits.share(result.context_tokens)}"
             )
         if result.stop_reason == "max_iterations":
@@ -2893,7 +2876,7 @@ class Talk:
     def follow_project(self):
         """Use the project's instructions if the user has allowed this version of the file. A
         prompt asks once; a single message says how to allow them."""
-        project = Project(self.loop, self.key)
+        project = Project(self.loop)
         if project.is_unknown and self.is_conversation:
             try:
                 answer = self.terminal.bottom.ask(
@@ -2924,7 +2907,7 @@ class Talk:
         single message only if ten are unread, because the program ends only after the dream."""
         await self.show_reports()
         loop = self.loop
-        await tools.in_thread(memory.remember_terminals, loop.sessions)
+        await in_thread(memory.remember_terminals, loop.sessions)
         if loop.config.read_only or not self.is_watched or not loop.limits.dream.interval_h:
             return
         unread = loop.memory.unread()
@@ -2940,7 +2923,7 @@ class Talk:
     async def dream(self, day_file):
         told = await self.loop.dream.run()
         # only now: if the program ends in mid-dream, the next one dreams
-        memory.write_atomically(day_file, self.day)
+        write_atomically(day_file, self.day)
         await self.tell(told)
 
     async def tell(self, text):
@@ -2959,11 +2942,9 @@ class Talk:
         inbox = self.loop.sessions.inbox(self.key)
         if not self.is_watched or not inbox.path.exists():
             return
-        with contextlib.suppress(memory.SessionBusy):  # the reports stay until the next try
+        with contextlib.suppress(SessionBusy):  # the reports stay until the next try
             async with self.loop.turns.hold(self.key) as session:
-                with memory.locked(
-                    self.folder / "reports.lock", "Another terminal shows the reports."
-                ):
+                with locked(self.folder / "reports.lock", "Another terminal shows the reports."):
                     for report in inbox.read():
                         line = report_line(report)
                         if report["id"] not in session.known_ids:
@@ -2980,7 +2961,7 @@ def agent_command(arguments):
 
 def trust_command(arguments):
     """Follow the AGENTS.md of the project in this folder, or `no`."""
-    project = Project(AgentLoop(settings_of(arguments)), "cli:trust")
+    project = Project(AgentLoop(settings_of(arguments)))
     if not project.text:
         raise ConfigError(
             f"{project.path} has no AGENTS.md or CLAUDE.md, and neither has its git repository."
@@ -2992,7 +2973,7 @@ def trust_command(arguments):
 def undo_command(arguments):
     """Take back the file changes of the last turn in this folder that changed files."""
     loop = AgentLoop(settings_of(arguments))
-    turn = loop.turn("cli:undo")
+    turn = loop.turn()
     keys = [
         change["session"]
         for change in tools.kept_changes(turn)
@@ -3003,7 +2984,7 @@ def undo_command(arguments):
     try:
         # the last one has the newest change
         show(asyncio.run(loop.process_direct("/undo", keys[-1])).final_content)
-    except memory.SessionBusy:
+    except SessionBusy:
         raise ConfigError("A program has this conversation open: type /undo there.") from None
 
 
@@ -3011,7 +2992,7 @@ def onboard_command(arguments):
     """Create settings and workspace."""
     file = arguments.config or path_of(USUAL_SETTINGS)
     if not file.exists():  # only the owner may read it: there will be API keys in it
-        memory.write_atomically(file, template("config") + "\n")
+        write_atomically(file, template("config") + "\n")
     workspace = prepare_workspace(settings_of(arguments).workspace)
     print(
         f"Settings: {file}\nWorkspace: {workspace}\n"
@@ -3066,9 +3047,9 @@ def status_rows(loop):
 
 async def model_and_problem(provider):
     """Check URL, key and model. Returns (description, problem); problem is "" if all is well."""
-    if isinstance(provider, providers.HumanProvider):
+    if isinstance(provider, HumanProvider):
         return "human: you play the model", ""
-    if isinstance(provider, providers.OfflineProvider):
+    if isinstance(provider, OfflineProvider):
         return (
             "offline: fixed rules; set OPENAI_API_KEY or OPENAI_BASE_URL to use a real model",
             "; ".join(provider.rules.problems),
@@ -3086,13 +3067,12 @@ async def model_and_problem(provider):
 def prompt_command(arguments):
     """Print the next request part by part, but do not send it."""
     loop = AgentLoop(settings_of(arguments))
-    key = (
+    turn = loop.turn(
         named_session(loop.sessions, arguments.session)
         or loop.sessions.latest(loop.program.folder)
         or "cli:new"
     )
-    turn = loop.turn(key)
-    loop.context.project = Project(loop, key).part()
+    loop.context.project = Project(loop).part()
     asyncio.run(loop.mcp.check())  # connects to MCP servers, so that their tools are printed
     message, _ = loop.context.user_message(arguments.text, turn)
     request = preview(loop, turn, message)
@@ -3110,7 +3090,7 @@ def prompt_command(arguments):
 
 
 def lines_of_json(records):
-    return "\n".join(json.dumps(record, ensure_ascii=False) for record in records)
+    return memory.as_lines(records).removesuffix("\n")
 
 
 def sessions_command(arguments):
@@ -3159,15 +3139,15 @@ def ago(moment):
     seconds = int(time.time() - moment)
     for unit, length in (("day", 86_400), ("hour", 3_600), ("minute", 60)):
         if seconds >= length:
-            return f"{memory.counted(seconds // length, unit)} ago"
+            return f"{counted(seconds // length, unit)} ago"
     return "a moment ago"
 
 
 def short_path(path):
     """/home/ada/kit → ~/kit. A newline in a name must not look like a line of the program."""
-    text = str(path).replace("\n", "\\n")
-    home = Path.home()
-    return "~" + text[len(str(home)) :] if path.is_relative_to(home) else text
+    if path.is_relative_to(Path.home()):
+        path = Path("~", path.relative_to(Path.home()))
+    return str(path).replace("\n", "\\n")
 
 
 def gateway_command(arguments):
@@ -3197,7 +3177,7 @@ def web_command(arguments):
     if is_held(config.workspace, "gateway"):
         raise ConfigError(SERVED.format(config.workspace))
     loop = AgentLoop(config)
-    project = Project(loop, "web:page")
+    project = Project(loop)
     loop.context.project = project.part()
     if project.is_unknown:
         show(NOT_FOLLOWED.format(project, command_with_flags(arguments, "trust")))
@@ -3222,9 +3202,7 @@ def web_command(arguments):
     try:
         print(f"Ctrl-C stops nanobot (process {os.getpid()}).", flush=True)
         if not arguments.no_open:  # each account can read command lines, but not this file
-            memory.write_atomically(
-                file, f'<meta http-equiv="refresh" content="0; url={page.address}">'
-            )
+            write_atomically(file, f'<meta http-equiv="refresh" content="0; url={page.address}">')
             channels.on_thread(webbrowser.open, file.as_uri())
         run_gateway(loop, page)
     finally:
@@ -3292,7 +3270,7 @@ OPTIONS = {  # "commands (none: all) | spellings | help": more settings of argpa
     "| --workspace | default: ~/.nanobot/workspace": {},
     "| --model |": {},
     "| --base-url | URL of the endpoint; usually ends in /v1": {},
-    f"| --provider | {', '.join(providers.ROWS)}, offline, human": {},
+    f"| --provider | {', '.join(ROWS)}, offline, human": {},
     "| --offline |": {"dest": "provider", "action": "store_const", "const": "offline"},
     "| --logs --verbose | write log messages to stderr": SWITCH,
     "agent | text | answer this text, then exit": {"metavar": "TEXT", "nargs": "*"},
@@ -3377,7 +3355,7 @@ def main(argv=None):
         status = COMMAND_LINE[arguments.command](arguments) or 0
         sys.stdout.flush()  # if Python's own flush at exit fails, the exit status is 120
         return status
-    except (ConfigError, channels.CronError, memory.SessionBusy) as problem:
+    except (ConfigError, channels.CronError, SessionBusy) as problem:
         complain(str(problem))
     except BrokenPipeError:  # `nanobot … | head`: the reader has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

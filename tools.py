@@ -25,23 +25,12 @@ hooks in nanobot.py, not this file, ask for approval. The file works alone:
 
 import asyncio
 import atexit
-import base64
-import contextlib
-import contextvars
 import copy
-import difflib
 import faulthandler
-import fnmatch
-import functools
-import hashlib
-import html
 import inspect
-import ipaddress
-import itertools
 import json
 import logging
 import marshal
-import math
 import os
 import re
 import shutil
@@ -50,16 +39,30 @@ import ssl
 import stat
 import subprocess
 import sys
-import tempfile
-import threading
 import time
-import types
-import urllib.parse
+from asyncio import gather, wait, wait_for
+from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from contextlib import AsyncExitStack, closing, suppress
+from contextvars import copy_context
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches, unified_diff
+from fnmatch import fnmatch, fnmatchcase
+from functools import cache, cached_property, partial
+from hashlib import sha256
+from html import escape, unescape
 from http.client import HTTPConnection, HTTPException
+from ipaddress import IPv4Address, ip_address, ip_network
+from itertools import dropwhile, takewhile
+from logging import getLogger
+from math import inf
 from pathlib import Path
+from subprocess import DEVNULL, PIPE, Popen
+from tempfile import mkdtemp
+from threading import Thread
+from time import monotonic
+from types import NoneType, UnionType
 from typing import (
     Annotated,
     Any,
@@ -70,8 +73,9 @@ from typing import (
     get_origin,
     get_type_hints,
 )
+from urllib.parse import parse_qs, quote, quote_plus, unquote, urljoin, urlsplit
 
-log = logging.getLogger("nanobot.tools")
+log = getLogger("nanobot.tools")
 
 
 # ---- Results: the texts that the model gets ----
@@ -122,10 +126,10 @@ def as_result(value) -> ToolResult:
 class Tool:
     """A subclass has a name, a description, and an async `execute` or a blocking `run`."""
 
-    name: str = ""
-    description: str = ""
-    read_only: bool = False  # True: the tool changes nothing and needs no approval
-    exclusive: bool = False  # True: the tool never runs together with another tool
+    name = ""
+    description = ""
+    read_only = False  # True: the tool changes nothing and needs no approval
+    exclusive = False  # True: the tool never runs together with another tool
 
     async def execute(self, **arguments):
         """Returns text, a ToolResult or JSON data; raises ToolError if the model made a mistake."""
@@ -136,7 +140,7 @@ class Tool:
         """The method that the subclass defines, `run` or `execute`; its signature is the schema."""
         return self.run if type(self).execute is Tool.execute else self.execute
 
-    @functools.cached_property
+    @cached_property
     def parameters(self) -> dict:
         """JSON Schema of the arguments: from the signature, or written by hand in the subclass."""
         return signature_schema(self.body)
@@ -172,8 +176,8 @@ class Tool:
 def tool(function: Callable | None = None, **flags):
     """Make a tool: `@tool` or `@tool(read_only=True)` above a function, `tool(a.b)` for a method.
     A new Tool subclass has the function as its method `run` (`execute` if it is async)."""
-    if function is None:
-        return functools.partial(tool, **flags)
+    if not function:
+        return partial(tool, **flags)
 
     members = {
         "name": function.__name__,
@@ -204,7 +208,7 @@ def as_schema(hint) -> dict:
         return {**as_schema(inner[0]), **note}
     if origin is Literal:
         return {**as_schema(type(inner[0])), "enum": list(inner)}
-    if origin in (Union, types.UnionType):
+    if origin in (Union, UnionType):
         return union_schema([as_schema(option) for option in inner])
     if origin is list:  # some endpoints refuse an array without `items`
         return {"type": "array", "items": as_schema(inner[0]) if inner else {}}
@@ -273,13 +277,16 @@ class ToolRegistry:
 
     def prepare_call(self, name: str, params) -> tuple:
         """Return (tool or None, arguments after casting, problem or None)."""
-        tool = self._tools.get(name)
+        tool = self.get(name)
         if not tool:
             return None, {}, f"{self.missing} {name[:64]!r}.\nTools: {', '.join(self._tools)}."
         params = cast(params or {}, {"type": "object"})  # JSON text → dict
         if not isinstance(params, dict):
-            problem = f'The arguments of {name} must be one JSON object, like {{"name": "value"}}.'
-            return tool, {}, problem
+            return (
+                tool,
+                {},
+                f'The arguments of {name} must be one JSON object, like {{"name": "value"}}.',
+            )
         params = tool.cast_params(params)
         errors = tool.validate_params(params)
         problem = f"{'; '.join(errors)}.\nThe call was not run: correct it." if errors else None
@@ -296,8 +303,11 @@ class ToolRegistry:
                 arguments[parameter] = turn
             result = as_result(await tool.execute(**arguments))
         except ToolError as mistake:
-            result = ToolResult(str(mistake), is_error=True)
-            result.shown = f"{mistake.outcome}: {mistake}".partition("\n")[0]
+            result = ToolResult(
+                str(mistake),
+                is_error=True,
+                shown=f"{mistake.outcome}: {mistake}".partition("\n")[0],
+            )
         except BaseException as error:
             if isinstance(error, asyncio.CancelledError) and asyncio.current_task().cancelling():
                 raise  # the turn itself is cancelled, not only a task that the tool has awaited
@@ -456,14 +466,14 @@ async def in_thread(function, /, *args, **kwargs):
             future.set_exception(failure)
 
     # the thread gets a copy of the caller's context variables, as an asyncio task does
-    threading.Thread(target=contextvars.copy_context().run, args=[work], daemon=True).start()
+    Thread(target=copy_context().run, args=[work], daemon=True).start()
     return await asyncio.wrap_future(future)
 
 
-@functools.cache
+@cache
 def temporary_folder():
     """A private folder for programs that give their turns no folders."""
-    return Path(tempfile.mkdtemp(prefix="nanobot-"))
+    return Path(mkdtemp(prefix="nanobot-"))
 
 
 def fitted(text, most, name, turn):
@@ -505,7 +515,7 @@ JSON_TYPES = {
     "boolean": bool,
     "array": list,
     "object": dict,
-    "null": types.NoneType,
+    "null": NoneType,
 }
 # An object whose schema has one of these keywords may have keys that `properties` does not name.
 ALLOWS_OTHER_KEYS = "additionalProperties patternProperties allOf anyOf oneOf $ref if"
@@ -539,7 +549,7 @@ def fits(value, wanted):
         return "boolean" in wanted
     if isinstance(value, float) and value.is_integer() and "integer" in wanted:
         return True
-    return isinstance(value, tuple(JSON_TYPES[kind] for kind in wanted))
+    return isinstance(value, tuple(map(JSON_TYPES.get, wanted)))
 
 
 def cast(value, schema):
@@ -552,7 +562,7 @@ def cast(value, schema):
         pass  # the type is right already
     elif isinstance(value, str):
         text = value.lower() if value in ("True", "False") else value
-        with contextlib.suppress(ValueError, RecursionError):  # invalid JSON, an overlong integer
+        with suppress(ValueError, RecursionError):  # invalid JSON, an overlong integer
             read = json.loads(text)
             if fits(read, wanted):
                 value = read
@@ -646,10 +656,10 @@ class Schema(dict):
                 self[word + "".join(map(str.title, others))] = value  # min_length → minLength
 
 
-StringSchema = functools.partial(Schema, "string")
-IntegerSchema = functools.partial(Schema, "integer")
-NumberSchema = functools.partial(Schema, "number")
-BooleanSchema = functools.partial(Schema, "boolean")
+StringSchema = partial(Schema, "string")
+IntegerSchema = partial(Schema, "integer")
+NumberSchema = partial(Schema, "number")
+BooleanSchema = partial(Schema, "boolean")
 
 
 def ArraySchema(items=Any, description="", **keywords):
@@ -732,7 +742,7 @@ def plain_text(data):
     """b"\\xef\\xbb\\xbfone\\r\\ntwo\\r\\n" → "one\\ntwo": no BOM, no \\r, and no line break at the
     end, which would look like an empty last line. A UTF-16 BOM selects UTF-16."""
     encoding = "utf-16" if data.startswith(UTF16_MARKS) else "utf-8"
-    text = data.removeprefix(UTF8_MARK).decode(encoding, errors="replace")
+    text = data.removeprefix(UTF8_MARK).decode(encoding, "replace")
     return text.replace("\r\n", "\n").removesuffix("\n")
 
 
@@ -748,7 +758,7 @@ def is_secret(real, secrets):
     if str(real).startswith(tuple(map(str, secrets))):
         return True
     for secret in secrets:
-        with contextlib.suppress(OSError):  # one of them does not exist
+        with suppress(OSError):  # one of them does not exist
             # also hard links, and CONFIG.JSON on systems that ignore case
             if real.samefile(secret):
                 return True
@@ -762,7 +772,7 @@ def similar_names(path):
         return ""
     folder = next(parent for parent in path.parents if parent.is_dir())
     names = sorted(os.listdir(folder))
-    near = difflib.get_close_matches(path.name, names) or names[:20]
+    near = get_close_matches(path.name, names) or names[:20]
     return f"\nIn {folder}: {', '.join(near)}"
 
 
@@ -802,7 +812,7 @@ def write_atomic(path, data):
             shutil.copymode(path, temporary)
         os.replace(temporary, path)
     except OSError as problem:
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             temporary.unlink()
         raise ToolError(f"Cannot write {path}: {problem.strerror}. Nothing was changed.") from None
 
@@ -812,7 +822,7 @@ def image_block(data):
     start = re.match(IMAGE_START, data)
     if not start:
         return None
-    url = f"data:image/{start.lastgroup};base64,{base64.b64encode(data).decode()}"
+    url = f"data:image/{start.lastgroup};base64,{b64encode(data).decode()}"
     return {"type": "image_url", "image_url": {"url": url}}
 
 
@@ -821,7 +831,7 @@ def list_dir(path: str = ".", *, turn: Turn):
     """List a directory."""
     real = turn.path(path)
     try:
-        entries = sorted(os.scandir(real), key=lambda entry: entry.name)
+        entries = sorted(os.scandir(real), key=os.fspath)
     except OSError as problem:
         raise ToolError(f"Cannot list {real}: {problem.strerror}.{similar_names(real)}") from None
     lines = [f"{real}: {len(entries)} entries"]
@@ -887,7 +897,7 @@ def diff(before, after, name):
     # in place of the lines before, so that @@ -3,5 +3,5 @@ has the line numbers of the whole file
     before_parts = [f"equal line {number}" for number in range(start)]
     old, new = [before_parts + part for part in parts]
-    lines = list(difflib.unified_diff(old, new, f"a/{name}", f"b/{name}", lineterm="", n=2))
+    lines = list(unified_diff(old, new, f"a/{name}", f"b/{name}", lineterm="", n=2))
     signs = [line[:1] for line in lines[2:]]  # lines[:2] name the file: "--- a/x.py", "+++ b/x.py"
     text = "\n".join(lines).encode(errors="replace").decode()  # invalid bytes become `?`
     shown = [f"+{signs.count('+')} −{signs.count('-')}", *text.split("\n")[2:14]]
@@ -912,7 +922,7 @@ def nearest(text, old):
     lines = text.split("\n")
     wanted = old.strip("\n").split("\n")
     starts = [line[:100] for line in lines[:5_000]]  # the limits keep the comparison fast
-    close = difflib.get_close_matches(wanted[0][:100], starts, cutoff=0.5)
+    close = get_close_matches(wanted[0][:100], starts, cutoff=0.5)
     if not close:
         return "\nNo line is like the first one of old_text: read the file again."
     at = starts.index(close[0])
@@ -933,7 +943,6 @@ def change_file(turn, path, old, new):
     if not is_new and not (path.stat().st_mode & 0o222 and os.access(path, os.W_OK)):
         raise ToolError(f"{path} is read-only.\nAsk the user whether it may be changed.")
     note = ""
-    old_was_read = turn.lines_read(path, old) == len(lines_of(old))
     change = {
         "workspace": str(turn.workspace),
         "session": turn.session_key,
@@ -959,13 +968,13 @@ def change_file(turn, path, old, new):
     except ToolError:
         kept.unlink(missing_ok=True)
         raise
-    if old_was_read:
+    if turn.lines_read(path, old) == len(lines_of(old)):  # the old version was read
         turn.note_read(path, new, 1, len(lines_of(new)))
     return note
 
 
 def digest(data):
-    return hashlib.sha256(data).hexdigest()
+    return sha256(data).hexdigest()
 
 
 def forget_old_changes(kept):
@@ -983,7 +992,7 @@ def kept_changes(turn):
     "path", "file" …}"""
     changes = []
     for entry in sorted(turn.store("undo").glob("undo-*[0-9]")):
-        with contextlib.suppress(OSError, ValueError), open(entry, "rb") as file:
+        with suppress(OSError, ValueError), open(entry, "rb") as file:
             change = json.loads(file.readline())
             if change.get("workspace") == str(turn.workspace):
                 changes.append(change | {"file": entry})
@@ -1035,7 +1044,7 @@ def restore(path, changes):
         return "as it was before"
     path.unlink()
     for folder in changes[0]["new_folders"]:
-        with contextlib.suppress(OSError):  # something else is in it
+        with suppress(OSError):  # something else is in it
             os.rmdir(folder)
     return "deleted again"
 
@@ -1133,10 +1142,10 @@ def find_files(turn, path, glob):
     # path starts so, or if it has the inode number of a file with keys (a hard link, CONFIG.JSON).
     secret_starts = ("/proc/", *map(str, turn.secret))
     secret_inodes = {os.stat(file).st_ino for file in turn.secret if os.path.exists(file)}
-    deadline = time.monotonic() + SEARCH_SECONDS
+    deadline = monotonic() + SEARCH_SECONDS
     files = []
-    for name, entry in walk(str(root)):
-        if time.monotonic() > deadline:
+    for name, entry in walk(root):
+        if monotonic() > deadline:
             raise ToolError(f"{root} has too many files: search in one of its folders.")
         if globs and not any(is_match(name, each) for each in globs):
             continue
@@ -1151,7 +1160,7 @@ def walk(folder, parents="", ignored=None):
     """Yield each file and each unreadable folder below a folder: its name in the first folder, like
     src/app.py, and its `os.DirEntry`. Links are not followed."""
     try:
-        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+        entries = sorted(os.scandir(folder), key=os.fspath)
     except OSError:  # skip a folder that cannot be read
         return
     if ignored is None or any(entry.name == ".git" for entry in entries):  # a nested repository
@@ -1176,7 +1185,7 @@ def ignored_by_git(folder):
             command.split(),
             cwd=folder,
             env=clean_environment() | {"GIT_ALLOW_PROTOCOL": "", "GIT_NO_LAZY_FETCH": "1"},
-            stdin=subprocess.DEVNULL,
+            stdin=DEVNULL,
             capture_output=True,
             timeout=10,
             check=True,
@@ -1215,7 +1224,7 @@ def is_match(name, glob):
             places = {
                 place + 1
                 for place in places
-                if place < len(names) and fnmatch.fnmatchcase(names[place], part)
+                if place < len(names) and fnmatchcase(names[place], part)
             }
     return len(names) in places
 
@@ -1295,20 +1304,20 @@ async def search_files(files, *request):
     size = max(1_000, len(files) // os.cpu_count() + 1)
     starts = range(0, len(files) or 1, size)
     parts = [search_part(files[start : start + size], request) for start in starts]
-    answers = await asyncio.gather(*parts)
+    answers = await gather(*parts)
     return [sum(lists, []) for lists in zip(*answers, strict=True)]  # joins the parts' lists
 
 
 async def search_part(files, request):
-    process = subprocess.Popen(
+    process = Popen(
         [sys.executable, "-I", "-S", "-c", CHILD],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stdin=PIPE,
+        stdout=PIPE,
+        stderr=PIPE,
     )
     program = {function.__name__: function.__code__ for function in CHILD_FUNCTIONS}
     try:
-        output, errors = await asyncio.wait_for(
+        output, errors = await wait_for(
             in_thread(process.communicate, marshal.dumps([CHILD_VALUES, program, files, request])),
             SEARCH_SECONDS,
         )
@@ -1458,7 +1467,7 @@ def check_command(command, turn, *, confined=False):
     folder = ""  # the same as it was typed, also outside of the working folder
     found = ["."]  # what the last `find` has found; `rm {}` deletes it
     for number, words in enumerate(programs, 1):
-        rest = itertools.dropwhile(lambda word: re.fullmatch(PREFIX, word), words)
+        rest = dropwhile(lambda word: re.fullmatch(PREFIX, word), words)
         program, *arguments = list(rest) or [""]
         name = os.path.basename(program).lower()
         names = [word for word in arguments if not word.startswith("-")]
@@ -1474,7 +1483,7 @@ def check_command(command, turn, *, confined=False):
             here = real_path(names[0], here, turn) if names else None
             folder = os.path.join(folder, *names[:1])
         if name == "find":  # a b -type f → a, b; . -name c → ./found*
-            before_tests = itertools.takewhile(lambda word: word[:1] not in "-(!", arguments)
+            before_tests = takewhile(lambda word: word[:1] not in "-(!", arguments)
             found = list(before_tests) or ["."]
             if re.search(CHOOSES, line.partition(" -delete")[0]):
                 found = [f"{start}/found*" for start in found]
@@ -1502,7 +1511,7 @@ def check_command(command, turn, *, confined=False):
 
 def real_path(name, here, turn):
     """The path of a name if it is plain and in the working folder, else None."""
-    if here is None or re.search(UNKNOWN, name):
+    if not here or re.search(UNKNOWN, name):
         return None
     real = replace(turn, cwd=here).path(name)
     return real if real.is_relative_to(turn.cwd.resolve()) else None
@@ -1519,7 +1528,7 @@ def check_deleted(name, here, turn):
     records = [turn.workspace.resolve() / name for name in AGENT_FILES.split()]
     # would the shell's pattern name one of these files, or a folder that it is in?
     deleted = os.path.join(real or "", pattern, "*")
-    holds_kept = any(fnmatch.fnmatch(f"{path}/", deleted) for path in (*turn.secret, *records))
+    holds_kept = any(fnmatch(f"{path}/", deleted) for path in (*turn.secret, *records))
     if re.search(UNKNOWN, name) or not (real and is_named) or holds_kept:
         raise Refused(
             f"rm -rf may only delete named things inside {turn.cwd}, not {name}.\n"
@@ -1625,7 +1634,7 @@ def job_object(process):
     limits = (ctypes.c_uint32 * 36)(0, 0, 0, 0, 0x2000)
     kernel.SetInformationJobObject(group, 9, limits, 144)
     kernel.AssignProcessToJobObject(group, process._handle)
-    return functools.partial(kernel.TerminateJobObject, group, 1)
+    return partial(kernel.TerminateJobObject, group, 1)
 
 
 # ---- The shell: a command and all processes that it starts ----
@@ -1743,12 +1752,13 @@ class Job:
     """A command and all processes that it starts: one process group."""
 
     watchdog = None  # stays None on Windows, where `job_object` makes the group
+    is_late = False
 
     def __init__(self, argv, folder, environment):
-        self.process = subprocess.Popen(
+        self.process = Popen(
             argv,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
+            stdin=DEVNULL,
+            stdout=PIPE,
             stderr=subprocess.STDOUT,  # one pipe keeps the order
             creationflags=getattr(subprocess, "CREATE_NO_WINDOW", 0),  # Windows: no Ctrl-C for it
             cwd=folder,
@@ -1756,9 +1766,9 @@ class Job:
             start_new_session=True,
         )
         if hasattr(os, "killpg"):
-            self.watchdog = subprocess.Popen(
+            self.watchdog = Popen(
                 [*WATCHDOG, str(self.process.pid)],
-                stdin=subprocess.PIPE,
+                stdin=PIPE,
                 env=environment,
                 start_new_session=True,
             )
@@ -1766,12 +1776,11 @@ class Job:
             self.kill_group = job_object(self.process)
         atexit.register(self.kill)  # kill the command when this program exits
         self.output = Capture(self.process.stdout)
-        self.is_late = False
 
     async def run(self, seconds):
         """Wait for the end of the command, or kill it after `seconds`. Returns its output."""
         try:
-            await asyncio.wait_for(in_thread(self.process.wait), seconds)
+            await wait_for(in_thread(self.process.wait), seconds)
         except TimeoutError:
             self.is_late = True
         finally:  # a cancelled turn also waits until the process group is killed
@@ -1790,8 +1799,8 @@ class Job:
 
     def kill(self):
         """Send SIGKILL (9) to the process group until it is empty, for at most 0.5 s. Blocks."""
-        deadline = time.monotonic() + 0.5  # a zombie process stays until its parent waits for it
-        while self.signal_group(9) and time.monotonic() < deadline:
+        deadline = monotonic() + 0.5  # a zombie process stays until its parent waits for it
+        while self.signal_group(9) and monotonic() < deadline:
             time.sleep(0.005)
         self.process.wait(5)
 
@@ -1808,7 +1817,7 @@ class Job:
             return False
 
 
-class Capture(threading.Thread):
+class Capture(Thread):
     """Reads a pipe to its end, so the writer never blocks; keeps at most the first 3 MB and the
     last 6 MB."""
 
@@ -1875,12 +1884,12 @@ NOT_PUBLIC = "168.63.129.16 192.0.0.0/24 192.88.99.0/24 2002::/16 3fff::/20 fec0
 def is_public(ip):
     """Is the address on the public internet? `is_global` alone accepts multicast and tunnels."""
     if is_in(ip, CARRIERS):  # check the IPv4 address that `ip` contains
-        ip = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
+        ip = IPv4Address(int(ip) & 0xFFFFFFFF)
     return ip.is_global and not (ip.is_multicast or ip.is_reserved or is_in(ip, NOT_PUBLIC.split()))
 
 
 def is_in(ip, networks):
-    return any(ip in ipaddress.ip_network(network) for network in networks)
+    return any(ip in ip_network(network) for network in networks)
 
 
 def web_url(text):
@@ -1888,12 +1897,12 @@ def web_url(text):
 
     Raises ToolError for other schemes, and for URLs that two programs could read differently.
     """
-    with contextlib.suppress(ValueError):  # an invalid host or port: http://[::1/, http://a:x
-        url = urllib.parse.urlsplit(text)
+    with suppress(ValueError):  # an invalid host or port: http://[::1/, http://a:x
+        url = urlsplit(text)
         host = url.netloc.encode("idna").decode()
         reads_alike = "@" not in host and not re.search(r"[\\\x00-\x1f\x7f]", text)
         if url.scheme in PORTS and url.hostname and url.port != 0 and reads_alike:
-            quoted = urllib.parse.urlsplit(urllib.parse.quote(text, safe="%/:=&?~+!$,;'@()*#"))
+            quoted = urlsplit(quote(text, safe="%/:=&?~+!$,;'@()*#"))
             return quoted._replace(netloc=host, path=quoted.path or "/", fragment="")
     raise ToolError("Give a URL like https://example.com/page, without a user name.")
 
@@ -1915,22 +1924,20 @@ class Web:
         seconds=30,
         proxy="",
     ):
-        self.whitelist = [ipaddress.ip_network(network) for network in whitelist]
+        self.whitelist = [ip_network(network) for network in whitelist]
         self.resolve = resolve
         self.seconds = seconds
-        self.proxy = urllib.parse.urlsplit(proxy)
+        self.proxy = urlsplit(proxy)
         if proxy and not (self.proxy.scheme == "http" and self.proxy.port):
             raise ValueError("Write the proxy like http://proxy.example:3128 (no SOCKS, no https)")
-        login = urllib.parse.unquote(self.proxy.netloc.rpartition("@")[0])  # ada:secret
-        code = base64.b64encode(login.encode()).decode()
+        login = unquote(self.proxy.netloc.rpartition("@")[0])  # ada:secret
+        code = b64encode(login.encode()).decode()
         self.login = {"Proxy-Authorization": f"Basic {code}"} if login else {}
 
     async def ask(self, url, redirects=0, **request):
         """Return http.client's response and the body. Options: `trusted`, `body`, `headers`."""
         try:
-            return await asyncio.wait_for(
-                self._ask(web_url(url), redirects, **request), self.seconds
-            )
+            return await wait_for(self._ask(web_url(url), redirects, **request), self.seconds)
         except (OSError, ValueError, HTTPException) as problem:
             why = str(problem)[:200] or f"it took longer than {self.seconds} s"
             raise ToolError(f"No answer from {url[:200]}: {why}.\nTry another source.") from None
@@ -1944,11 +1951,11 @@ class Web:
         try:
             response, body = await in_thread(self._exchange, sock, url, **request)
         finally:  # wake the reading thread; `SSLSocket.shutdown` also switches TLS off
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 socket.socket.shutdown(sock, socket.SHUT_RDWR)
         location = response.getheader("Location", "").encode("latin-1").decode(errors="replace")
         if redirects and location and response.status // 100 == 3:
-            url = web_url(urllib.parse.urljoin(response.url, location))
+            url = web_url(urljoin(response.url, location))
             return await self._ask(url, redirects - 1)
         return response, body
 
@@ -1965,20 +1972,20 @@ class Web:
             answer[4][:2] for answer in self.resolve(url.hostname, port, type=socket.SOCK_STREAM)
         ]
         for host, _ in addresses:
-            ip = ipaddress.ip_address(host)
+            ip = ip_address(host)
             if not (trusted or is_in(ip, self.whitelist) or is_public(ip)):
                 raise ToolError(
                     f"Refused: {url.hostname} is {ip}, which is not public. "
                     "The user may allow this address in tools.ssrfWhitelist."
                 )
         for address in addresses:
-            with contextlib.suppress(OSError):  # if this fails, try the next address
+            with suppress(OSError):  # if this fails, try the next address
                 return socket.create_connection(address, timeout=15)
         raise OSError("no address accepted the connection")
 
     def _exchange(self, sock, url, body=None, headers=()):
         sent_headers = {"User-Agent": "Mozilla/5.0 (compatible; nanobot)"} | dict(headers)
-        with contextlib.closing(HTTPConnection(url.netloc)) as connection:
+        with closing(HTTPConnection(url.netloc)) as connection:
             connection.sock = sock  # already connected: http.client resolves no name
             target = url._replace(scheme="", netloc="")
             if self.proxy.hostname and url.scheme == "http":
@@ -2030,25 +2037,25 @@ def page_text(source, url=""):
     """
     source = re.sub(NOT_TEXT, "", source)
     source = re.sub(BESIDE, lambda match: "\n" if match[2] else match[0], source)
-    source = re.sub(LINK, functools.partial(link_text, url=url), source)
-    blocks = []
-    for number, block in enumerate(re.split(CODE, source)):
+    source = re.sub(LINK, partial(link_text, url=url), source)
+    blocks = [
         # `split` returns prose, what the group of CODE has matched, prose …
-        convert = code_text if number % 2 else prose_text
-        blocks.append(convert(block))
+        code_text(block) if number % 2 else prose_text(block)
+        for number, block in enumerate(re.split(CODE, source))
+    ]
     return "\n\n".join(filter(None, blocks))
 
 
 def code_text(source):
     code = re.sub(TAG, "", re.sub(r"(?i)<br\b[^<>]*>", "\n", source))
-    return "```\n" + html.unescape(code).strip("\n") + "\n```"
+    return "```\n" + unescape(code).strip("\n") + "\n```"
 
 
 def prose_text(source):
     source = re.sub(r"\s+", " ", source)
     # <td><p>a → <td> <p_>a: a tag that mark_of does not know becomes nothing, the space stays
     source = re.sub(ROW, lambda row: re.sub(rf"(?i)<({BLOCK}|br|li)\b", r" \g<0>_", row[0]), source)
-    text = html.unescape(re.sub(TAG, mark_of, source))
+    text = unescape(re.sub(TAG, mark_of, source))
     text = "\n".join(" ".join(line.split()) for line in text.split("\n"))
     text = re.sub(r"(?m)^(#+|-)\n+(?=.)", r"\1 ", text)  # <li><p>a
     text = re.sub(r"\n{3,}", "\n\n", re.sub(r"(?m)^[| ]+\n", "", text))
@@ -2068,17 +2075,17 @@ def link_text(match, url):
     # <h3>A</h3><p>B → A B, but <b>A</b>B → AB
     words = re.sub(TAG, "", re.sub(rf"(?i)<({BLOCK}|br|t[dh])\b", r" \g<0>", match[2])).split()
     href = href_of(match[1])
-    with contextlib.suppress(ValueError):  # if the URL is invalid, no link is made
-        target = urllib.parse.urljoin(url, href)
+    with suppress(ValueError):  # if the URL is invalid, no link is made
+        target = urljoin(url, href)
         if words and href and target.startswith("http"):
-            return f"[{' '.join(words)}]({html.escape(target)})"
+            return f"[{' '.join(words)}]({escape(target)})"
     return match[2]
 
 
 def href_of(attributes):
     """Read the href in ` class=x href="/b?x=1&amp;y=2"` → /b?x=1&y=2, or "" if it is missing."""
     match = re.search(r"""(?i)(?<![\w-])href\s*=\s*("[^"]*"|'[^']*'|[^\s"'>]+)""", attributes)
-    return html.unescape(match[1].strip("\"' ")) if match else ""
+    return unescape(match[1].strip("\"' ")) if match else ""
 
 
 def decode_page(body, kind):
@@ -2088,7 +2095,7 @@ def decode_page(body, kind):
         r"[\w:.-]*)",
         f"{kind}\n{body[:2_048].decode('latin-1')}",
     )
-    with contextlib.suppress(LookupError):
+    with suppress(LookupError):
         return body.decode(named[1] if named else "utf-8", "replace").removeprefix("\ufeff")
     return body.decode(errors="replace")
 
@@ -2195,13 +2202,15 @@ class WebSearch(Tool):
         if not results:
             lines.append("(no results: use other words)")
         for number, result in enumerate(results, 1):
-            lines.append(f"{number}. {one_line(result.get('title'))}")
-            lines.append(f"   {result.get('url')}")
-            lines.append(f"   {one_line(result.get(service.snippet))[:500]}")
+            lines += [
+                f"{number}. {one_line(result.get('title'))}",
+                f"   {result.get('url')}",
+                f"   {one_line(result.get(service.snippet))[:500]}",
+            ]
         return "\n".join(lines)
 
     async def _ask(self, service, query, count):
-        url = service.url.format(query=urllib.parse.quote_plus(query), count=count)
+        url = service.url.format(query=quote_plus(query), count=count)
         body = None
         key = "".join(self.api_key.split())  # no header may contain a line break
         if self.base_url:  # https://api.x.com/search → http://localhost:8080/search
@@ -2210,7 +2219,7 @@ class WebSearch(Tool):
             body = json.dumps({"query": query, "max_results": count}).encode()
         return await self.web.ask(
             url,
-            trusted=bool(self.base_url),
+            trusted=self.base_url,
             body=body,
             headers={name: value.format(key=key) for name, value in service.headers.items()},
         )
@@ -2246,7 +2255,7 @@ def duckduckgo_results(page):
     for attributes, part, text in re.findall(DUCKDUCKGO_LINK, page):
         address = href_of(attributes)
         if part == "a" and "duckduckgo.com/y.js" not in address:  # y.js links are ads
-            parameters = urllib.parse.parse_qs(urllib.parse.urlsplit(address).query)
+            parameters = parse_qs(urlsplit(address).query)
             results.append({"title": text, "url": parameters.get("uddg", [address])[0]})
         elif part == "snippet" and results:
             results[-1]["snippet"] = text
@@ -2303,7 +2312,7 @@ def mcp_result(answer):
     images = []
     for block in blocks:
         content = block.get("resource", block)
-        data = base64.b64decode(content.get("data") or content.get("blob") or "")
+        data = b64decode(content.get("data") or content.get("blob") or "")
         images += filter(None, [image_block(data)])
         what = f"{len(data):,} bytes" if data else content.get("uri")
         texts.append(content.get("text", f"[{content.get('mimeType', 'resource')}: {what}]"))
@@ -2322,6 +2331,9 @@ class MCPServer:
 
     time_limit = 25.0  # seconds to connect, because `npx -y …` may first download the server
     retry_after = 30.0  # seconds between attempts: a hanging server must not slow every turn
+    client = task = stderr = None  # client: None unless connected
+    problem = ""
+    retry_at = 0.0
 
     def __init__(self, name, settings, registry):
         self.name = name
@@ -2330,23 +2342,20 @@ class MCPServer:
         self.tools = []  # the names of this server's tools in the registry
         # `connect` makes also: ready (set when an attempt has ended), started (its time), and scope
         # (None, then the cancel scope of the connection)
-        self.client = self.task = self.stderr = None  # client: None unless connected
-        self.problem = ""
-        self.retry_at = 0.0
 
     async def connect(self, patience=5.0):
         """Connect if needed; wait for the result until `patience` s after the attempt began."""
         is_running = self.task and not self.task.done()
-        if not is_running and time.monotonic() >= self.retry_at:
+        if not is_running and monotonic() >= self.retry_at:
             self.ready = asyncio.Event()
-            self.started = time.monotonic()
+            self.started = monotonic()
             self.scope = None
             self.problem = f"MCP server {self.name} is still starting; its tools are added later"
             self.task = asyncio.create_task(self._serve())
         if self.retry_at:
             patience = 0.0  # it has failed before: no turn waits for it again
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self.ready.wait(), self.started + patience - time.monotonic())
+        with suppress(TimeoutError):
+            await wait_for(self.ready.wait(), self.started + patience - monotonic())
 
     async def call(self, method, request, name):
         """Return the server's answer; raises ToolError on a failure or after `tool_timeout` s."""
@@ -2356,7 +2365,7 @@ class MCPServer:
         limit = self.settings.tool_timeout
         work = asyncio.ensure_future(getattr(self.client, method)(**request))
         try:
-            await asyncio.wait([work], timeout=limit)
+            await wait([work], timeout=limit)
             if work.done():
                 return as_json(work.result())
         except Exception as failure:
@@ -2366,7 +2375,7 @@ class MCPServer:
             raise ToolError(await self.cause(failure)) from None
         finally:  # a cancelled turn cancels the request, too; the SDK notifies the server
             work.cancel()
-            await asyncio.wait([work], timeout=2)
+            await wait([work], timeout=2)
         raise ToolError(f"(MCP tool call timed out after {limit}s)")
 
     async def close(self):
@@ -2376,7 +2385,7 @@ class MCPServer:
             self.scope.cancel()  # cancelling the task would interrupt the SDK's cleanup
         else:
             self.task.cancel()  # the task is still importing the SDK
-        await asyncio.wait([self.task], timeout=8)  # the SDK kills the process group within 5 s
+        await wait([self.task], timeout=8)  # the SDK kills the process group within 5 s
 
     async def _serve(self):
         """Open a connection and keep it open until `close` is called or the connection is lost."""
@@ -2385,7 +2394,7 @@ class MCPServer:
             await self._hold()
         except Exception as failure:
             self.problem = await self.cause(failure)
-            self.retry_at = 0.0 if self.client else time.monotonic() + self.retry_after
+            self.retry_at = 0.0 if self.client else monotonic() + self.retry_after
         finally:
             self.client = None
             self.ready.set()
@@ -2397,13 +2406,13 @@ class MCPServer:
 
         # A server made with the Rust SDK (rmcp) exits if the first request is `server/discover`.
         handshake = "legacy" if self.settings.command else "auto"
-        async with contextlib.AsyncExitStack() as stack:
+        async with AsyncExitStack() as stack:
             self.scope = stack.enter_context(anyio.fail_after(self.time_limit))
             client = await stack.enter_async_context(
                 Client(await self._transport(stack), mode=handshake)
             )
             await self._offer(client)
-            self.scope.deadline = math.inf
+            self.scope.deadline = inf
             self.client = client
             self.problem = ""
             self.ready.set()
@@ -2412,8 +2421,8 @@ class MCPServer:
     async def _transport(self, stack):
         from mcp.client import sse, stdio, streamable_http
 
-        logging.getLogger("mcp").setLevel(logging.CRITICAL)  # mcp logs a traceback per invalid line
-        logging.getLogger("httpx2").setLevel(logging.WARNING)  # httpx2 would log keys in URLs
+        getLogger("mcp").setLevel("CRITICAL")  # mcp logs a traceback per invalid line
+        getLogger("httpx2").setLevel("WARNING")  # httpx2 would log keys in URLs
         settings = self.settings
         kind = settings.type.lower() or settings.url.rpartition("/")[2]
         if settings.command:
@@ -2459,7 +2468,7 @@ class MCPServer:
                 infix = "" if kind == "tools" else f"{kind[:-1]}_"  # mcp_notes_resource_today
                 name = f"mcp_{self.name}_{infix}{item['name']}"[:64]
                 name = re.sub("[^A-Za-z0-9_-]", "_", name)
-                wanted = {"*", item["name"], name} & set(self.settings.enabled_tools)
+                wanted = {"*", item["name"], name}.intersection(self.settings.enabled_tools)
                 # a.b and a/b, or a tool of another server: the first stays
                 if self.registry.get(name) or (kind == "tools" and not wanted):
                     continue
@@ -2495,14 +2504,14 @@ class MCPServers:
 
     async def connect(self, patience=5.0):
         """Before a turn: connect to all unconnected servers; wait `patience` seconds at most."""
-        await asyncio.gather(*(server.connect(patience) for server in self.servers))
+        await gather(*(server.connect(patience) for server in self.servers))
         problems = {server.problem for server in self.servers} - {""}
         for problem in sorted(problems - self.told_problems):
             log.warning("%s", problem)
         self.told_problems = problems
 
     async def close(self):
-        await asyncio.gather(*(server.close() for server in self.servers))
+        await gather(*(server.close() for server in self.servers))
 
     async def check(self):
         """Connect to each server; returns {name: problem or ""}. The tools stay registered."""
