@@ -21,26 +21,26 @@ an `error` text with the cause and the remedy. The part "Second reading" handles
 
 from __future__ import annotations
 
-import ast
 import asyncio
-import contextlib
 import difflib
-import functools
 import gc
 import json
 import logging
 import re
 import shlex
 import time
-import warnings
-import zlib
+from asyncio import get_running_loop
+from ast import literal_eval
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection, Iterable
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
+from warnings import catch_warnings
+from zlib import crc32
 
 log = logging.getLogger("nanobot.providers")
 to_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode  # raises ValueError for NaN
@@ -148,7 +148,7 @@ class LLMProvider:
 
     model = ""
     is_local = False  # True: a server on the user's own machine
-    learnt: dict = {}  # model name → the rows of HEALING that its requests need
+    learnt = {}  # model name → the rows of HEALING that its requests need
 
     async def chat(
         self,
@@ -210,7 +210,7 @@ class ScriptedProvider(LLMProvider):
 
     def __init__(self, replies: Iterable):
         self.replies = iter(replies)
-        self.requests: list[LLMRequest] = []
+        self.requests = []  # of LLMRequest
 
     async def answer(self, request: LLMRequest) -> LLMResponse:
         self.requests.append(request)
@@ -278,6 +278,8 @@ class Failure(Exception):
 class OpenAIProvider(LLMProvider):
     """A Chat Completions endpoint. Timeouts are in seconds; `pace` multiplies the retry delays."""
 
+    is_warned = False  # True: the user was warned that the server cuts requests
+
     def __init__(
         self,
         endpoint: Endpoint,
@@ -295,7 +297,6 @@ class OpenAIProvider(LLMProvider):
         self.is_local = endpoint.spec.is_local
         self.connection = Connection(self.endpoint, request_timeout, idle_timeout)
         self.learnt = {}  # model name → remedies that the model needs
-        self.is_warned = False  # True: the user was warned that the server cuts requests
 
     async def answer(self, request: LLMRequest) -> LLMResponse:
         """Repeat the request until there is an answer, or until a further attempt cannot help.
@@ -350,7 +351,7 @@ class OpenAIProvider(LLMProvider):
             reads_text = self.is_local or "tools" not in body
         reader = AnswerReader(request, reads_text)
         try:
-            async with contextlib.aclosing(self.connection.chunks(body)) as chunks:
+            async with aclosing(self.connection.chunks(body)) as chunks:
                 async for chunk in chunks:
                     await request.show(reader.feed(chunk))
             await request.show(reader.close())
@@ -376,7 +377,7 @@ class OpenAIProvider(LLMProvider):
             )
 
     def warm_up(self):
-        with contextlib.suppress(ImportError):  # the first request reports a missing package
+        with suppress(ImportError):  # the first request reports a missing package
             load_sdk()
 
     async def close(self):
@@ -575,8 +576,8 @@ def load_json(text, repair):
             raise
     # the text is complete, but no JSON
     try:
-        with warnings.catch_warnings(action="ignore"):  # "\\d" causes a SyntaxWarning
-            return ast.literal_eval(text)  # {'path': 'a.txt', 'all': True}
+        with catch_warnings(action="ignore"):  # "\\d" causes a SyntaxWarning
+            return literal_eval(text)  # {'path': 'a.txt', 'all': True}
     except Exception:
         import json_repair
 
@@ -733,9 +734,7 @@ class Endpoint:
         return re.sub("//[^/@ ]*@", "//", text)
 
 
-def choose_endpoint(
-    settings: dict[str, Endpoint], model="", provider="", base_url="", general_key=""
-):
+def choose_endpoint(settings, model="", provider="", base_url="", general_key=""):
     """Choose the row, the address and the key from `settings` (row name → endpoint).
 
     The first of these decides the row: a maker's base URL, `provider`, any other base URL, `model`.
@@ -756,7 +755,7 @@ def choose_endpoint(
         spec = ROWS[provider]
     elif not base_url:
         spec = row_of_model(known, model)
-    if spec is None:
+    if not spec:
         return None
     chosen = known[spec.name]
     address = base_url or chosen.api_base or spec.default_api_base
@@ -1099,7 +1098,7 @@ def with_short_ids(message):
     def shortened(found):
         for key in ("id", "tool_call_id"):
             if key in found:
-                found[key] = nine_digits(zlib.crc32(str(found[key]).encode()))
+                found[key] = nine_digits(crc32(str(found[key]).encode()))
         return found
 
     return json.loads(to_json(message), object_hook=shortened)
@@ -1283,7 +1282,7 @@ class Connection:
     _loop: object = None  # the event loop of the client's connections, which no other can use
 
     def client(self):
-        loop = asyncio.get_running_loop()
+        loop = get_running_loop()
         if self._loop is loop:
             return self._client
         openai = load_sdk()
@@ -1306,7 +1305,7 @@ class Connection:
         return self._client
 
     async def close(self):
-        if self._loop is asyncio.get_running_loop():
+        if self._loop is get_running_loop():
             self._loop = None
             await self._client.close()
 
@@ -1334,7 +1333,7 @@ class Connection:
                         yield chunk
                         # after [DONE], wait for the end, because only then the connection is reused
                         patience = 0.5 if chunk is DONE else self.idle_timeout
-                        clock.reschedule(asyncio.get_running_loop().time() + patience)
+                        clock.reschedule(get_running_loop().time() + patience)
                 finally:
                     await response.close()
         except Exception as problem:  # does not catch CancelledError
@@ -1367,7 +1366,7 @@ async def chunks_of(response):
 
 def parse_answer(data):
     """Parse a JSON object. For any other data, raises Failure with the beginning of the data."""
-    with contextlib.suppress(ValueError):
+    with suppress(ValueError):
         answer = json.loads(data)
         if isinstance(answer, dict):
             return answer
@@ -1400,14 +1399,15 @@ class AnswerReader:
     If `reads_text` is set, the request's tools may be called as text.
     """
 
+    text = ""  # the answer so far, without thoughts
+    end = 0  # `text` is shown up to here; the rest may begin a thought or a call
+    index = 0  # of the latest piece of a call
+
     def __init__(self, request, reads_text):
         self.request = request
         self.tools = parameters_by_name(request.tools) if reads_text else {}
         self.answer = LLMResponse(finish_reason=None)
-        self.text = ""  # the answer so far, without thoughts
-        self.end = 0  # `text` is shown up to here; the rest may begin a thought or a call
         self.open_calls = {}  # index → the last call with this index, which a piece continues
-        self.index = 0  # of the latest piece of a call
 
     @property
     def shown(self):
@@ -1477,7 +1477,7 @@ class AnswerReader:
         begin = self.end
         line_start = LINE_START if self.tools else THOUGHT_START
         while True:
-            if self.end == 0:
+            if not self.end:
                 self.text = self.text.lstrip("\n")  # also after a thought
             self.end = line_start.search(self.text, self.end).start()
             thought = THOUGHT.match(self.text, self.end)
@@ -1494,7 +1494,7 @@ class AnswerReader:
         try:
             calls, rest = read_calls(held, self.tools)
         except Exception:
-            calls, rest = [], held  # no call, or a broken one
+            calls = []  # no call, or a broken one
         if not calls or self.open_calls or self.is_in_fence:
             self.end = len(self.text)
             return held
@@ -1563,8 +1563,8 @@ def read_usage(usage):
 def estimate_usage(request, answer):
     """Estimate the token counts: an English token has about four characters."""
     return token_counts(
-        sent=len(to_json([request.messages, request.tools])) // 4,
-        received=len(to_json(answer.to_message())) // 4,
+        len(to_json([request.messages, request.tools])) // 4,
+        len(to_json(answer.to_message())) // 4,
         estimated=True,
     )
 
@@ -1803,7 +1803,7 @@ def typed(line, tools):
         parameters = tools[name]
         values = re.fullmatch(r"(?s)\((.*)\)", written)
         if values:  # in the order of the parameters
-            values = ast.literal_eval(f"[{values[1]}]")
+            values = literal_eval(f"[{values[1]}]")
             return calling(name, dict(zip(parameters["properties"], values, strict=False)))
         return calling(name, dict(JSON.decode(written or "{}")))
     except (ValueError, SyntaxError, KeyError, TypeError):
@@ -1818,7 +1818,7 @@ OFFLINE_RULES = "templates/offline/rules.md"  # nanobot_data/templates/… after
 # the fields of a rule (the first four can have many lines); others are arguments of its tool
 FIELDS = re.findall(
     r"\w+",
-    "answer offer can calculate say old new tool reads again line start none title own nearly",
+    "answer offer can calculate say old new tool reads line start none title own nearly",
 )
 READS = {"read_file", "list_dir", "glob", "grep", "web_fetch", "web_search"}
 # <words> that are filled in here
@@ -1851,16 +1851,21 @@ KIND = {
     ".ini": "settings",
 }
 A_FILE = "[\uec00-\uf7ff]"
+MIXED = rf"{A_FILE}|^[\ue800-\uebff]."  # a text with a name, or with more behind a quoted one
 FILES = rf"\s+(?P<files>{A_FILE}(?:(?:\s|[,&]|and|the|file)+{A_FILE})*)"
 SPACE = "\0"  # in a regex: between words; in sentences that write, words like `the` can be there
 ENDING = "(?:ings|ies|ing|ed|es|ys|e|s|y)"  # of a word: grades, grade, graded
-TYPED_WORD = r"(?<![\w'’-])[a-z]{3,20}(?![\w'’-])"
-compiled = functools.cache(re.compile)  # the cache of `re` itself is too small for the sentences
+HEAD = r"|^[^\d,]+(?:,[^\d,]+)+$"  # the first line of a table
+compiled = cache(re.compile)  # the cache of `re` itself is too small for the sentences
 
 
 def reads(rule):
     """Does the rule write, delete and run nothing?"""
     return "reads" in rule or rule.get("tool", "grep") in READS
+
+
+def refuses(steps):
+    return any("offer" in rule for rule, _ in steps)
 
 
 class Rules:
@@ -1889,7 +1894,8 @@ class Rules:
                 self.problems.append(told)
                 log.warning(told)
                 self.last.clear()  # the rule is left out
-        self.matches = functools.cache(self.matches)
+        self.common = self.stems(" ".join(self.vocabulary))
+        self.matches = cache(self.matches)
 
     def _read(self, line):
         """Read one line. Raises ValueError or re.error with a text that describes the mistake."""
@@ -1986,7 +1992,7 @@ class Rules:
                     said = found and found.groupdict("")
                 if rule and said is not None:
                     fits.append((rule, said))
-        return sorted(fits, key=lambda fit: ("again" not in fit[0], "offer" in fit[0]))
+        return sorted(fits, key=lambda fit: "offer" in fit[0])
 
     def _in_any_order(self, parts, text):
         """Return the <words> of a text that has all parts. Its other words are <text>."""
@@ -2021,7 +2027,7 @@ class Rules:
 
     def stems(self, text):
         """`the grades of b.csv` → {"grad", "csv"}: what is meant, without endings"""
-        words = re.findall(r"[^\W_]+", text.lower())
+        words = re.findall(r"\d+(?:[.:]\d+)+|[^\W_]+", text.lower())
         return {
             re.sub(rf"(?<=\w\w\w){ENDING}$", "", word) for word in words if not self.is_small(word)
         }
@@ -2029,19 +2035,17 @@ class Rules:
 
 def any_of(words):
     """The regex for one of the words, with any ending"""
-    return rf"(?i:(?:\b|_)(?:{'|'.join(sorted(words))}){ENDING}?(?:\b|_))"
+    return rf"(?i:(?:\b|_)(?:{'|'.join(map(re.escape, sorted(words)))}){ENDING}?(?:\b|_))"
 
 
 def nearest(word, known):
     """`opne` → `open`, `avrage` → `average`: the known word that is nearest, or the same word"""
-    if word in known or len(word) < 4:
+    if word in known or len(word) < 4 or not word.isalpha():  # week4.txt is not week3.txt
         return word
-    # week4.txt is not week3.txt
-    alike = [each for each in known if each[0] == word[0] and word.isalpha() and len(each) > 3]
+    alike = [each for each in known if each[0] == word[0] and len(each) > 3]
     swapped = [each for each in alike if sorted(each) == sorted(word)]
     # prints is not printer
-    near = difflib.get_close_matches(word, alike, 1, 0.85)
-    return [*swapped, *near, word][0]
+    return [*swapped, *difflib.get_close_matches(word, alike, 1, 0.85), word][0]
 
 
 def beside_this_file(name=OFFLINE_RULES):
@@ -2057,9 +2061,12 @@ RUNTIME_END = "[/Runtime Context]"
 # tool → pattern for a successful result; any other result is an error
 SUCCESS = {"read_file": r"\d+\| ", "edit_file": "--- |Wrote ", "exec": r"(?s).*Exit code: 0$"}
 # renamed 'a.txt' -> 'b.txt', b.txt:3: milk, --- a/b.txt, or Wrote 4 characters to /home/b.txt.
-NEW_NAME = r"(?m)(?:-> '?|^(?:--- a/)?|^Wrote .*[/\\])([^'\s:,/]+\.\w+|\S+/\S+\.\w+)(?:[':,.]|$)"
+NEW_NAME = (
+    r"(?m)(?:-> '?|^(?:--- a/)?|^Wrote .*[/\\])([^'\s:,/]+\.\w+|[^'\s]+/\S+\.\w+)(?:[':,.]|$)"
+)
 NOTHING = "Exit code: 1$|No match for |No file below |There is no folder"
 OTHER_SUCCESS = rf"(?!{NOTHING}|Cannot |Error\b|\w+ failed: )"  # also of a project's own tools
+NO_LINE = "I find no line with all of these words."
 NOISE = (  # not shown to the user
     r"(?m)^\S*MEMORY\.md:\d+: (?:- )?|^Exit code: 0\Z|\nExit code: \d+\Z| Tell the user\.|"
     r"(?<=') in [\d,]+ files of .*\Z"  # No match for 'x' in 3 files of /home/a.
@@ -2078,7 +2085,6 @@ class Plan:
         self.known = {"file": "", "last": "(no number)"}  # <words>; `file` is "it"
         self.masks = {}  # a letter → the name or the quoted text that it stands for
         self.results = []  # of the calls in this turn that have a result
-        self.last = ({}, {})  # the last rule with a tool, and its <words>
 
     def answer(self):
         """Return the text of the answer. The text is used only if `next_call` stays None."""
@@ -2093,7 +2099,6 @@ class Plan:
         # - Facts: /home/a b/memory/MEMORY.md
         paths = r"[:`] ?((?:/|~|\w:\\)[^\n:`]*MEMORY\.md)|\Z"
         self.known["memory"] = re.search(paths, prompt)[1] or "MEMORY.md"
-        self.facts = re.findall("(?m)^- (The user)(?:: |'s )(.+)", prompt)
         question = ""
         for message in [*messages[-40:], {"role": "assistant", "content": ""}]:
             text = message["content"]
@@ -2113,32 +2118,31 @@ class Plan:
         """Follow the first reading of a question that finds something."""
         # without API keys, because its words are looked for
         self.known["question"] = re.sub(KEYS, "", question)[:1_000]
-        self.known["result"] = ""
         self.next_call = None
         self.done = {}  # the calls of this question and their results
-        self.paths = None  # the files here, once they are needed
+        self.paths = {}  # the files here, once they are needed, and the words of their names
         self.missed = ""  # No match for 'milk'
         self.wishes = []  # what was nearly said: rules and their <words>
         for steps in self._readings(question):
             known = self.known.copy()
-            self.matches = {}
+            self.matches = {rule.get("title"): self._values(said) for rule, said in steps}
+            reports = []
+            changed = False
             for rule, said in steps:
-                self.matches[rule.get("title")] = self._values(said)
-            reports = [
-                self._follow(rule, said, file) for rule, said in steps for file in self._files(said)
-            ]
-            is_done = any(reports) and not all(reads(rule) for rule, _ in steps)
-            if self.next_call or all(reports) or is_done:
+                if "" in reports and not reads(rule):
+                    break
+                for file in self._files(said):
+                    reports.append(self._follow(rule, said, file))
+                    changed |= not reads(rule) and reports[-1] != ""
+            if self.next_call or all(reports) or changed:
                 break
             self.known = known  # nothing was found: what else can it mean?
         else:
+            self.known["result"] = ""
             steps = [(self.rules.otherwise, {})]
             self.matches = {}
             reports = [self._advise(self.missed or self.rules.otherwise["offer"])]
-        for rule, said in steps:
-            if rule.keys() & {"tool", "reads"}:
-                self.last = rule, said
-        return "\n\n".join(filter(None, reports))
+        return "\n\n".join(dict.fromkeys(report or self.missed for report in reports))
 
     def _readings(self, question):
         """Yield what a question can mean, best first, each as its steps: [(rule, its <words>)].
@@ -2150,64 +2154,64 @@ class Plan:
             return
         text = self.masked(head)
         is_clear = not piped and not self.rules.has("unsure", text)
-        partial = []
-        refusals = []
-        for version in self._versions(text):
-            may_write = is_clear and version == text
+        later = []  # a part has no rule, or only one that refuses
+        for version, tools in self._versions(text):
             for cut in (self.rules.kinds["then"], "(?!)", self.rules.kinds["between"]):
-                fits = [self.rules.matches(part) for part in re.split(cut, version, maxsplit=5)]
+                parts = re.split(cut, version, maxsplit=5)
+                fits = [sorted(self.rules.matches(part), key=self._is_doubtful) for part in parts]
                 ways = [[fit] for fit in fits[0]]
-                if len(fits) > 1:
+                if len(parts) > 1:
                     ways = [[each[0] for each in fits if each]]
-                for way in ways:
-                    steps = [step for fit in way if (step := self._again(*fit))]
+                for steps in ways:
                     wishes = [step for step in steps if not reads(step[0])]
-                    if len(steps) < len(fits) and wishes:
-                        self.wishes += steps  # a part of it has no rule
-                    elif len(steps) < len(fits):
-                        partial += [steps] if steps else []
-                    elif any("offer" in rule for rule, _ in steps):
-                        refusals.append(steps)
-                        self.wishes += wishes
-                    elif wishes and not (
-                        may_write and all(self._is_whole(*step) for step in wishes)
-                    ):
-                        self.wishes += wishes
-                    else:
+                    is_all = len(steps) == len(parts) and not refuses(steps)
+                    may = is_all and is_clear and not any(map(self._is_doubtful, wishes))
+                    if wishes and not (may and all(rule["tool"] in tools for rule, _ in wishes)):
+                        self.wishes += wishes if tools or not self.wishes else []
+                    elif is_all:
                         yield steps
-        yield from refusals if self.wishes else [*partial, *refusals]
+                    elif steps:
+                        later.append(steps)
+        for steps in sorted(later, key=refuses):
+            if refuses(steps) or not self.wishes:
+                yield steps
 
-    def _again(self, rule, said):
-        """`and warnings?` after `how many errors are in a.log` → the last rule, with these words"""
-        last, words = self.last
-        new = {name: value for name, value in said.items() if value}
-        if "again" not in rule:
-            return rule, said
-        if reads(last) and "<question>" not in str(last) and all(map(words.get, new)):
-            return last, words | new
-        return None
-
-    def _is_whole(self, rule, said):
-        """Is all said that the rule needs, and is each text surely a text, and no other wish?"""
+    def _is_doubtful(self, step):
+        """Is something not said that the rule needs, or is a text no text, or another wish?"""
+        rule, said = step
         texts = [said[name] for name in ("content", "new", "value", "note") if said.get(name)]
-        for name in ("files", "settings", "text_file"):
-            if name in rule["own"] and not said.get(name):
-                return False
-        doubts = "several" if rule.get("path") == "<memory>" else "doubtful"
-        return not any(self.rules.has(doubts, text) or re.search(A_FILE, text) for text in texts)
+        unsaid = {"files", "settings", "text_or_table"}.intersection(rule["own"])
+        unsaid -= {name for name in said if said[name]}
+        if reads(rule):
+            return False
+        if unsaid and not (self.known["file"] and ("old" in rule or said.get("it"))):
+            return True  # `old` needs one such line in the file of the last question
+        doubts = "several" if rule.get("path") == "<memory>" or "note" in said else "doubtful"
+        return any(self.rules.has(doubts, text) or re.search(MIXED, text) for text in texts)
 
     def _versions(self, text):
-        """Yield the text; and with known words for misspelt ones, and names for described files"""
-        yield text
-        spelled = re.sub(TYPED_WORD, lambda word: nearest(word[0], self.rules.vocabulary), text)
-        yield self._named(spelled)
+        """Yield the text, with names for described files, and with known words for misspelt ones;
+        and the tools that it may call then, besides those that only read
+        """
+        yield text, self.rules.kinds["tool"]
+        named = self._named(text, is_exact=True)
+        if named != text:
+            yield named, "edit_file"  # /undo takes this back
+        spelled = re.sub(
+            r"(?<![\w'’-])[a-z]{3,20}(?![\w'’-])",
+            lambda word: nearest(word[0], self.rules.vocabulary),
+            text,
+        )
+        yield self._named(spelled), ""
 
     def masked(self, text):
         """`read "a b.txt"` → `read \uec00`, one letter for what no rule looks into"""
         text = re.sub(r"(?i)\bto[ -]do(?= list)", "todo", re.sub("[\ue000-\uf8ff]", "?", text))
         text = MASKED.sub(lambda found: self._letter(found.lastgroup, found[0]), text)
         return re.sub(
-            rf"(?i)({A_FILE}|\b(?:list|line|item|row|task|job|there|it))([:,] )", r"\1 \2", text
+            rf"(?i)({A_FILE}|[\ue800-\uebff]|\b(?:{self.rules.alike['colon']}))([:,] )",
+            r"\1 \2",
+            text,
         )
 
     def _letter(self, kind, text):
@@ -2218,29 +2222,33 @@ class Plan:
         self.masks[letter] = text
         return letter
 
-    def _named(self, text):
+    def _named(self, text, is_exact=False):
         """`how long is my essay` → `how long is my \uec00`, which stands for essay.md"""
         words = text.split(" ")
-        for size in (3, 2, 1):
+        for size in (5, 4, 3, 2, 1):
             for start in range(len(words)):
                 phrase = words[start : start + size] or [""]
-                path = self._look_up(" ".join(phrase))
-                is_name = Path(path).stem.lower() == phrase[0].lower()
-                if size == 1 and phrase[0].lower() in self.rules.vocabulary and not is_name:
-                    continue  # "did it work?" is not about water_works.txt
+                said = " ".join(phrase)
+                if re.search("[\ue000-\uf7ff]", said) or size == 1 and self.rules.has("show", said):
+                    continue  # "show it" is not about the folder shows
+                path = self._look_up(said, is_exact)
                 # my todo list: `list` is a kind of file
-                small = [word for word in phrase if self.rules.is_small(word)]
-                if path and all(self.rules.has("kinds", word) for word in small):
+                if path and all(
+                    self.rules.has("kinds", word) or not self.rules.is_small(word)
+                    for word in (phrase[0], phrase[-1])
+                ):
                     words[start : start + size] = [self._letter("text_file", path)]
         return " ".join(words)
 
-    def _look_up(self, text):
-        """`old essay` → `My Old Essay.md`, if only one name has all words of the text; or "" """
-        if self.paths is None:
+    def _look_up(self, text, is_exact=False):
+        """`old essay` → `My Old Essay.md`, if only one name has all words of the text; or "".
+
+        `is_exact`: and if the text has all words of the name
+        """
+        if not self.paths:
             files = re.findall(
                 r"(?m)^(?!No file|\(there).+", self._result("glob", {"pattern": "*"})
             )
-            self.paths = {}  # path → its words: of the name, the folder and the kind
             for path in [*files, *(f"{Path(file).parent}/" for file in files if "/" in file)]:
                 kind = self.rules.alike[Path(path).suffix[1:] or "subfolder"]
                 self.paths[path] = self.rules.stems(f"{path} {kind}")
@@ -2254,7 +2262,11 @@ class Plan:
             for path, words in self.paths.items()
             if said and said <= words
         }
-        best = [path for path in others if others[path] == min(others.values())]
+        is_exact |= said <= self.rules.common  # "did it work?" is not about water_works.txt
+        least = 0 if is_exact else min(others.values(), default=0)
+        best = [path for path in others if others[path] == least]
+        if len(best) > 1:  # the ideas folder is not ideas.md
+            best = [path for path in best if path.endswith("/") == ("folder" in text)]
         return best[0] if len(best) == 1 else ""
 
     def _files(self, said):
@@ -2284,45 +2296,65 @@ class Plan:
 
         Returns "" if nothing was found.
         """
-        if "offer" in rule:
+        if "offer" in rule and "tool" not in rule:
             return self._advise(rule["offer"], rule.get("say", ""), said)
-        if not file and "<file>" in str(rule | {"say": ""}):
+        suffix = Path(file).suffix[1:]  # <py>: to run it again
+        self.known |= dict.fromkeys(("file", "settings", "text_or_table", suffix), file)
+        self.known["words"] = self._all_of(said.get("text", ""))
+        known = self.known | self._values(said)
+        if not all(map(known.get, re.findall("<(file|settings|py)>", str(rule | {"say": ""})))):
             self.missed = self.missed or "Which file do you mean?"
             return ""
-        self.known |= {"file": file, "words": self._all_of(said.get("text", ""))}
-        change = str
-        if "command" in rule and not rule["command"].endswith("command>"):
-            change = shlex.quote
-            if "Windows PowerShell" in str(self.request.tools):
-                return "That needs bash, a part of Git for Windows: install Git (git-scm.com)."
-        result = ""
-        if "calculate" in rule:
-            result = calculate(self._filled(rule["calculate"], said))
-            self.known["last"] = self.known["result"] = result
-        if "line" in rule or "old" in rule:
-            result = self._edit(rule, said)
-        elif "tool" in rule:
-            # an argument whose <words> were not said is left out
-            texts = {name: self._filled(rule[name], said, change) for name in rule.keys() - FIELDS}
-            said_texts = {name: text for name, text in texts.items() if text}
-            result = self._result(rule["tool"], said_texts)
+        is_quoted = "command" in rule and not rule["command"].endswith("command>")
+        if is_quoted and "Windows PowerShell" in str(self.request.tools):
+            return "That needs bash, a part of Git for Windows: install Git (git-scm.com)."
+        result = self._outcome(rule, said, shlex.quote if is_quoted else str)
         shown = re.sub(NOISE, "", result).strip()
         if re.match(SUCCESS.get(rule.get("tool"), OTHER_SUCCESS), result):
+            if not reads(rule):
+                self.done.clear()  # what was read before is old
             named = re.search(NEW_NAME, shown)
             if named:
                 self.known["file"] = named[1]
             self.known |= {"result": shown or "(nothing to show)", "count": shown.count("\n") + 1}
             return self._filled(rule.get("answer", "<result>"), said).strip()
+        if "old_text is not in the file" in result:
+            self.missed = self._filled("There is no <content> in <text_or_table>.", said)
+            return ""
         if "No such file" in result:
-            other = self._look_up(Path(file).stem)  # read esay.md → essay.md
-            if other and other != file:
-                self.wishes.append((rule, said | {"files": self._letter("text_file", other)}))
+            for letter in re.findall(A_FILE, "".join(said.values())):
+                name = self.masks[letter]
+                self.masks[letter] = other = self._place(name)
+                # b.md is docs/b.md, if it is only there; reading esay.md reads essay.md
+                if other != name and (other.endswith(f"/{name}") or reads(rule)):
+                    return self._follow(rule, said, other)
+                self.masks[letter] = name
             if file not in ("", *self.paths):
                 return self._advise(f"There is no {file} here.")
         if re.match(NOTHING, result) and reads(rule):
-            self.missed = "No line has all of that."
+            self.missed = NO_LINE
             return rule.get("none", "")
         return shown
+
+    def _outcome(self, rule, said, change):
+        """Return what the tool of a rule returned, or the sum of a rule without a tool."""
+        result = ""
+        if "calculate" in rule:
+            result = calculate(self._filled(rule["calculate"], said))
+            self.known["last"] = self.known["result"] = result
+        if "line" in rule or "old" in rule:
+            return self._edit(rule, said)
+        if "tool" not in rule:
+            return result
+        # an argument whose <words> were not said is left out
+        texts = {name: self._filled(rule[name], said, change) for name in rule.keys() - FIELDS}
+        return self._result(rule["tool"], {name: text for name, text in texts.items() if text})
+
+    def _place(self, name):
+        """`b.md` → docs/b.md, `esay.md` → essay.md, if there is one such file"""
+        other = self._look_up(Path(name).stem)
+        is_it = name not in self.paths and Path(name).suffix == Path(other).suffix
+        return other if is_it else name
 
     def _result(self, tool, arguments):
         """Return a call's result. If the call has no result yet, set `next_call` and return ""."""
@@ -2330,18 +2362,15 @@ class Plan:
             return ""  # this agent cannot search
         call = str((tool, sorted(arguments.items())))
         if call not in self.done and self.results:
-            if tool not in READS:
-                self.done.clear()  # what was read before is old
             self.done[call] = self.results.pop(0)
         if call not in self.done:
             self.next_call = self.next_call or (tool, arguments)
         return self.done.get(call, "")
 
     def _all_of(self, text):
-        """The regex for lines that have all words of a text, or exactly what was quoted"""
-        words = self.rules.stems(self._value(text))
-        if not words or re.match("[\ue800-\uebff]", text):
-            return f"(?i:{re.escape(self._value(text))})"
+        """The regex for lines that have all words of a text"""
+        text = self._value(text)
+        words = self.rules.stems(text) or [text]
         return "".join(f"(?=.*{any_of([word])})" for word in sorted(words))
 
     def _advise(self, text, says="", said=None):
@@ -2351,64 +2380,93 @@ class Plan:
         """
         question = self.known["question"]
         typed = self.masked(question)
-        named = re.findall(A_FILE, typed + self._named(typed))
-        other = rf"(?i){A_FILE}|[\ue000-\ue7ff]|\b(?:{self.rules.alike['verbs']})\b"
+        names = re.findall(A_FILE, typed + self._named(typed))
+        other = (
+            rf"(?i)[\ue000-\ue7ff]|\b(?:{self.rules.alike['verbs']}|{self.rules.alike['seek']})\b"
+        )
         words = self._value(re.sub(other, " ", typed))
-        self.rows = rows = [] if says else self._lines_with(words)
-        lines = [f"{place.partition(':')[0]}: {line}" for _, place, line in rows]
-        whole = sum(part == 1 for part, _, _ in rows)  # lines with all of the words
-        if whole and text != self.rules.otherwise["offer"]:
-            return "\n".join(lines[:whole][:30])
-        files = [*map(self._value, named), *(place.rpartition(":")[0] for _, place, _ in rows)]
-        self.about = next((name for name in [*files, self.known["file"]] if name in self.paths), "")
-        if named:
-            self.known["file"] = self.about  # explain a.txt → a.txt is "it"
-        offers = self._offers(says, said or {})
+        self.rows = rows = self._lines_with(self.rules.stems(words))
+        is_general = text in (self.rules.otherwise["offer"], NO_LINE)
+        if not is_general:
+            rows = []
+        files = [self._place(self._value(name)) for name in names]
+        files += [*(row[0].rpartition(":")[0] for row in rows), self.known["file"]]
+        self.about = next((name for name in files if name in self.paths), "")
+        if names:  # explain a.txt → a.txt is "it"
+            self.known["file"] = files[0] if files[0] in self.paths else ""
+        wished = {}  # sentence with gaps → the shortest without
+        about = self.about
+        self.about = self.known["file"] or about
         for rule, words in self.wishes:
-            if not says or self._is_whole(rule, words):
-                offers += self._offers(rule.get("say", ""), words)
-        offers.sort(key=len)  # the shortest is the clearest
-        if any(offers) and not (says or whole):
+            for template in rule.get("say", "").split(" | "):
+                for offer in self._offers(template, words):
+                    wished[template] = min(offer, wished.get(template, offer), key=len)
+        self.about = about
+        offers = sorted(wished.values(), key=len) + self._offers(says, said or {})
+        if offers and is_general:
             text = self.rules.otherwise["nearly"]
         elif rows:
-            text = "\n".join(["I only searched. Lines with these words:", *lines[: whole or 8][:8]])
+            lines = ["I only searched. Lines with these words, or some of them:"]
+            for place, line, shown in rows[:8]:
+                path, _, number = place.rpartition(":")
+                lines.append(f"{path}: {shown}")
+                # below a heading is what it is about
+                if len(rows) < 4 and re.search(
+                    r"\.(?:md|txt):\d+ (?:#|.*[:?]$)", f"{place} {line}"
+                ):
+                    below = {"path": path, "offset": int(number) + 1, "limit": 5}
+                    lines += re.findall(r"(?m)^\d+\|( .+)", self._result("read_file", below))
+            text = "\n".join(lines)
         offers += self._offers(self.rules.otherwise.get("can", ""), {})
-        new = [offer for offer in dict.fromkeys(offers) if offer not in ("", question)]
+        new = [offer for offer in dict.fromkeys(offers) if offer != question]
         return "\n  ".join([f"{text}\nI can:", *new[:3]])
 
-    def _lines_with(self, text):
-        """Return the lines that have a third of the words or more, the best first, each with the
-        part of the words that it has: [(1.0, "notes.md:2", "physics test on Friday")]
+    def _lines_with(self, words):
+        """Return the lines that have most of the words, counting the name of the file, and how
+        they are shown: [("a.csv:2", "Bo,3", "name Bo, grade 3")]
         """
-        words = self.rules.stems(text)
-        found = self._result("grep", {"pattern": any_of(words or "-"), "output_mode": "content"})
-        rows = self.facts + re.findall(r"(?m)^(.+?:\d+): (.{1,300})", found)
-        heads = {place[:-2]: line for place, line in rows if place.endswith(".csv:1")}
-        ranked = []
+        rare = words - self.rules.common or words
+        pattern = any_of(words or "-") + HEAD
+        found = self._result("grep", {"pattern": pattern, "output_mode": "content"})
+        rows = re.findall(r"(?m)^(.+?:\d+): (.{1,300})", found)
+        heads = {place[:-2]: line.split(",") for place, line in rows if place.endswith(".csv:1")}
+        ranked = defaultdict(list)
         for place, line in rows:
-            head = heads.get(place.rpartition(":")[0], "")
-            part = len(words & self.rules.stems(f"{place} {line} {head}")) / len(words or "-")
-            if part > 0.3 and line != head:
-                ranked.append((part, place, line))
-        return sorted(ranked, key=lambda row: -row[0])
+            head = heads.get(place.rpartition(":")[0], [])
+            cells = line.split(",")
+            shown = line
+            if len(cells) == len(head):  # of a table
+                shown = ", ".join(map(" ".join, zip(head, cells, strict=True)))
+            has = self.rules.stems(f"{place} {shown}")
+            if cells != head and len(rare & has) / len(rare or "-") > 0.3:
+                ranked[len(rare & has) + len(words & has)].append((place, line, shown))
+        return ranked[max(ranked, default=0)]
 
     def _offers(self, templates, said):
         """`delete <file> | read <file>` → two sentences, without those with <words> nobody said;
         <py> is a file that ends in .py
         """
         texts = [said.get(name, "") for name in ("content", "new", "value", "note")]
-        if re.search("[\ue400-\ue7ff\uec00-\uf7ff]", "".join(texts)):
+        if re.search("[\ue400-\ue7ff\uec00-\uf7ff]", "".join(texts)) or any(
+            self._look_up(text, True) for text in texts
+        ):
             return []  # a text with a name in it is more than one wish
         known = self.known
-        file = self._files(said)[0] if said.get("files") else self.about
-        row = next((line for _, place, line in self.rows if place.startswith(f"{file}:")), "")
+        file = self._place(self._files(said)[0]) if said.get("files") else ""
+        wish = self.rules.stems(self._value(said.get("content", "")))
+        rows = [
+            row for row in self.rows if row[0].startswith(file) and wish <= self.rules.stems(row[1])
+        ]
+        place, row, _ = [*rows, (":", "", "")][0]
+        if "<row>" in templates:
+            file = place.rpartition(":")[0]
+        name = file or self.about
+        name = name and shlex.quote(name)
         row = re.sub(r"^[\s*-]*(?:\[.?\] )?", "", row)
-        paths = {path: shlex.quote(path) for path in self.paths if file in ("", path)}
-        self.known = known | {Path(path).suffix[1:]: name for path, name in paths.items()}
-        self.known |= {"file": paths.get(file, file), "row": row}
+        self.known = known | {"file": name, "row": row, Path(name).suffix[1:]: name}
         filled = self._filled(templates.replace(" | ", "\n"), said).split("\n")
         self.known = known
-        return [sentence for sentence in filled if '""' not in sentence]
+        return [sentence for sentence in filled if sentence and '""' not in sentence]
 
     def _edit(self, rule, said):
         """Put `line` behind the text of a file. Or change the one place that matches the regex
@@ -2420,14 +2478,16 @@ class Plan:
         )
         text = self._result("read_file", {"path": path})
         page = "\n".join(re.findall(r"(?m)^\d+\| (.*)$", text))
+        line = re.sub(r"(?m)^\d+\| ", "", line)
         if line and re.search(rule.get("start", r"^[^|]* is empty\)$"), text):
             return self._result("write_file", {"path": path, "content": line})
         if "go on with offset=" in text:
             return "That file is too long for me: I can only read one page."
         if not page:
             return text
-        if line and path.endswith(".csv") and line.count(",") != page.split("\n")[0].count(","):
-            return "A row of a table needs commas between its values, like its first line."
+        head = page.split("\n")[0]
+        if line and path.endswith(".csv") and line.count(",") != head.count(","):
+            return f"A row of {path} needs commas between its values, like its first line:\n{head}"
         kept, count = re.subn(f"(?im){old or '()(?!)'}", lambda found: found[1] + new, page)
         if count != 1 and not line:
             self.missed = f"I find {count or 'no'} such lines in {path}: say one."

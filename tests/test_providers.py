@@ -1456,7 +1456,6 @@ DESK = {
     "show me the last 2 lines of a.txt": ("exec", "two\nthree"),
     "how many files are here?": ("glob", "3, with those in folders:"),
     "what do you know about me?": ("grep", "old"),
-    "change x to y in a.txt": ("edit_file", "old_text is not in the file"),
     "remember that I like tea": ("edit_file", "I note: I like tea"),
     "search the web for cats": ("web_search", "No answer from"),
 }
@@ -1628,7 +1627,7 @@ OFFERED = {  # nothing is run or written: what can be said instead, or what is m
     "read it": "Which file,",
     "remind me to go": "  remind me tomorrow at 18 to go",
     "if 28 kids pay 4.50 each how much is that": "  28 * 4.50",
-    "what is the capital of France": "I find no line with all of these words",
+    "what is the capital of France": "I know no rule for that",
     "": "I know no rule",
 }
 
@@ -1656,7 +1655,22 @@ SAID = {  # what a class says in a conversation → what the last answer has
     "how many tasks are done in tools.md": "1 done in tools.md:",
     "append nails to tools.md / read tools.md": "4| - [ ] nails",
     "tick off milk in tools.md": "+- [x] milk",
-    "tick off milk": '  tick off "milk" in ',
+    "tick off milk": '  tick off "milk 2" in ',
+    "read tools.md / tick off milk": "+- [x] milk",
+    "tick off milk in the tools list": "+- [x] milk",
+    "please add nails to the tools list": "+- [ ] nails",
+    "read b.md": "docs/b.md says:\n1| # Two",
+    "rename b.md to c.md / read c.md": "docs/c.md says:\n1| # Two",
+    "delete c.md": "There is no c.md here.",
+    "change tea to ham in list.txt": "There is no tea in list.txt.",
+    "whats the best points of age 16": "team.csv, points, 16: highest 9 (Mia), lowest 1 (Bo)",
+    "delete the todo list / is it gone?": "It is still here: todo.txt",
+    "delete the old folder": "I delete only files that you name, and no folders",
+    "which file is the newest and delete the todo list / read todo.txt": "call Tom on Friday",
+    "sort the team by points and save it as best.csv / read best.csv": "best.csv says:\n1| name,age,p",
+    "change Bo's points to 5": '  change "Bo,16,1" to "Bo,16,5" in team.csv',
+    'change Bo\'s points to 5 / change "Bo,16,1" to "Bo,16,5" in team.csv': "+Bo,16,5",
+    "which age does bo have": "team.csv: name Bo, age 16, points 1",
     "sort team.csv by points highest first": "name,age,points\nMia,16,9\nAda,15,2\nBo,16,1",
     "sort team.csv by name": "name,age,points\nAda,15,2\nBo,16,1",
     "sort list.txt by name": "- bread 3.5\neggs\nham\nmilk 2",
@@ -1666,17 +1680,15 @@ SAID = {  # what a class says in a conversation → what the last answer has
     "how many players are in team.csv": "team.csv has 3 rows without its header.",
     "who is Mia in team.csv": "team.csv:2: Mia,16,9",
     "add Zoe,15,4 to team.csv": "+Zoe,15,4",
-    "add Zoe to team.csv": "A row of a table needs commas",
+    "add Zoe to team.csv": "like its first line:\nname,age,points",
     "what is 34 out of 40 in percent": "34 of 40 = 85 %",
-    "what is 15% of 240 / and 20%?": "20% of 240 = 48",
-    "what is 15% of 240 / what about 300": "15% of 300 = 45",
     "what is 15% of 240 / now divide that by 6": "= 6",
     "convert 5 miles to km": "5 miles = 8.04672 km",
-    "im Oleksii and i am 14 years / how old am i": "The user: age: 14 years old",
-    "my favrite food is soup / what's my favrite food": "The user: favrite food is soup",
+    "im Oleksii and i am 14 years / how old am i": "The user's age: 14 years old",
+    "my favrite food is soup / what's my favrite food": "The user's favrite food is soup",
     "im allergic to nuts / what do you know about me": "The user: I am allergic to nuts",
     "I love volleyball / what do i like": "The user: I love volleyball",
-    "my name is Bo / my name is Ada / what is my name": "The user: name is Ada",
+    "my name is Bo / my name is Ada / what is my name": "The user's name is Ada",
     "i have biology on thursdays / when do i have biology": "I have biology on thursdays",
     "remember that Mrs Novak's room is 204 / in which room is mrs novak": "room is 204",
     "hi btw im jonas, i do the software": "I note: I do the software",
@@ -1685,11 +1697,8 @@ SAID = {  # what a class says in a conversation → what the last answer has
     "dont delete anything just tell me which file is the biggest": "./long.txt",
     "which file did i change last": "newest: ",
     "compare essay.md and todo.txt": "> call Tom on Friday",
-    "how many words are in list.txt / and the essay?": "essay.md has 3 words.",
     "how many words does my essay have": "essay.md has 3 words.",
     "how long is list.txt / how long is it": "list.txt has 4 lines.",
-    "how many errors are in server.log / and warnings?": "No line has all of that.",
-    "how many eggs are in list.txt / show me them": "list.txt:3: eggs",
     "were there any errors in the server log": "server.log:1: 10:02 ERROR no paper",
     "show me the last two lines of list.txt": "eggs\nham",
     "what do we have on friday": "todo.txt: call Tom on Friday",
@@ -1698,7 +1707,7 @@ SAID = {  # what a class says in a conversation → what the last answer has
     "pls chnage milk to tea in the list.txt": "  change milk to tea in list.txt",
     "replace eggs with toast everywhere in list.txt": "-eggs\n+toast",
     "remove eggs from list.txt / read list.txt": "3| ham",
-    "take milk off the list, i have it": '  remove "milk" from ',
+    "take milk off the list, i have it": '  remove "milk 2" from ',
     "remove needle from long.txt": "That file is too long for me",
     "overwrite list.txt with just rice / read list.txt": "says:\n1| rice",
     "set the volume in s.json to 8, then show me the file": 's.json says:\n1| {"volume": 8}',
@@ -1744,7 +1753,7 @@ def test_what_a_class_says_is_understood_or_offered(desk, said):
 SETTINGS = {  # the value of the key is changed, or nothing
     "change version to 1.3.0 in s.json": '"version": "1.3.0",',
     "set debug to true in s.json": '"debug": true',
-    "change name to x in s.json": '"name": {',
+    "change name to x in s.json": "I find no such lines in s.json",
     "change nothing to x in s.json": "I find no such lines in s.json",
     'change "1.2.0" to 1.3.0 in s.json': '+  "version": "1.3.0",',
 }
@@ -1769,14 +1778,16 @@ def test_the_rows_of_a_table_are_counted_without_its_header(desk):
     assert "t.csv, points: highest 2.5 (Carla)" in desk.ask("who has the most points")[0]
     (desk.folder / "t.csv").write_text('name,points\n"Carla, D",2\n')
     assert "I find no line" in desk.ask("who has the most points")[0]
-    assert "a.txt have that (1):\na.txt:2: two" in desk.ask("how many twos are in a.txt")[0]
+    assert 'a.txt for "twos": 1\na.txt:2: two' in desk.ask("how many twos are in a.txt")[0]
 
 
 def test_facts_are_kept_apart_and_forgotten_one_by_one(desk):
     desk.ask("my name is Lena and I study physics")
     desk.ask("my name is Tom")
     assert "I study physics" in desk.ask("what do i study")[0]
-    assert desk.ask("what is my name?")[0].startswith("The user: name is Tom")
+    assert desk.ask("what is my name?")[0].startswith("The user's name is Tom")
+    desk.ask("which snake is in here? im Bo")  # a step that finds nothing: no step writes
+    assert "Bo" not in desk.read("memory/MEMORY.md")
     desk.ask("forget my name")
     assert desk.read("memory/MEMORY.md") == "# Facts\n\n- old\n- The user: I study physics\n"
     assert "I was not told that" in desk.ask("what is my name?")[0]

@@ -5,6 +5,7 @@ BEGIN {
     asked = " " tolower(ENVIRON["asked"]) " "
     if (match(asked, /(under|below|less than|fewer than|over|above|more than) -?[0-9.]+/)) limit = substr(asked, RSTART, RLENGTH)
     bound = limit
+    wanted = ENVIRON["answer"]  # the cells that are listed: yes or no
     sub(/.* /, "", bound)  # under 60 → 60
     said = asked
     gsub(/[][ \t.,;:!?"'()]+/, " ", said)
@@ -13,7 +14,7 @@ function is_named(column) {  # `grades` in a question also names the column grad
     column = tolower(column)
     gsub(/[^a-z0-9]+/, ".", column)
     sub(/s$/, "", column)
-    if (asked ~ /how much.*(spen[dt]|paid|pay|cost)/ && column ~ /^(amount|price|cost|euro|sum|total|spent|paid)/) return 1
+    if (asked ~ /spen[dt]|paid|pay|cost|expensive|cheap|dear/ && column ~ /^(amount|price|cost|euro|sum|total|spent|paid)/) return 1
     if (asked ~ /[^a-z]money[^a-z]/ && column ~ /(euro|price|amount|cost|fee|paid|eur|dollars?)$/) return 1
     if (asked ~ "[^a-z0-9]" column "s?[^a-z0-9]") return 1
     parts = split(column, part, ".")  # `rain` names rain_mm, if no column is called rain
@@ -22,6 +23,10 @@ function is_named(column) {  # `grades` in a question also names the column grad
 function is_said(text) {  # `forward` and `forwards`, but no number and nothing as short as `in`
     text = tolower(text)
     return length(text) > 2 && text !~ /^[0-9.]+$/ && (index(said, " " text " ") || index(said, " " text "s "))
+}
+function has_said(text) {  # school atlas, if `atlases` is said
+    for (w = split(tolower(text), word, /[^a-z]+/); w; w--)
+        if (length(word[w]) > 3 && (index(said, " " word[w] " ") || index(said, " " word[w] "s ") || index(said, " " word[w] "es "))) return 1
 }
 function count(key, name, value, points) {
     if (!rows[key]++) {
@@ -52,16 +57,24 @@ FNR == 1 {
     cells = split($0, cell, comma)
     for (i = 1; !who && i <= cells; i++) if (cell[i] !~ /^ *[0-9.]+ *$/) who = i  # the first that is no number
     chosen = ""
-    for (i = 1; i <= cells; i++) if (!limit && is_said(cell[i])) chosen = cell[i]
+    partly = ""
+    for (i = 1; i <= cells; i++) {
+        if (!limit && (is_said(cell[i]) || index(said, " " tolower(head[i] " " cell[i]) " "))) chosen = cell[i]
+        if (!limit && has_said(cell[i])) partly = cell[i]
+    }
     for (i = 1; i <= cells; i++) {
         if (comma == ";") sub(/,/, ".", cell[i])
+        if (wanted && tolower(cell[i]) == wanted && is_named(head[i])) matching[FILENAME ", " head[i] " " wanted] = matching[FILENAME ", " head[i] " " wanted] ", " cell[who]
         if (cell[i] !~ /^ *-?[0-9]+(\.[0-9]+)? *$/ || FILENAME in quoted) continue
         points = 2 * is_named(head[i]) + is_named(title)
         count(FILENAME ", " head[i], cell[who], cell[i] + 0, points)
-        if (chosen) count(FILENAME ", " head[i] ", " chosen, cell[who], cell[i] + 0, points + 4)
+        row = is_named(head[i]) && !chosen ? partly : chosen
+        if (row) count(FILENAME ", " head[i] ", " row, cell[who], cell[i] + 0, points + 4)
     }
 }
 END {
+    for (key in matching) print substr(key, 3) ": " substr(matching[key], 3)
+    if (wanted) exit key ? 0 : 1
     spent = asked ~ /(spen[dt]|paid|pay|cost).* (on|for) / && asked !~ / in total/
     none = !known || !best && length(asked) > 20 || spent && best < 4
     if (none) exit 1
