@@ -29,7 +29,7 @@ import signal
 import sys
 import threading
 import time
-from asyncio import create_task, run_coroutine_threadsafe, wait, wrap_future
+from asyncio import create_task, run_coroutine_threadsafe, timeout, wait, wrap_future
 from codecs import getincrementaldecoder
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
@@ -883,7 +883,7 @@ class BotAPI:
                 return response.status, response.read()
 
         try:
-            async with asyncio.timeout(seconds):  # a DNS lookup has no time limit of its own
+            async with timeout(seconds):  # a DNS lookup has no time limit of its own
                 return await in_thread(fetch)
         except TimeoutError:
             problem = f"no answer in {seconds:g} s"
@@ -1024,7 +1024,7 @@ class Telegram(Channel):
             texts.append(with_quote(message))
             try:
                 if file := file_in(message):
-                    async with asyncio.timeout(300.0):  # seconds; meanwhile the chat waits
+                    async with timeout(300.0):  # seconds; meanwhile the chat waits
                         media.append(await self._save(file))
             except (TelegramError, Refused, OSError) as failure:
                 why = str(failure) or "it did not come within five minutes"

@@ -27,8 +27,6 @@ import gc
 import json
 import logging
 import re
-import shlex
-import time
 from asyncio import get_running_loop
 from ast import literal_eval
 from collections import defaultdict
@@ -36,14 +34,17 @@ from collections.abc import Awaitable, Callable, Collection, Iterable
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
+from json import JSONEncoder
 from pathlib import Path
+from shlex import quote
+from time import monotonic, perf_counter_ns
 from typing import NamedTuple
 from urllib.parse import urlsplit
 from warnings import catch_warnings
 from zlib import crc32
 
 log = logging.getLogger("nanobot.providers")
-to_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode  # raises ValueError for NaN
+to_json = JSONEncoder(ensure_ascii=False, allow_nan=False).encode  # raises ValueError for NaN
 JSON = json.JSONDecoder(strict=False)  # accepts line breaks inside a string
 words = re.compile(r"\s*\S+|\s+\Z").findall  # "Hi you" → ["Hi", " you"]
 OnDelta = Callable[[str], Awaitable[None]]  # called with each piece of a streamed answer
@@ -181,12 +182,12 @@ class LLMProvider:
             tools=tools,
             healed=[remedy.notice for remedy in self.learnt.get(name, [])],
         )
-        began = time.monotonic()
+        began = monotonic()
         response = failed("It was stopped.")  # for the event, if `answer` is cancelled
         try:
             response = await self.answer(request)
         finally:
-            on_event("answer", seconds=round(time.monotonic() - began, 3), answer=response)
+            on_event("answer", seconds=round(monotonic() - began, 3), answer=response)
         return response
 
     async def answer(self, request: LLMRequest) -> LLMResponse:
@@ -499,7 +500,7 @@ def with_results(messages):
 
 def new_id():
     """Make the id of a call that has none."""
-    return nine_digits(time.perf_counter_ns())
+    return nine_digits(perf_counter_ns())
 
 
 def nine_digits(number):
@@ -1723,7 +1724,7 @@ def keyless_json(named):
     secrets = re.findall(NAMED_SECRET, json.dumps(named, ensure_ascii=False))
     secrets.sort(key=len, reverse=True)  # the longest first: one may be the start of another
     keys = re.compile("|".join([KEYS, *map(re.escape, secrets)]))
-    write = json.JSONEncoder(ensure_ascii=False, default=vars).encode  # vars: of an LLMResponse
+    write = JSONEncoder(ensure_ascii=False, default=vars).encode  # vars: of an LLMResponse
     # the groups of KEYS are what stays, like `password=`
     return lambda event: keys.sub(r"\1\2\3[key]", write(event))
 
@@ -2233,9 +2234,16 @@ class Plan:
                     continue  # "show it" is not about the folder shows
                 path = self._look_up(said, is_exact)
                 # my todo list: `list` is a kind of file
-                if path and all(
-                    self.rules.has("kinds", word) or not self.rules.is_small(word)
-                    for word in (phrase[0], phrase[-1])
+                is_code = is_exact and path.endswith(
+                    ".py"
+                )  # "add 5 to the bill" is not for bill.py
+                if (
+                    path
+                    and not is_code
+                    and all(
+                        self.rules.has("kinds", word) or not self.rules.is_small(word)
+                        for word in (phrase[0], phrase[-1])
+                    )
                 ):
                     words[start : start + size] = [self._letter("text_file", path)]
         return " ".join(words)
@@ -2308,7 +2316,7 @@ class Plan:
         is_quoted = "command" in rule and not rule["command"].endswith("command>")
         if is_quoted and "Windows PowerShell" in str(self.request.tools):
             return "That needs bash, a part of Git for Windows: install Git (git-scm.com)."
-        result = self._outcome(rule, said, shlex.quote if is_quoted else str)
+        result = self._outcome(rule, said, quote if is_quoted else str)
         shown = re.sub(NOISE, "", result).strip()
         if re.match(SUCCESS.get(rule.get("tool"), OTHER_SUCCESS), result):
             if not reads(rule):
@@ -2461,7 +2469,7 @@ class Plan:
         if "<row>" in templates:
             file = place.rpartition(":")[0]
         name = file or self.about
-        name = name and shlex.quote(name)
+        name = name and quote(name)
         row = re.sub(r"^[\s*-]*(?:\[.?\] )?", "", row)
         self.known = known | {"file": name, "row": row, Path(name).suffix[1:]: name}
         filled = self._filled(templates.replace(" | ", "\n"), said).split("\n")
@@ -2491,6 +2499,7 @@ class Plan:
         kept, count = re.subn(f"(?im){old or '()(?!)'}", lambda found: found[1] + new, page)
         if count != 1 and not line:
             self.missed = f"I find {count or 'no'} such lines in {path}: say one."
+            self.wishes.append((rule, said))
             return self.missed if count else ""
         box = re.search(r"(?m)^(?:[-*] )?\[ \] ", kept)  # of a list of tasks
         if box and line[:1].isalnum():

@@ -57,6 +57,7 @@ from ipaddress import IPv4Address, ip_address, ip_network
 from itertools import dropwhile, takewhile
 from logging import getLogger
 from math import inf
+from os import environ, fspath, scandir, sep
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen
 from tempfile import mkdtemp
@@ -318,7 +319,7 @@ class ToolRegistry:
             result.text = f"({name} completed with no output)"
         lines = result.text.split("\n")
         ended = lines[0] if result.is_error else counted(len(lines), "line", "lines")
-        result.shown = (result.shown or ended).replace(f"{turn.cwd}{os.sep}", "")
+        result.shown = (result.shown or ended).replace(f"{turn.cwd}{sep}", "")
         result.text = fitted(result.text, turn.max_result_chars, name, turn)
         return result
 
@@ -831,7 +832,7 @@ def list_dir(path: str = ".", *, turn: Turn):
     """List a directory."""
     real = turn.path(path)
     try:
-        entries = sorted(os.scandir(real), key=os.fspath)
+        entries = sorted(scandir(real), key=fspath)
     except OSError as problem:
         raise ToolError(f"Cannot list {real}: {problem.strerror}.{similar_names(real)}") from None
     lines = [f"{real}: {len(entries)} entries"]
@@ -1136,8 +1137,8 @@ def find_files(turn, path, glob):
         return [(path, str(root))]
     if not root.is_dir():
         raise ToolError(f"There is no folder {root}.{similar_names(root)}")
-    globs = [] if glob in ("", "*") else plain_globs(glob.replace(os.sep, "/"))
-    shown_root = "" if path == "." else os.path.join(path, "").replace(os.sep, "/")
+    globs = [] if glob in ("", "*") else plain_globs(glob.replace(sep, "/"))
+    shown_root = "" if path == "." else os.path.join(path, "").replace(sep, "/")
     # To ask is_secret about each of 20,000 files would take 0.4 s. A file can hold keys only if its
     # path starts so, or if it has the inode number of a file with keys (a hard link, CONFIG.JSON).
     secret_starts = ("/proc/", *map(str, turn.secret))
@@ -1160,7 +1161,7 @@ def walk(folder, parents="", ignored=None):
     """Yield each file and each unreadable folder below a folder: its name in the first folder, like
     src/app.py, and its `os.DirEntry`. Links are not followed."""
     try:
-        entries = sorted(os.scandir(folder), key=os.fspath)
+        entries = sorted(scandir(folder), key=fspath)
     except OSError:  # skip a folder that cannot be read
         return
     if ignored is None or any(entry.name == ".git" for entry in entries):  # a nested repository
@@ -1614,7 +1615,7 @@ NOT_OF_BASH = r"(?i)[\\/](cmd|system32|windowsapps)[\\/]?(?=[;:]|\Z)"
 
 def find_shell():
     """The first of SHELL_OPTIONS that is installed, with its options; [] if there is none."""
-    path = re.sub(NOT_OF_BASH, "/bin", os.environ.get("PATH", os.defpath))
+    path = re.sub(NOT_OF_BASH, "/bin", environ.get("PATH", os.defpath))
     for name, options in SHELL_OPTIONS.items():
         if found := shutil.which(name, path=path):
             return [found, *options]
@@ -1649,9 +1650,7 @@ USERPROFILE TEMP APPDATA LOCALAPPDATA PATHEXT COMSPEC SYSTEMROOT
 
 
 def clean_environment(*more):
-    return {
-        name: os.environ[name] for name in {*SAFE_ENVIRONMENT.split(), *more} & os.environ.keys()
-    }
+    return {name: environ[name] for name in {*SAFE_ENVIRONMENT.split(), *more} & environ.keys()}
 
 
 RUNS_BASH = (

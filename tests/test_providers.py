@@ -1778,7 +1778,7 @@ def test_the_rows_of_a_table_are_counted_without_its_header(desk):
     assert "t.csv, points: highest 2.5 (Carla)" in desk.ask("who has the most points")[0]
     (desk.folder / "t.csv").write_text('name,points\n"Carla, D",2\n')
     assert "I find no line" in desk.ask("who has the most points")[0]
-    assert 'a.txt for "twos": 1\na.txt:2: two' in desk.ask("how many twos are in a.txt")[0]
+    assert 'a.txt for "twos" (lines: 1):\na.txt:2: two' in desk.ask("how many twos are in a.txt")[0]
 
 
 def test_facts_are_kept_apart_and_forgotten_one_by_one(desk):

@@ -7,7 +7,7 @@ BEGIN {
     sub(/ instead of .*/, "", value)
     sub(/[.!? ]*( instead| please| pls)?[.!? ]*$/, "", value)
     if (!sub(/.* (to|as|into|at|be|now) /, "", value)) sub(/.* (make|set|change) .* /, "", value)  # make the tea 1.80
-    sub(/,? (for|in|of|at|and|then|instead|please|pls|can|could) .*|,.*/, "", value)
+    sub(/,? (for|in|of|at|per|and|then|instead|please|pls|can|could) .*|,.*/, "", value)
     said = " " tolower(asked) " "
     at = index(said, tolower(value))
     if (at) said = substr(said, 1, at - 1) substr(said, at + length(value))
@@ -26,9 +26,9 @@ FNR == 1 { columns = FILENAME ~ /\.csv$/ ? split(tolower($0), head, /[,;]/) : 0 
 {
     hits = 0
     for (w = split(tolower($0), word, /[^a-z0-9]+/); w; w--) hits += is_said(word[w])
+    cells = split($0, cell, /[,;]/)
     if (!hits || hits < most) next
     changed = ""
-    cells = split($0, cell, /[,;]/)
     for (i = 1; i <= columns && cells == columns; i++) {
         named = 0
         for (w = split(head[i], word, /[^a-z0-9]+/); w; w--) named += is_said(word[w])
