@@ -2180,11 +2180,11 @@ class Plan:
     def _is_doubtful(self, step):
         """Is something not said that the rule needs, or is a text no text, or another wish?"""
         rule, said = step
+        if reads(rule):
+            return False
         texts = [said[name] for name in ("content", "new", "value", "note") if said.get(name)]
         unsaid = {"files", "settings", "text_or_table"}.intersection(rule["own"])
         unsaid -= {name for name in said if said[name]}
-        if reads(rule):
-            return False
         if unsaid and not (self.known["file"] and ("old" in rule or said.get("it"))):
             return True  # `old` needs one such line in the file of the last question
         doubts = "several" if rule.get("path") == "<memory>" or "note" in said else "doubtful"
@@ -2233,17 +2233,11 @@ class Plan:
                 if re.search("[\ue000-\uf7ff]", said) or size == 1 and self.rules.has("show", said):
                     continue  # "show it" is not about the folder shows
                 path = self._look_up(said, is_exact)
-                # my todo list: `list` is a kind of file
-                is_code = is_exact and path.endswith(
-                    ".py"
-                )  # "add 5 to the bill" is not for bill.py
-                if (
-                    path
-                    and not is_code
-                    and all(
-                        self.rules.has("kinds", word) or not self.rules.is_small(word)
-                        for word in (phrase[0], phrase[-1])
-                    )
+                if not path or is_exact and path.endswith(".py"):
+                    continue  # "add 5 to the bill" is not for bill.py
+                if all(  # my todo list: `list` is a kind of file
+                    self.rules.has("kinds", word) or not self.rules.is_small(word)
+                    for word in (phrase[0], phrase[-1])
                 ):
                     words[start : start + size] = [self._letter("text_file", path)]
         return " ".join(words)
@@ -2382,9 +2376,10 @@ class Plan:
         return "".join(f"(?=.*{any_of([word])})" for word in sorted(words))
 
     def _advise(self, text, says="", said=None):
-        """Return `text` or lines that have words of the question, and three sentences that work.
+        """Return `text` and three sentences that work. A text that only says that nothing fits or
+        was found is replaced by the lines that have words of the question.
 
-        `says` are the sentences to begin with; then no lines are looked for.
+        `says` are sentences of the rule that refuses; sentences of wishes come before them.
         """
         question = self.known["question"]
         typed = self.masked(question)

@@ -64,7 +64,8 @@ FNR == 1 {
     }
     for (i = 1; i <= cells; i++) {
         if (comma == ";") sub(/,/, ".", cell[i])
-        if (wanted && tolower(cell[i]) == wanted && is_named(head[i])) matching[FILENAME ", " head[i] " " wanted] = matching[FILENAME ", " head[i] " " wanted] ", " cell[who]
+        key = FILENAME ", " head[i] " " wanted
+        if (wanted && tolower(cell[i]) == wanted && is_named(head[i]) && !(FILENAME in quoted)) matching[key] = matching[key] ", " cell[who]
         if (cell[i] !~ /^ *-?[0-9]+(\.[0-9]+)? *$/ || FILENAME in quoted) continue
         points = 2 * is_named(head[i]) + is_named(title)
         count(FILENAME ", " head[i], cell[who], cell[i] + 0, points)
@@ -74,7 +75,7 @@ FNR == 1 {
 }
 END {
     for (key in matching) print substr(key, 3) ": " substr(matching[key], 3)
-    if (wanted) exit key ? 0 : 1
+    if (wanted) exit length(matching) ? 0 : 1
     spent = asked ~ /(spen[dt]|paid|pay|cost).* (on|for) / && asked !~ / in total/
     none = !known || !best && length(asked) > 20 || spent && best < 4
     if (none) exit 1
