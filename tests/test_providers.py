@@ -1778,6 +1778,10 @@ def test_the_rows_of_a_table_are_counted_without_its_header(desk):
     assert "t.csv, points: highest 2.5 (Carla)" in desk.ask("who has the most points")[0]
     (desk.folder / "t.csv").write_text('name,points\n"Carla, D",2\n')
     assert "I find no line" in desk.ask("who has the most points")[0]
+    (desk.folder / "t.csv").write_text("name,paid\nBo,no\nDi,yes\n")
+    assert desk.ask("who hasnt paid")[0] == "t.csv, paid no: Bo"
+    (desk.folder / "t.csv").write_text('name,paid\n"Carla, D",no\n')  # its columns are shifted
+    assert "paid no:" not in desk.ask("who hasnt paid")[0]
     assert 'a.txt for "twos" (lines: 1):\na.txt:2: two' in desk.ask("how many twos are in a.txt")[0]
 
 

@@ -74,8 +74,11 @@ FNR == 1 {
     }
 }
 END {
-    for (key in matching) print substr(key, 3) ": " substr(matching[key], 3)
-    if (wanted) exit length(matching) ? 0 : 1
+    for (key in matching) {
+        print substr(key, 3) ": " substr(matching[key], 3)
+        listed = 1
+    }
+    if (wanted) exit !listed
     spent = asked ~ /(spen[dt]|paid|pay|cost).* (on|for) / && asked !~ / in total/
     none = !known || !best && length(asked) > 20 || spent && best < 4
     if (none) exit 1
