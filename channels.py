@@ -1866,6 +1866,6 @@ class PageRequest:
             ).result(5)
             self._reply(204, "")
         except OSError:  # also TimeoutError; after a 202 the page tries again, and says why
-            self._reply(202, "waiting: the disk is full, or the file cannot be written")
+            self._reply(202, "waiting: the disk is full, cannot be written, or is slow")
         except Exception as problem:  # for example, invalid JSON
             self._reply(400, f"not accepted: {problem}")

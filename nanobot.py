@@ -2320,7 +2320,7 @@ class Program:
     now: Callable = datetime.now
     sleep: Callable = sleep
     streaming: bool = True
-    patience: float = 15.0  # seconds to wait for MCP servers that are starting
+    patience: float = 30.0  # seconds; a server that starts has 25, and a one-shot has no later turn
 
 
 def path_of(text):

@@ -80,7 +80,12 @@ class Page:
         return self.request("POST", path, json.dumps(fields))[0]
 
     def say(self, text: str, chat: str = "page", number: str = "1") -> int:
-        return self.post("/say", chat=chat, text=text, id=number)
+        """The status. As the page does, it says it again while it has to wait."""
+        ends = time.monotonic() + 60
+        while True:
+            status = self.post("/say", chat=chat, text=text, id=number)
+            if status != 202 or time.monotonic() > ends:
+                return status
 
     def answer(self, asked: dict, text: str) -> int:
         return self.post("/answer", id=asked["id"], text=text)
