@@ -1823,7 +1823,10 @@ FIELDS = re.findall(
 )
 READS = {"read_file", "list_dir", "glob", "grep", "web_fetch", "web_search"}
 # <words> that are filled in here
-BUILT_IN = "result Time memory file count last question words row text csv json md py txt"
+BUILT_IN = (
+    "result Time memory file second count last question words row task columns text "
+    "csv json md py txt"
+)
 WORD = r"<(\w+)>"
 QUOTED = "(?s)^[\"'`“‘](.+)[\"'`”’]$"
 # While rules are compared, a name or a quoted text is one letter: `read a.txt` → `read \uec00`
@@ -1834,7 +1837,7 @@ MASKED = re.compile(
       |(?<![\w.~+@-])(?![\d.]*/[\d.]+(?![\w.])|km/h|m/s|and/or|\.\w+\ files)(?:[a-z]:(?=[/\\]))?
        (?:[\w~./\\+@-]*\.\d*[a-z]\w*|[\w~.+@-]*[/\\][\w~./\\+@-]*\w)(?![\w/\\]))
     |(?P<a_folder>(?<![\w.~+@-])[\w~./\\+@-]*\w[/\\](?!\S))
-    |(?P<quoted>"[^"]+"|“[^”]+”|(?<!\w)'[^']+'(?!\w)|‘[^’]+’|`[^`]+`)"""
+    |(?P<quoted>"(?!…")[^"]+"|“[^”]+”|(?<!\w)'[^']+'(?!\w)|‘[^’]+’|`[^`]+`)"""
 )
 FIRST = {  # the first letter for each kind; the last three are files
     "url": "\ue000",
@@ -2384,89 +2387,86 @@ class Plan:
         question = self.known["question"]
         typed = self.masked(question)
         names = re.findall(A_FILE, typed + self._named(typed))
-        other = (
-            rf"(?i)[\ue000-\ue7ff]|\b(?:{self.rules.alike['verbs']}|{self.rules.alike['seek']})\b"
-        )
-        words = self._value(re.sub(other, " ", typed))
-        self.rows = rows = self._lines_with(self.rules.stems(words))
-        is_general = text in (self.rules.otherwise["offer"], NO_LINE)
-        if not is_general:
-            rows = []
         files = [self._place(self._value(name)) for name in names]
-        files += [*(row[0].rpartition(":")[0] for row in rows), self.known["file"]]
-        self.about = next((name for name in files if name in self.paths), "")
+        self._search(typed, files[: len(re.findall(A_FILE, typed))])
         if names:  # explain a.txt → a.txt is "it"
             self.known["file"] = files[0] if files[0] in self.paths else ""
-        wished = {}  # sentence with gaps → the shortest without
-        about = self.about
-        self.about = self.known["file"] or about
+        files += [*self.near, self.known["file"]]
+        files = [file for file in dict.fromkeys(files) if file in self.paths]
+        about, second, *_ = [*files, "", ""]
+        self.known["second"] = second and quote(second)
+        it = self.known["file"] or about
+        wished = []
         for rule, words in self.wishes:
-            for template in rule.get("say", "").split(" | "):
-                for offer in self._offers(template, words):
-                    wished[template] = min(offer, wished.get(template, offer), key=len)
-        self.about = about
-        offers = sorted(wished.values(), key=len) + self._offers(says, said or {})
-        if offers and is_general:
-            text = self.rules.otherwise["nearly"]
-        elif rows:
-            lines = ["I only searched. Lines with these words, or some of them:"]
-            for place, line, shown in rows[:8]:
-                path, _, number = place.rpartition(":")
-                lines.append(f"{path}: {shown}")
-                # below a heading is what it is about
-                if len(rows) < 4 and re.search(
-                    r"\.(?:md|txt):\d+ (?:#|.*[:?]$)", f"{place} {line}"
-                ):
-                    below = {"path": path, "offset": int(number) + 1, "limit": 5}
-                    lines += re.findall(r"(?m)^\d+\|( .+)", self._result("read_file", below))
-            text = "\n".join(lines)
-        offers += self._offers(self.rules.otherwise.get("can", ""), {})
+            wished += self._offers(rule.get("say", ""), words, it)
+        offers = sorted(wished, key=len)[:1] + self._offers(says, said or {}, about)
+        if "<row>" in says:
+            text = f"{self.missed}\n{text}".strip()
+        if text in (self.rules.otherwise["offer"], NO_LINE):
+            if offers:
+                text = self.rules.otherwise["nearly"]
+            elif self.rows:
+                text = "I only searched. Lines with these words, or some of them:"
+                for *_, file, _, shown in self.rows[:8]:
+                    text += f"\n  {file}: {shown}"
+        offers += self._offers(self.rules.otherwise.get("can", ""), {}, about)
         new = [offer for offer in dict.fromkeys(offers) if offer != question]
         return "\n  ".join([f"{text}\nI can:", *new[:3]])
 
-    def _lines_with(self, words):
-        """Return the lines that have most of the words, counting the name of the file, and how
-        they are shown: [("a.csv:2", "Bo,3", "name Bo, grade 3")]
+    def _search(self, typed, named):
+        """Find the lines with most of the words of a question, best in the files that it names.
+
+        `rows`: [(2, 0, "a.csv", "Bo,3", "name Bo, grade 3")], by the place of the first such word;
+        `near`: the files that have any of the words, those with most of them first.
         """
+        verbs = rf"(?i)\b(?:{self.rules.alike['verbs']}|{self.rules.alike['seek']})\b"
+        asked = self._value(re.sub(rf"{verbs}|[\ue000-\ue7ff]", " ", typed)).lower()
+        words = self.rules.stems(asked)
         rare = words - self.rules.common or words
         pattern = any_of(words or "-") + HEAD
         found = self._result("grep", {"pattern": pattern, "output_mode": "content"})
-        rows = re.findall(r"(?m)^(.+?:\d+): (.{1,300})", found)
-        heads = {place[:-2]: line.split(",") for place, line in rows if place.endswith(".csv:1")}
-        ranked = defaultdict(list)
-        for place, line in rows:
-            head = heads.get(place.rpartition(":")[0], [])
+        self.heads = dict(re.findall(r"(?m)^(.+?\.csv):1: (.+)", found))
+        rows = []
+        said = defaultdict(set)
+        for file, line in re.findall(r"(?m)^(.+?):\d+: (.{1,300})", found):
+            head = self.heads.get(file, "").split(",")
             cells = line.split(",")
             shown = line
-            if len(cells) == len(head):  # of a table
+            if len(cells) == len(head) > 1:  # of a table
                 shown = ", ".join(map(" ".join, zip(head, cells, strict=True)))
-            has = self.rules.stems(f"{place} {shown}")
+            has = self.rules.stems(f"{file} {shown}") & words
+            said[file] |= has
+            rank = len(rare & has) + len(has) - file.endswith(".py") + 10 * (file in named)
             if cells != head and len(rare & has) / len(rare or "-") > 0.3:
-                ranked[len(rare & has) + len(words & has)].append((place, line, shown))
-        return ranked[max(ranked, default=0)]
+                rows.append((rank, min(map(asked.find, has)), file, line, shown))
+        most = max(rows, default=[0])[0]
+        self.rows = sorted(row for row in rows if row[0] == most)
+        self.near = sorted(filter(said.get, said), key=lambda file: -len(said[file]))
 
-    def _offers(self, templates, said):
+    def _offers(self, templates, said, about):
         """`delete <file> | read <file>` → two sentences, without those with <words> nobody said;
-        <py> is a file that ends in .py
+        <py> is a file that ends in .py. `about`: the file, if nobody said one
         """
         texts = [said.get(name, "") for name in ("content", "new", "value", "note")]
-        if re.search("[\ue400-\ue7ff\uec00-\uf7ff]", "".join(texts)) or any(
-            self._look_up(text, True) for text in texts
-        ):
+        if re.search("[\ue400-\ue7ff\uec00-\uf7ff]", "".join(texts)):
             return []  # a text with a name in it is more than one wish
         known = self.known
         file = self._place(self._files(said)[0]) if said.get("files") else ""
-        wish = self.rules.stems(self._value(said.get("content", "")))
-        rows = [
-            row for row in self.rows if row[0].startswith(file) and wish <= self.rules.stems(row[1])
-        ]
-        place, row, _ = [*rows, (":", "", "")][0]
-        if "<row>" in templates:
-            file = place.rpartition(":")[0]
-        name = file or self.about
-        name = name and quote(name)
-        row = re.sub(r"^[\s*-]*(?:\[.?\] )?", "", row)
-        self.known = known | {"file": name, "row": row, Path(name).suffix[1:]: name}
+        rows = [row for row in self.rows if file in ("", row[2])]
+        *_, place, row, _ = [*rows, ("", "", "")][0]
+        if re.search("<(row|task)>", templates):
+            file = place
+        file = file or about
+        name = file and quote(file)
+        box, row = re.fullmatch(r"[\s*-]*(\[ \] )?(?:\[.?\] )?(.*)", row).groups()
+        row = f"'{row}'" if '"' in row else f'"{row}"'
+        self.known = known | {
+            "file": name,
+            "row": row,
+            "task": box and row,
+            "columns": self.heads.get(file),
+            Path(name).suffix[1:]: name,
+        }
         filled = self._filled(templates.replace(" | ", "\n"), said).split("\n")
         self.known = known
         return [sentence for sentence in filled if sentence and '""' not in sentence]
@@ -2494,7 +2494,6 @@ class Plan:
         kept, count = re.subn(f"(?im){old or '()(?!)'}", lambda found: found[1] + new, page)
         if count != 1 and not line:
             self.missed = f"I find {count or 'no'} such lines in {path}: say one."
-            self.wishes.append((rule, said))
             return self.missed if count else ""
         box = re.search(r"(?m)^(?:[-*] )?\[ \] ", kept)  # of a list of tasks
         if box and line[:1].isalnum():
