@@ -249,7 +249,7 @@ def test_without_a_key_it_says_so_once_a_day_in_each_folder_and_asks_the_offline
         ("agent -m", tmp_path.parent, True),
         ("agent -m", ".", False),
     ):
-        status, out, err = nanobot(*command.split(), "tell me a joke", cwd=folder)
+        status, out, err = nanobot(*command.split(), "write a poem", cwd=folder)
         told = (status, "takes a real model" in out, "OPENAI_API_KEY" in err)
         assert told == (0, True, is_told)
     assert "INFO nanobot: list_dir()" in nanobot("--offline", "list the files", "--logs")[2]
