@@ -2395,10 +2395,9 @@ class Plan:
         files = [file for file in dict.fromkeys(files) if file in self.paths]
         about, second, *_ = [*files, "", ""]
         self.known["second"] = second and quote(second)
-        it = self.known["file"] or about
         wished = []
         for rule, words in self.wishes:
-            wished += self._offers(rule.get("say", ""), words, it)
+            wished += self._offers(rule.get("say", ""), words, self.known["file"] or about)
         offers = sorted(wished, key=len)[:1] + self._offers(says, said or {}, about)
         if "<row>" in says:
             text = f"{self.missed}\n{text}".strip()
@@ -2436,8 +2435,8 @@ class Plan:
                 shown = ", ".join(map(" ".join, zip(head, cells, strict=True)))
             has = self.rules.stems(f"{file} {shown}") & words
             said[file] |= has
-            rank = len(rare & has) + len(has) - file.endswith(".py") + 10 * (file in named)
-            if cells != head and len(rare & has) / len(rare or "-") > 0.3:
+            rank = len(rare & has) + len(has) - (".py" in file) + 10 * (file in named)
+            if cells != head and len(rare & has) > 0.3 * len(rare):
                 rows.append((rank, min(map(asked.find, has)), file, line, shown))
         most = max(rows, default=[0])[0]
         self.rows = sorted(row for row in rows if row[0] == most)
@@ -2482,6 +2481,8 @@ class Plan:
         text = self._result("read_file", {"path": path})
         page = "\n".join(re.findall(r"(?m)^\d+\| (.*)$", text))
         line = re.sub(r"(?m)^\d+\| ", "", line)
+        if "No such file" in text and self._place(path).endswith(f"/{path}"):
+            return text  # it is in a folder
         if line and re.search(rule.get("start", r"^[^|]* is empty\)$"), text):
             return self._result("write_file", {"path": path, "content": line})
         if "go on with offset=" in text:

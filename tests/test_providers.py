@@ -1467,8 +1467,9 @@ def test_the_offline_model_calls_a_tool_and_shows_its_result_as_it_is(desk, ques
     if "$((" in question:
         need_bash()
     text, tools = desk.ask(question)
-    read_first = ["read_file"] if question.startswith(("remember", "write")) else []  # to append
-    assert tools == [*read_first, tool] and answer in text
+    first = ["read_file"] if question.startswith(("remember", "write")) else []  # to append
+    first += ["glob"] if question.startswith("write") else []  # is it in a folder?
+    assert tools == [*first, tool] and answer in text
 
 
 FAILING = {  # the tool's error is the whole answer; of a missing file a person's words
@@ -1659,6 +1660,9 @@ SAID = {  # what a class says in a conversation → what the last answer has
     "what do i have to give back to Tom": "call Tom on Friday",
     "remind me about it the day before at 5pm": "Say when",
     "sort the team by age, smallest first": "name,age,points\nAda,15,2",
+    "write a last line to b.md / read docs/b.md": "# Two",
+    "put (DONE) behind art in b.md": "I change, delete and run only what is said clearly.",
+    "do you think Bo and Mia fit together?": "have no opinion",
     "set mia to 8 in team.csv": '  change "Mia,16,9" to "…" in team.csv',
     "new in the team: Zoe, she is 14": '  append "name,age,points" to team.csv',
     'change "Mia,16,9" to "…" in team.csv / read team.csv': "Mia,16,9",

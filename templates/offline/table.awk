@@ -56,6 +56,7 @@ FNR == 1 {
 {
     cells = split($0, cell, comma)
     for (i = 1; !who && i <= cells; i++) if (cell[i] !~ /^ *[0-9.\/-]+ *$/) who = i  # the first that is no number and no date
+    if (!who) who = 1
     chosen = ""
     partly = ""
     for (i = 1; i <= cells; i++) {
