@@ -583,6 +583,7 @@ def test_a_reminder_comes_to_the_prompt_and_once_whoever_runs_it():
         telegram.wait_until(lambda: "Remember &lt;for.telegram&gt;!" in telegram.texts(7))
         write_reminders("cli:direct", ["two"])  # the gateway runs it, the prompt shows it
         terminal.expect("Remember <two>!")
+        wait_until(lambda: "<two>" not in jobs_here().path.read_text())  # else it is run again
         gateway.end()
         assert "still running" not in gateway.log.read_text()
         terminal.close()
