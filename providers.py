@@ -29,7 +29,7 @@ import logging
 import re
 from asyncio import get_running_loop
 from ast import literal_eval
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Collection, Iterable
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
@@ -1898,6 +1898,12 @@ class Rules:
                 self.problems.append(told)
                 log.warning(told)
                 self.last.clear()  # the rule is left out
+        self.meant = {  # old → age
+            word: "".join(self.stems(name[6:]))
+            for name in self.alike
+            if name.startswith("means ")
+            for word in self.stems(self.alike[name])
+        }
         self.common = self.stems(" ".join(self.vocabulary))
         self.matches = cache(self.matches)
 
@@ -2036,6 +2042,10 @@ class Rules:
             re.sub(rf"(?<=\w\w\w){ENDING}$", "", word) for word in words if not self.is_small(word)
         }
 
+    def meanings(self, text):
+        """`how old is Bo` → {"age", "bo"}: the stems, and what they are called in tables"""
+        return {self.meant.get(word, word) for word in self.stems(text)}
+
 
 def any_of(words):
     """The regex for one of the words, with any ending"""
@@ -2121,6 +2131,7 @@ class Plan:
     def _answer(self, question):
         """Follow the first reading of a question that finds something."""
         # without API keys, because its words are looked for
+        self.known["before"] = self.known.get("question", "")
         self.known["question"] = re.sub(KEYS, "", question)[:1_000]
         self.next_call = None
         self.done = {}  # the calls of this question and their results
@@ -2171,7 +2182,8 @@ class Plan:
                     is_all = len(steps) == len(parts) and not refuses(steps)
                     may = is_all and is_clear and not any(map(self._is_doubtful, wishes))
                     if wishes and not (may and all(rule["tool"] in tools for rule, _ in wishes)):
-                        self.wishes += wishes if tools or not self.wishes else []
+                        if tools or not self.wishes:
+                            self.wishes += filter(self._is_one_wish, wishes)
                     elif is_all:
                         yield steps
                     elif steps:
@@ -2192,6 +2204,12 @@ class Plan:
             return True  # `old` needs one such line in the file of the last question
         doubts = "several" if rule.get("path") == "<memory>" or "note" in said else "doubtful"
         return any(self.rules.has(doubts, text) or re.search(MIXED, text) for text in texts)
+
+    def _is_one_wish(self, step):
+        """Is the text that it wants to write only a text, and not a name or another sentence?"""
+        texts = [step[1].get(name, "") for name in ("content", "new", "value", "note")]
+        is_more = "[\ue400-\ue7ff\uec00-\uf7ff]"
+        return not any(re.search(is_more, each) or self.rules.has("places", each) for each in texts)
 
     def _versions(self, text):
         """Yield the text, with names for described files, and with known words for misspelt ones;
@@ -2233,8 +2251,10 @@ class Plan:
             for start in range(len(words)):
                 phrase = words[start : start + size] or [""]
                 said = " ".join(phrase)
-                if re.search("[\ue000-\uf7ff]", said) or size == 1 and self.rules.has("show", said):
+                if size == 1 and self.rules.has("show", said):
                     continue  # "show it" is not about the folder shows
+                if re.search("[\ue000-\uf7ff]|[,;:!?] |\\bnot\\b", said):
+                    continue  # not even about notes.md
                 path = self._look_up(said, is_exact)
                 if not path or is_exact and path.endswith(".py"):
                     continue  # "add 5 to the bill" is not for bill.py
@@ -2242,7 +2262,8 @@ class Plan:
                     self.rules.has("kinds", word) or not self.rules.is_small(word)
                     for word in (phrase[0], phrase[-1])
                 ):
-                    words[start : start + size] = [self._letter("text_file", path)]
+                    end = re.search("[,;:.!?]*$", said)[0]
+                    words[start : start + size] = [self._letter("text_file", path) + end]
         return " ".join(words)
 
     def _look_up(self, text, is_exact=False):
@@ -2276,7 +2297,8 @@ class Plan:
 
     def _files(self, said):
         """The names in `a.txt and b.txt`; or the file named last, also for `it`"""
-        files = [self._value(letter) for letter in re.findall(A_FILE, said.get("files", ""))]
+        names = said.get("files") or said.get("listed", "")
+        files = [self._value(letter) for letter in re.findall(A_FILE, names)]
         return files or [self.known["file"]]
 
     def _value(self, text):
@@ -2315,6 +2337,16 @@ class Plan:
             return "That needs bash, a part of Git for Windows: install Git (git-scm.com)."
         result = self._outcome(rule, said, quote if is_quoted else str)
         shown = re.sub(NOISE, "", result).strip()
+        if "No such file" in result:
+            for letter in re.findall(A_FILE, "".join(said.values())):
+                name = self.masks[letter]
+                self.masks[letter] = other = self._place(name)
+                # b.md is docs/b.md, if it is only there; reading esay.md reads essay.md
+                if other != name and (other.endswith(f"/{name}") or reads(rule)):
+                    return self._follow(rule, said, other)
+                self.masks[letter] = name
+            if file not in ("", *self.paths):
+                return self._advise(f"There is no {file} here.")
         if re.match(SUCCESS.get(rule.get("tool"), OTHER_SUCCESS), result):
             if not reads(rule):
                 self.done.clear()  # what was read before is old
@@ -2326,16 +2358,6 @@ class Plan:
         if "old_text is not in the file" in result:
             self.missed = self._filled("There is no <content> in <text_or_table>.", said)
             return ""
-        if "No such file" in result:
-            for letter in re.findall(A_FILE, "".join(said.values())):
-                name = self.masks[letter]
-                self.masks[letter] = other = self._place(name)
-                # b.md is docs/b.md, if it is only there; reading esay.md reads essay.md
-                if other != name and (other.endswith(f"/{name}") or reads(rule)):
-                    return self._follow(rule, said, other)
-                self.masks[letter] = name
-            if file not in ("", *self.paths):
-                return self._advise(f"There is no {file} here.")
         if re.match(NOTHING, result) and reads(rule):
             self.missed = NO_LINE
             return rule.get("none", "")
@@ -2388,9 +2410,11 @@ class Plan:
         typed = self.masked(question)
         names = re.findall(A_FILE, typed + self._named(typed))
         files = [self._place(self._value(name)) for name in names]
-        self._search(typed, files[: len(re.findall(A_FILE, typed))])
-        if names:  # explain a.txt → a.txt is "it"
-            self.known["file"] = files[0] if files[0] in self.paths else ""
+        is_sure = self._search(typed, files, says)
+        if names:  # explain a.txt → a.txt is "it"; copy a.txt to b.txt → b.txt, which is not there
+            self.known["file"] = min(files, key=self.paths.__contains__)
+        is_it = self.rules.has("pronouns", typed)  # explain it
+        files += [self.known["file"]] * bool(is_it) + [row[2] for row in self.rows[:1]]
         files += [*self.near, self.known["file"]]
         files = [file for file in dict.fromkeys(files) if file in self.paths]
         about, second, *_ = [*files, "", ""]
@@ -2401,31 +2425,42 @@ class Plan:
         offers = sorted(wished, key=len)[:1] + self._offers(says, said or {}, about)
         if "<row>" in says:
             text = f"{self.missed}\n{text}".strip()
+        most = 3
         if text in (self.rules.otherwise["offer"], NO_LINE):
+            lines = [f"{file}: {shown}" for *_, file, _, shown in self.rows[:8]]
             if offers:
                 text = self.rules.otherwise["nearly"]
-            elif self.rows:
-                text = "I only searched. Lines with these words, or some of them:"
-                for *_, file, _, shown in self.rows[:8]:
-                    text += f"\n  {file}: {shown}"
+            elif is_sure:
+                most = 1
+                counted = len(self.rows) > 1 and self.rules.has("how many", typed)
+                lines = [f"{len(self.rows)} lines with these words:", *lines][not counted :]
+                text = "\n".join(lines)
+            elif lines:
+                text = "\n  ".join(["I only searched. Lines with some of these words:", *lines])
         offers += self._offers(self.rules.otherwise.get("can", ""), {}, about)
         new = [offer for offer in dict.fromkeys(offers) if offer != question]
-        return "\n  ".join([f"{text}\nI can:", *new[:3]])
+        return "\n  ".join([f"{text}\nI can:", *new[:most]])
 
-    def _search(self, typed, named):
-        """Find the lines with most of the words of a question, best in the files that it names.
+    def _search(self, typed, named, says):
+        """Find the lines that have most of the words of a question: words that are in few lines
+        count more, and files that it names. Returns whether each of these lines has all words.
 
-        `rows`: [(2, 0, "a.csv", "Bo,3", "name Bo, grade 3")], by the place of the first such word;
-        `near`: the files that have any of the words, those with most of them first.
+        `rows`: [(2.1, 0, "a.csv", "Bo,3", "name Bo, grade 3")], by the place of the first such
+        word; `near`: the files that have any of the words, those with most of them first.
         """
+        typed_files = named[: len(re.findall(A_FILE, typed))]
         verbs = rf"(?i)\b(?:{self.rules.alike['verbs']}|{self.rules.alike['seek']})\b"
         asked = self._value(re.sub(rf"{verbs}|[\ue000-\ue7ff]", " ", typed)).lower()
-        words = self.rules.stems(asked)
-        rare = words - self.rules.common or words
-        pattern = any_of(words or "-") + HEAD
+        new = self.rules.meanings(asked)
+        words = set(new)
+        is_follow_up = not new or self.rules.has("pronouns", typed)
+        if is_follow_up and not self.wishes and not says:
+            words |= self.rules.meanings(self.known["before"])  # how old is she?
+        same = [word for word, meant in self.rules.meant.items() if meant in words]
+        pattern = any_of([*words, *same] or "-") + HEAD
         found = self._result("grep", {"pattern": pattern, "output_mode": "content"})
         self.heads = dict(re.findall(r"(?m)^(.+?\.csv):1: (.+)", found))
-        rows = []
+        lines = []
         said = defaultdict(set)
         for file, line in re.findall(r"(?m)^(.+?):\d+: (.{1,300})", found):
             head = self.heads.get(file, "").split(",")
@@ -2433,24 +2468,30 @@ class Plan:
             shown = line
             if len(cells) == len(head) > 1:  # of a table
                 shown = ", ".join(map(" ".join, zip(head, cells, strict=True)))
-            has = self.rules.stems(f"{file} {shown}") & words
+            has = self.rules.meanings(f"{file} {shown}") & words
             said[file] |= has
-            rank = len(rare & has) + len(has) - (".py" in file) + 10 * (file in named)
-            if cells != head and len(rare & has) > 0.3 * len(rare):
-                rows.append((rank, min(map(asked.find, has)), file, line, shown))
-        most = max(rows, default=[0])[0]
-        self.rows = sorted(row for row in rows if row[0] == most)
+            if cells != head and len(has) > 0.3 * len(new):
+                lines.append((has, file, line, shown))
+        often = Counter(word for has, *_ in lines for word in has)
+        pairs = re.findall(r"\w{3,} \d+", asked)  # floor 2
+        rows = []
+        for has, file, line, shown in lines:
+            rank = sum(often[word] ** -0.5 for word in has) + 3 * (new <= has)
+            rank += 10 * (file in typed_files) + (file in named) + 0.5 * (line != shown) - (".py" in file)
+            rank += 0.3 * (file == self.known["file"]) + sum(map(shown.lower().count, pairs))
+            rows.append((-rank, min(map(asked.find, has)), file, line, shown))
+        self.rows = sorted(row for row in rows if row[0] == min(rows)[0])
         self.near = sorted(filter(said.get, said), key=lambda file: -len(said[file]))
+        return 0 < len(self.rows) < 6 and all(
+            new and new <= self.rules.meanings(f"{file} {shown}") for *_, file, _, shown in self.rows
+        )
 
     def _offers(self, templates, said, about):
         """`delete <file> | read <file>` → two sentences, without those with <words> nobody said;
         <py> is a file that ends in .py. `about`: the file, if nobody said one
         """
-        texts = [said.get(name, "") for name in ("content", "new", "value", "note")]
-        if re.search("[\ue400-\ue7ff\uec00-\uf7ff]", "".join(texts)):
-            return []  # a text with a name in it is more than one wish
         known = self.known
-        file = self._place(self._files(said)[0]) if said.get("files") else ""
+        file = self._place(self._files(said)[0]) if said.get("files") or said.get("listed") else ""
         rows = [row for row in self.rows if file in ("", row[2])]
         *_, place, row, _ = [*rows, ("", "", "")][0]
         if re.search("<(row|task)>", templates):

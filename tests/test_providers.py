@@ -1552,7 +1552,7 @@ def is_served(line):
         said = {key: str(value).rstrip("/") for key, value in call.arguments.items()}
         if call.name == name == "grep" and wanted.get("pattern"):
             if re.search(said["pattern"], wanted["pattern"]):  # it finds what was asked for
-                return wanted.get("path") in (None, said.get("path"))
+                return said.get("path") in (None, wanted.get("path"))
         elif call.name == name and arguments:
             ways = ("output_mode", "case_insensitive", "fixed_strings")
             texts = {key: str(value) for key, value in wanted.items() if value and key not in ways}
@@ -1689,7 +1689,7 @@ SAID = {  # what a class says in a conversation → what the last answer has
     "what is the average grade in math": "marks.csv, grade, math: highest 3 (math), lowest 1",
     "show me all under 3 in points": "Ada: 2",
     "how many players are in team.csv": "team.csv has 3 rows without its header.",
-    "who is Mia in team.csv": "team.csv:2: Mia,16,9",
+    "who is Mia in team.csv": "team.csv: name Mia, age 16, points 9",
     "add Zoe,15,4 to team.csv": "+Zoe,15,4",
     "add Zoe to team.csv": "like its first line:\nname,age,points",
     "what is 34 out of 40 in percent": "34 of 40 = 85 %",
@@ -1710,10 +1710,10 @@ SAID = {  # what a class says in a conversation → what the last answer has
     "compare essay.md and todo.txt": "> call Tom on Friday",
     "how many words does my essay have": "essay.md has 3 words.",
     "how long is list.txt / how long is it": "list.txt has 4 lines.",
-    "were there any errors in the server log": "server.log:1: 10:02 ERROR no paper",
+    "were there any errors in the server log": "server.log: 10:02 ERROR no paper",
     "show me the last two lines of list.txt": "eggs\nham",
     "what do we have on friday": "todo.txt: call Tom on Friday",
-    "what does the essay say about the sea": "essay.md:1: A calm sea.",
+    "what does the essay say about the sea": "essay.md: A calm sea.",
     "opne the essay plz": "1| A calm sea.",
     "pls chnage milk to tea in the list.txt": "  change milk to tea in list.txt",
     "replace eggs with toast everywhere in list.txt": "-eggs\n+toast",
@@ -1790,10 +1790,10 @@ def test_the_rows_of_a_table_are_counted_without_its_header(desk):
     (desk.folder / "t.csv").write_text('name,points\n"Carla, D",2\n')
     assert "I find no line" in desk.ask("who has the most points")[0]
     (desk.folder / "t.csv").write_text("name,paid\nBo,no\nDi,yes\n")
-    assert desk.ask("who hasnt paid")[0] == "t.csv, paid no: Bo"
+    assert desk.ask("who hasnt paid")[0] == "t.csv, paid no (1): Bo"
     (desk.folder / "t.csv").write_text('name,paid\n"Carla, D",no\n')  # its columns are shifted
-    assert "paid no:" not in desk.ask("who hasnt paid")[0]
-    assert 'a.txt for "twos" (lines: 1):\na.txt:2: two' in desk.ask("how many twos are in a.txt")[0]
+    assert "paid no" not in desk.ask("who hasnt paid")[0]
+    assert desk.ask("how many twos are in a.txt")[0].startswith("a.txt: two\n")
 
 
 def test_facts_are_kept_apart_and_forgotten_one_by_one(desk):

@@ -3,6 +3,7 @@
 # A cell that the question names, too, chooses the rows: "average grade in math" → a.csv, grade, math: …
 BEGIN {
     asked = " " tolower(ENVIRON["asked"]) " "
+    gsub(/ then /, " than ", asked)
     if (match(asked, /(under|below|less than|fewer than|over|above|more than) -?[0-9.]+/)) limit = substr(asked, RSTART, RLENGTH)
     bound = limit
     wanted = ENVIRON["answer"]  # the cells that are listed: yes or no
@@ -57,31 +58,34 @@ FNR == 1 {
     cells = split($0, cell, comma)
     for (i = 1; !who && i <= cells; i++) if (cell[i] !~ /^ *[0-9.\/-]+ *$/) who = i  # the first that is no number and no date
     if (!who) who = 1
-    chosen = ""
-    partly = ""
-    for (i = 1; i <= cells; i++) {
-        if (!limit && (is_said(cell[i]) || index(said, " " tolower(head[i] " " cell[i]) " "))) chosen = cell[i]
-        if (!limit && has_said(cell[i])) partly = cell[i]
+    chosen = partly = 0  # the place of the cell that the question names, or has a word of
+    for (i = 1; i <= cells && !limit; i++) {
+        if (is_said(cell[i]) || index(said, " " tolower(head[i] " " cell[i]) " ")) chosen = i
+        if (has_said(cell[i])) partly = i
     }
     for (i = 1; i <= cells; i++) {
         if (comma == ";") sub(/,/, ".", cell[i])
         key = FILENAME ", " head[i] " " wanted
-        if (wanted && tolower(cell[i]) == wanted && is_named(head[i]) && !(FILENAME in quoted)) matching[key] = matching[key] ", " cell[who]
-        if (cell[i] !~ /^ *-?[0-9]+(\.[0-9]+)? *$/ || FILENAME in quoted) continue
+        if (wanted && tolower(cell[i]) == wanted && is_named(head[i]) && !(FILENAME in quoted)) {
+            matching[key] = matching[key] ", " cell[who]
+            matches[key]++
+        }
+        if (cell[i] !~ /^ *-?[0-9]+(\.[0-9]+)? *$/ || tolower(head[i]) ~ /^(nr|no|id)\.?$/ || FILENAME in quoted) continue
         points = 2 * is_named(head[i]) + is_named(title)
         count(FILENAME ", " head[i], cell[who], cell[i] + 0, points)
         row = is_named(head[i]) && !chosen ? partly : chosen
-        if (row) count(FILENAME ", " head[i] ", " row, cell[who], cell[i] + 0, points + 4)
+        if (row && row != i) count(FILENAME ", " head[i] ", " cell[row], cell[who], cell[i] + 0, points + 4 + split(cell[row], word, " ") / 9)
     }
 }
 END {
+    if (wanted && asked ~ / how much /) exit 1
     for (key in matching) {
-        print substr(key, 3) ": " substr(matching[key], 3)
+        print substr(key, 3) " (" matches[key] "): " substr(matching[key], 3)
         listed = 1
     }
     if (wanted) exit !listed
     spent = asked ~ /(spen[dt]|paid|pay|cost).* (on|for) / && asked !~ / in total/
-    none = !known || !best && length(asked) > 20 || spent && best < 4
+    none = !known || !best && length(asked) > 20 || spent && best < 4 || best < ENVIRON["least"]
     if (none) exit 1
     for (i = 1; i <= known; i++) {
         key = keys[i]
