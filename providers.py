@@ -1853,6 +1853,7 @@ KIND = {
     ".json": "settings",
     ".toml": "settings",
     ".ini": "settings",
+    ".py": "settings",  # dogs = 4
 }
 A_FILE = "[\uec00-\uf7ff]"
 MIXED = rf"{A_FILE}|^[\ue800-\uebff]."  # a text with a name, or with more behind a quoted one
@@ -1860,6 +1861,7 @@ FILES = rf"\s+(?P<files>{A_FILE}(?:(?:\s|[,&]|and|the|file)+{A_FILE})*)"
 SPACE = "\0"  # in a regex: between words; in sentences that write, words like `the` can be there
 ENDING = "(?:ings|ies|ing|ed|es|ys|e|s|y)"  # of a word: grades, grade, graded
 HEAD = r"|^[^\d,]+(?:,[^\d,]+)+$"  # the first line of a table
+SECTION = r"#+ \S|\w[^,:]*: *$"  # a heading: ## friday
 compiled = cache(re.compile)  # the cache of `re` itself is too small for the sentences
 
 
@@ -1971,7 +1973,7 @@ class Rules:
         """The regex for a word of a sentence"""
         word = found[1]
         if word == "...":
-            return r"(?:\s+\S+)*?"
+            return r"(?:[\s,;:]+\S+)*?"
         if word[0] != "<":
             said = self.alike.get(word, re.escape(word))
             self.vocabulary |= dict.fromkeys(re.findall("[a-z]{3,}", said))
@@ -2037,7 +2039,7 @@ class Rules:
 
     def stems(self, text):
         """`the grades of b.csv` → {"grad", "csv"}: what is meant, without endings"""
-        words = re.findall(r"\d+(?:[.:]\d+)+|[^\W_]+", text.lower())
+        words = re.findall(r"\d+(?:[.:]\d+)+|[^\W\d_]{3,}(?=\d)|[^\W_]+", text.lower())
         return {
             re.sub(rf"(?<=\w\w\w){ENDING}$", "", word) for word in words if not self.is_small(word)
         }
@@ -2144,7 +2146,7 @@ class Plan:
             reports = []
             changed = False
             for rule, said in steps:
-                if "" in reports and not reads(rule):
+                if not reads(rule) and reports and reports[-1] in ("", self.missed):
                     break
                 for file in self._files(said):
                     reports.append(self._follow(rule, said, file))
@@ -2182,8 +2184,7 @@ class Plan:
                     is_all = len(steps) == len(parts) and not refuses(steps)
                     may = is_all and is_clear and not any(map(self._is_doubtful, wishes))
                     if wishes and not (may and all(rule["tool"] in tools for rule, _ in wishes)):
-                        if tools or not self.wishes:
-                            self.wishes += filter(self._is_one_wish, wishes)
+                        self.wishes += filter(self._is_one_wish, wishes)
                     elif is_all:
                         yield steps
                     elif steps:
@@ -2251,7 +2252,7 @@ class Plan:
             for start in range(len(words)):
                 phrase = words[start : start + size] or [""]
                 said = " ".join(phrase)
-                if size == 1 and self.rules.has("show", said):
+                if self.rules.has("show", phrase[0]):
                     continue  # "show it" is not about the folder shows
                 if re.search("[\ue000-\uf7ff]|[,;:!?] |\\bnot\\b", said):
                     continue  # not even about notes.md
@@ -2325,11 +2326,12 @@ class Plan:
         """
         if "offer" in rule and "tool" not in rule:
             return self._advise(rule["offer"], rule.get("say", ""), said)
-        suffix = Path(file).suffix[1:]  # <py>: to run it again
-        self.known |= dict.fromkeys(("file", "settings", "text_or_table", suffix), file)
+        suffix = Path(file).suffix
+        self.known |= dict.fromkeys(("file", "settings", suffix[1:]), file)  # <py>: to run it again
+        self.known["text_or_table"] = "" if KIND.get(suffix) == "settings" else file
         self.known["words"] = self._all_of(said.get("text", ""))
         known = self.known | self._values(said)
-        if not all(map(known.get, re.findall("<(file|settings|py)>", str(rule | {"say": ""})))):
+        if not all(map(known.get, re.findall("<(file|settings|text_or_table|py)>", str(rule | {"say": ""})))):
             self.missed = self.missed or "Which file do you mean?"
             return ""
         is_quoted = "command" in rule and not rule["command"].endswith("command>")
@@ -2430,7 +2432,7 @@ class Plan:
             lines = [f"{file}: {shown}" for *_, file, _, shown in self.rows[:8]]
             if offers:
                 text = self.rules.otherwise["nearly"]
-            elif is_sure:
+            elif is_sure and (question.endswith("?") or self.rules.has("seek", typed)):
                 most = 1
                 counted = len(self.rows) > 1 and self.rules.has("how many", typed)
                 lines = [f"{len(self.rows)} lines with these words:", *lines][not counted :]
@@ -2457,32 +2459,39 @@ class Plan:
         if is_follow_up and not self.wishes and not says:
             words |= self.rules.meanings(self.known["before"])  # how old is she?
         same = [word for word, meant in self.rules.meant.items() if meant in words]
-        pattern = any_of([*words, *same] or "-") + HEAD
+        pattern = f"{any_of([*words, *same] or '-')}{HEAD}|^{SECTION}"
         found = self._result("grep", {"pattern": pattern, "output_mode": "content"})
         self.heads = dict(re.findall(r"(?m)^(.+?\.csv):1: (.+)", found))
         lines = []
         said = defaultdict(set)
-        for file, line in re.findall(r"(?m)^(.+?):\d+: (.{1,300})", found):
+        sections = {}
+        for file, number, line in re.findall(r"(?m)^(.+?):(\d+): (.{1,300})", found):
             head = self.heads.get(file, "").split(",")
             cells = line.split(",")
-            shown = line
-            if len(cells) == len(head) > 1:  # of a table
+            is_row = len(cells) == len(head) > 1  # of a table
+            shown = sections.get(file, "") + line
+            if is_row:
                 shown = ", ".join(map(" ".join, zip(head, cells, strict=True)))
+            elif number != "1" and re.match(SECTION, line):
+                shown = line
+                sections[file] = line.strip("#: ") + ": "
             has = self.rules.meanings(f"{file} {shown}") & words
             said[file] |= has
             if cells != head and len(has) > 0.3 * len(new):
-                lines.append((has, file, line, shown))
+                lines.append((has, file, line, shown, is_row))
         often = Counter(word for has, *_ in lines for word in has)
         pairs = re.findall(r"\w{3,} \d+", asked)  # floor 2
         rows = []
-        for has, file, line, shown in lines:
+        for has, file, line, shown, is_row in lines:
             rank = sum(often[word] ** -0.5 for word in has) + 3 * (new <= has)
-            rank += 10 * (file in typed_files) + (file in named) + 0.5 * (line != shown) - (".py" in file)
+            rank += 10 * (file in typed_files) + (file in named) + 0.5 * is_row - (".py" in file)
             rank += 0.3 * (file == self.known["file"]) + sum(map(shown.lower().count, pairs))
+            if self.rules.has("everywhere", typed):
+                rank = len(has)
             rows.append((-rank, min(map(asked.find, has)), file, line, shown))
         self.rows = sorted(row for row in rows if row[0] == min(rows)[0])
         self.near = sorted(filter(said.get, said), key=lambda file: -len(said[file]))
-        return 0 < len(self.rows) < 6 and all(
+        return 0 < len(self.rows) < 9 and all(
             new and new <= self.rules.meanings(f"{file} {shown}") for *_, file, _, shown in self.rows
         )
 
@@ -2519,6 +2528,9 @@ class Plan:
             self._filled(rule.get(name, ""), said, re.escape if name == "old" else str)
             for name in ("path", "line", "old", "new")
         )
+        if rule.get("line") and not line:
+            self.missed = "There is nothing to save yet."
+            return ""
         text = self._result("read_file", {"path": path})
         page = "\n".join(re.findall(r"(?m)^\d+\| (.*)$", text))
         line = re.sub(r"(?m)^\d+\| ", "", line)

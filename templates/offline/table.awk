@@ -16,7 +16,7 @@ function is_named(column) {  # `grades` in a question also names the column grad
     gsub(/[^a-z0-9]+/, ".", column)
     sub(/s$/, "", column)
     if (asked ~ /spen[dt]|paid|pay|cost|expensive|cheap|dear/ && column ~ /^(amount|price|cost|euro|sum|total|spent|paid)/) return 1
-    if (asked ~ /[^a-z]money[^a-z]/ && column ~ /(euro|price|amount|cost|fee|paid|eur|dollars?)$/) return 1
+    if (asked ~ /[^a-z]money[^a-z]/ && !wanted && column ~ /(euro|price|amount|cost|fee|paid|eur|dollars?)$/) return 1
     if (asked ~ "[^a-z0-9]" column "s?[^a-z0-9]") return 1
     parts = split(column, part, ".")  # `rain` names rain_mm, if no column is called rain
     for (p = 1; p <= parts; p++) if (length(part[p]) > 2 && asked ~ "[^a-z0-9]" part[p] "s?[^a-z0-9]") return 0.5
@@ -50,8 +50,12 @@ FNR == 1 {
     title = FILENAME
     gsub(/.*\/|\.[^.]*$/, "", title)
     header = $0
+    files++
     who = 0  # which meal sold the most: the column `meal` answers, else the first
-    for (i in head) if (said ~ "(which|what|whose|wich) " tolower(head[i]) "s? ") who = i
+    for (i in head) {
+        if (said ~ "(which|what|whose|wich) " tolower(head[i]) "s? ") who = i
+        if (said ~ / (day|when|date) / && tolower(head[i]) ~ /^(day|date)/) who = i
+    }
     next
 }
 {
@@ -74,7 +78,7 @@ FNR == 1 {
         points = 2 * is_named(head[i]) + is_named(title)
         count(FILENAME ", " head[i], cell[who], cell[i] + 0, points)
         row = is_named(head[i]) && !chosen ? partly : chosen
-        if (row && row != i) count(FILENAME ", " head[i] ", " cell[row], cell[who], cell[i] + 0, points + 4 + split(cell[row], word, " ") / 9)
+        if (row && row != i) count(FILENAME ", " head[i] ", " cell[row], cell[who], cell[i] + 0, points + (chosen ? 4 : 3) + split(cell[row], word, " ") / 9)
     }
 }
 END {
@@ -85,7 +89,7 @@ END {
     }
     if (wanted) exit !listed
     spent = asked ~ /(spen[dt]|paid|pay|cost).* (on|for) / && asked !~ / in total/
-    none = !known || !best && length(asked) > 20 || spent && best < 4 || best < ENVIRON["least"]
+    none = !known || !best && files > 1 || spent && best < 4 || best < ENVIRON["least"] || ENVIRON["least"] && asked ~ / worth| x /
     if (none) exit 1
     for (i = 1; i <= known; i++) {
         key = keys[i]
@@ -93,6 +97,8 @@ END {
         if (rows[key] == 1 && score[key] > 3) line = key ": " high[key]
         if (limit) line = key ", " limit ":" (found[key] ? found[key] : " none")
         gsub(/\.\//, "", line)
-        if (score[key] == best + 0) print line
+        if (ENVIRON["least"] && rows[key] == 1) continue
+        if (score[key] == best + 0) { print line; printed = 1 }
     }
+    exit !printed
 }
