@@ -2412,27 +2412,28 @@ class Plan:
         typed = self.masked(question)
         names = re.findall(A_FILE, typed + self._named(typed))
         files = [self._place(self._value(name)) for name in names]
-        is_sure = self._search(typed, files, says)
+        words = self._search(typed, files, says)
         if names:  # explain a.txt → a.txt is "it"; copy a.txt to b.txt → b.txt, which is not there
             self.known["file"] = min(files, key=self.paths.__contains__)
-        is_it = self.rules.has("pronouns", typed)  # explain it
-        files += [self.known["file"]] * bool(is_it) + [row[2] for row in self.rows[:1]]
+        if self.rules.has("pronouns", typed):
+            files.append(self.known["file"])  # explain it
         files += [*self.near, self.known["file"]]
         files = [file for file in dict.fromkeys(files) if file in self.paths]
         about, second, *_ = [*files, "", ""]
         self.known["second"] = second and quote(second)
         wished = []
-        for rule, words in self.wishes:
-            wished += self._offers(rule.get("say", ""), words, self.known["file"] or about)
+        for rule, of_wish in self.wishes:
+            wished += self._offers(rule.get("say", ""), of_wish, self.known["file"] or about)
         offers = sorted(wished, key=len)[:1] + self._offers(says, said or {}, about)
         if "<row>" in says:
             text = f"{self.missed}\n{text}".strip()
         most = 3
         if text in (self.rules.otherwise["offer"], NO_LINE):
-            lines = [f"{file}: {shown}" for *_, file, _, shown in self.rows[:8]]
+            lines = [f"{file}: {shown}" for *_, file, _, shown, _ in self.rows[:8]]
+            is_asked = question.endswith("?") or self.rules.has("seek", typed)
             if offers:
                 text = self.rules.otherwise["nearly"]
-            elif is_sure and (question.endswith("?") or self.rules.has("seek", typed)):
+            elif lines and words and is_asked and all(words <= row[-1] for row in self.rows):
                 most = 1
                 counted = len(self.rows) > 1 and self.rules.has("how many", typed)
                 lines = [f"{len(self.rows)} lines with these words:", *lines][not counted :]
@@ -2443,66 +2444,73 @@ class Plan:
         new = [offer for offer in dict.fromkeys(offers) if offer != question]
         return "\n  ".join([f"{text}\nI can:", *new[:most]])
 
-    def _search(self, typed, named, says):
-        """Find the lines that have most of the words of a question: words that are in few lines
-        count more, and files that it names. Returns whether each of these lines has all words.
+    def _search(self, typed, named, is_wish):
+        """Find the lines that have most of the words of a question. Words that are in few lines
+        count more, and files that it names. Returns the words.
 
-        `rows`: [(2.1, 0, "a.csv", "Bo,3", "name Bo, grade 3")], by the place of the first such
-        word; `near`: the files that have any of the words, those with most of them first.
+        `rows`: the best lines, [(-2.1, 0, "a.csv", "Bo,3", "name Bo, grade 3", {"bo", "grad"})],
+        by the place of the first such word; `near`: files that have any of the words, best first.
         """
-        typed_files = named[: len(re.findall(A_FILE, typed))]
         verbs = rf"(?i)\b(?:{self.rules.alike['verbs']}|{self.rules.alike['seek']})\b"
         asked = self._value(re.sub(rf"{verbs}|[\ue000-\ue7ff]", " ", typed)).lower()
-        new = self.rules.meanings(asked)
-        words = set(new)
-        is_follow_up = not new or self.rules.has("pronouns", typed)
-        if is_follow_up and not self.wishes and not says:
-            words |= self.rules.meanings(self.known["before"])  # how old is she?
+        words = self.rules.meanings(asked)
+        before = set()
+        if not is_wish and not self.wishes and (not words or self.rules.has("pronouns", typed)):
+            before = self.rules.meanings(self.known["before"])  # how old is she?
+        lines = self._lines_with(words | before)
+        often = Counter(word for *_, has in lines for word in has)
+        pairs = re.findall(r"\w{3,} \d+", asked)  # floor 2
+        typed_files = named[: len(re.findall(A_FILE, typed))]
+        rows = []
+        for file, line, shown, has in lines:
+            rank = sum(often[word] ** -0.5 for word in has) + 3 * (words <= has)
+            rank += 10 * (file in typed_files) + (file in named) + 0.5 * (file in self.heads)
+            rank -= ".py" in file
+            rank += 0.3 * (file == self.known["file"]) + sum(map(shown.lower().count, pairs))
+            if self.rules.has("everywhere", typed):
+                rank = len(has)
+            if line != self.heads.get(file) and len(has) > 0.3 * len(words):
+                rows.append((-rank, min(map(asked.find, has)), file, line, shown, has))
+        rows.sort()
+        self.near = [row[2] for row in rows]
+        self.near += [line[0] for line in sorted(lines, key=lambda line: -len(line[-1]))]
+        self.rows = [row for row in rows if row[0] == rows[0][0]]
+        return words
+
+    def _lines_with(self, words):
+        """[("a.csv", "Bo,3", "name Bo, grade 3", {"bo"})]: a file, its line, how the line is
+        shown, and which of the words it has. A line is shown with the heading above it.
+        """
         same = [word for word, meant in self.rules.meant.items() if meant in words]
         pattern = f"{any_of([*words, *same] or '-')}{HEAD}|^{SECTION}"
         found = self._result("grep", {"pattern": pattern, "output_mode": "content"})
         self.heads = dict(re.findall(r"(?m)^(.+?\.csv):1: (.+)", found))
-        lines = []
-        said = defaultdict(set)
         sections = {}
+        lines = []
         for file, number, line in re.findall(r"(?m)^(.+?):(\d+): (.{1,300})", found):
             head = self.heads.get(file, "").split(",")
             cells = line.split(",")
-            is_row = len(cells) == len(head) > 1  # of a table
             shown = sections.get(file, "") + line
-            if is_row:
+            if len(cells) == len(head) > 1:  # of a table
                 shown = ", ".join(map(" ".join, zip(head, cells, strict=True)))
             elif number != "1" and re.match(SECTION, line):
                 shown = line
                 sections[file] = line.strip("#: ") + ": "
             has = self.rules.meanings(f"{file} {shown}") & words
-            said[file] |= has
-            if cells != head and len(has) > 0.3 * len(new):
-                lines.append((has, file, line, shown, is_row))
-        often = Counter(word for has, *_ in lines for word in has)
-        pairs = re.findall(r"\w{3,} \d+", asked)  # floor 2
-        rows = []
-        for has, file, line, shown, is_row in lines:
-            rank = sum(often[word] ** -0.5 for word in has) + 3 * (new <= has)
-            rank += 10 * (file in typed_files) + (file in named) + 0.5 * is_row - (".py" in file)
-            rank += 0.3 * (file == self.known["file"]) + sum(map(shown.lower().count, pairs))
-            if self.rules.has("everywhere", typed):
-                rank = len(has)
-            rows.append((-rank, min(map(asked.find, has)), file, line, shown))
-        self.rows = sorted(row for row in rows if row[0] == min(rows)[0])
-        self.near = sorted(filter(said.get, said), key=lambda file: -len(said[file]))
-        return 0 < len(self.rows) < 9 and all(
-            new and new <= self.rules.meanings(f"{file} {shown}") for *_, file, _, shown in self.rows
-        )
+            if has:
+                lines.append((file, line, shown, has))
+        return lines
 
     def _offers(self, templates, said, about):
         """`delete <file> | read <file>` → two sentences, without those with <words> nobody said;
         <py> is a file that ends in .py. `about`: the file, if nobody said one
         """
         known = self.known
-        file = self._place(self._files(said)[0]) if said.get("files") or said.get("listed") else ""
+        file = ""
+        if said.get("files") or said.get("listed"):
+            file = self._place(self._files(said)[0])
         rows = [row for row in self.rows if file in ("", row[2])]
-        *_, place, row, _ = [*rows, ("", "", "")][0]
+        *_, place, row, _, _ = [*rows, ("", "", "", "")][0]
         if re.search("<(row|task)>", templates):
             file = place
         file = file or about
