@@ -2413,17 +2413,18 @@ class Plan:
         names = re.findall(A_FILE, typed + self._named(typed))
         files = [self._place(self._value(name)) for name in names]
         words = self._search(typed, files, says)
+        it = self.known["file"]
         if names:  # explain a.txt → a.txt is "it"; copy a.txt to b.txt → b.txt, which is not there
             self.known["file"] = min(files, key=self.paths.__contains__)
         if self.rules.has("pronouns", typed):
-            files.append(self.known["file"])  # explain it
-        files += [*self.near, self.known["file"]]
+            files.append(it)  # explain it
+        files += [*self.near, it]
         files = [file for file in dict.fromkeys(files) if file in self.paths]
         about, second, *_ = [*files, "", ""]
         self.known["second"] = second and quote(second)
         wished = []
         for rule, of_wish in self.wishes:
-            wished += self._offers(rule.get("say", ""), of_wish, self.known["file"] or about)
+            wished += self._offers(rule.get("say", ""), of_wish, about if names else it or about)
         offers = sorted(wished, key=len)[:1] + self._offers(says, said or {}, about)
         if "<row>" in says:
             text = f"{self.missed}\n{text}".strip()
@@ -2475,7 +2476,7 @@ class Plan:
         self.near = [row[2] for row in rows]
         self.near += [line[0] for line in sorted(lines, key=lambda line: -len(line[-1]))]
         self.rows = [row for row in rows if row[0] == rows[0][0]]
-        return words
+        return words | before if len(self.rows) > 1 else words
 
     def _lines_with(self, words):
         """[("a.csv", "Bo,3", "name Bo, grade 3", {"bo"})]: a file, its line, how the line is
@@ -2557,10 +2558,13 @@ class Plan:
         if count != 1 and not line:
             self.missed = f"I find {count or 'no'} such lines in {path}: say one."
             return self.missed if count else ""
-        box = re.search(r"(?m)^(?:[-*] )?\[ \] ", kept)  # of a list of tasks
-        if box and line[:1].isalnum():
-            line = box[0] + line
-        new = f"{kept}\n{line}".strip("\n")
+        items = list(re.finditer(r"(?m)^((?:[-*] |\[.\] )+).*", kept))
+        end = len(kept)
+        if line[:1].isalnum() and 2 * len(items) > kept.count("\n"):  # a list: - [ ] milk
+            line = re.sub(r"\[.\]", "[ ]", items[-1][1]) + line
+            if not self.rules.has("at the end", self.known["question"]):
+                end = items[-1].end()
+        new = f"{kept[:end]}\n{line}{kept[end:]}".strip("\n")
         return self._result("edit_file", {"path": path, "old_text": page, "new_text": new})
 
 

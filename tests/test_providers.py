@@ -1748,7 +1748,7 @@ def test_what_a_class_says_is_understood_or_offered(desk, said):
         "s.json": '{"volume": 6}\n',
         "dice.py": "print(4\n",
         "server.log": "10:02 ERROR no paper\n",
-        "tools.md": "- [x] ham\n- [ ] milk\n- hammer\n",
+        "tools.md": "- [x] ham\n- [ ] milk\n- [ ] hammer\n",
         "long.txt": "line\n" * 5_000 + "a needle here\n",
     }
     for name, text in files.items():

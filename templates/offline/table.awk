@@ -18,8 +18,13 @@ function is_named(column) {  # `grades` in a question also names the column grad
     if (asked ~ /spen[dt]|paid|pay|cost|expensive|cheap|dear/ && column ~ /^(amount|price|cost|euro|sum|total|spent|paid)/) return 1
     if (asked ~ /[^a-z]money[^a-z]/ && !wanted && column ~ /(euro|price|amount|cost|fee|paid|eur|dollars?)$/) return 1
     if (asked ~ "[^a-z0-9]" column "s?[^a-z0-9]") return 1
+    if (asked ~ /fastest|slowest/ && column ~ /^(time|seconds?|sec)/) return 1
+    if (asked ~ /longest|shortest/ && column ~ /^(distance|length|duration|minutes|km)/) return 1
+    if (asked ~ /oldest|youngest/ && column ~ /^(age|born|birth)/) return 1
+    if (asked ~ /heaviest|lightest/ && column ~ /^(weight|mass|kg)/) return 1
+    if (asked ~ /hottest|coldest|warmest/ && column ~ /temp/) return 1
     parts = split(column, part, ".")  # `rain` names rain_mm, if no column is called rain
-    for (p = 1; p <= parts; p++) if (length(part[p]) > 2 && asked ~ "[^a-z0-9]" part[p] "s?[^a-z0-9]") return 0.5
+    for (p = 1; p <= parts; p++) if (length(part[p]) > 2 && asked ~ "[^a-z0-9]" part[p] "s?[^a-z0-9]") return asked ~ "(average|highest|lowest|best|total|mean) " part[p] ? 1.5 : 0.5
 }
 function is_said(text) {  # `forward` and `forwards`, but no number and nothing as short as `in`
     text = tolower(text)
@@ -78,7 +83,7 @@ FNR == 1 {
         points = 2 * is_named(head[i]) + is_named(title)
         count(FILENAME ", " head[i], cell[who], cell[i] + 0, points)
         row = is_named(head[i]) && !chosen ? partly : chosen
-        if (row && row != i) count(FILENAME ", " head[i] ", " cell[row], cell[who], cell[i] + 0, points + (chosen ? 4 : 3) + split(cell[row], word, " ") / 9)
+        if (row && row != i && !(row == who && asked ~ /^ (and )?(who|which|wich) /)) count(FILENAME ", " head[i] ", " cell[row], cell[who], cell[i] + 0, points + (chosen ? 4 : 3) + split(cell[row], word, " ") / 9)
     }
 }
 END {
