@@ -1817,16 +1817,9 @@ def typed(line, tools):
 
 OFFLINE_RULES = "templates/offline/rules.md"  # nanobot_data/templates/… after pip install
 # the fields of a rule (the first four can have many lines); others are arguments of its tool
-FIELDS = re.findall(
-    r"\w+",
-    "answer offer can calculate say old new tool reads line start none title own nearly",
-)
-READS = {"read_file", "list_dir", "glob", "grep", "web_fetch", "web_search"}
+FIELDS = "answer offer can calculate say old new tool reads line start none title own".split()
 # <words> that are filled in here
-BUILT_IN = (
-    "result Time memory file second count last question words row task columns text "
-    "csv json md py txt"
-)
+BUILT_IN = "result Time memory file count last question words row columns text csv json md py txt"
 WORD = r"<(\w+)>"
 QUOTED = "(?s)^[\"'`“‘](.+)[\"'`”’]$"
 # While rules are compared, a name or a quoted text is one letter: `read a.txt` → `read \uec00`
@@ -1839,13 +1832,13 @@ MASKED = re.compile(
     |(?P<a_folder>(?<![\w.~+@-])[\w~./\\+@-]*\w[/\\](?!\S))
     |(?P<quoted>"(?!…")[^"]+"|“[^”]+”|(?<!\w)'[^']+'(?!\w)|‘[^’]+’|`[^`]+`)"""
 )
-FIRST = {  # the first letter for each kind; the last three are files
-    "url": "\ue000",
-    "a_folder": "\ue400",
-    "quoted": "\ue800",
-    "text_file": "\uec00",
-    "settings": "\uf000",
-    "table": "\uf400",
+LETTERS = {  # for each kind, of which the last three are files
+    "url": "\ue000-\ue3ff",
+    "a_folder": "\ue400-\ue7ff",
+    "quoted": "\ue800-\uebff",
+    "text_file": "\uec00-\uefff",
+    "settings": "\uf000-\uf3ff",
+    "table": "\uf400-\uf7ff",
 }
 KIND = {
     "/": "a_folder",
@@ -1861,13 +1854,12 @@ FILES = rf"\s+(?P<files>{A_FILE}(?:(?:\s|[,&]|and|the|file)+{A_FILE})*)"
 SPACE = "\0"  # in a regex: between words; in sentences that write, words like `the` can be there
 ENDING = "(?:ings|ies|ing|ed|es|ys|e|s|y)"  # of a word: grades, grade, graded
 HEAD = r"|^[^\d,]+(?:,[^\d,]+)+$"  # the first line of a table
-SECTION = r"#+ \S|\w[^,:]*: *$"  # a heading: ## friday
 compiled = cache(re.compile)  # the cache of `re` itself is too small for the sentences
 
 
 def reads(rule):
     """Does the rule write, delete and run nothing?"""
-    return "reads" in rule or rule.get("tool", "grep") in READS
+    return "reads" in rule or "tool" not in rule
 
 
 def refuses(steps):
@@ -1883,8 +1875,8 @@ class Rules:
     def __init__(self, text):
         # the regex of a <word>, and of words that mean the same: show = show|list|…
         self.kinds = defaultdict(lambda: "(?!)")
-        for kind, first in FIRST.items():
-            self.kinds[kind] = f"[{first}-{chr(ord(first) + 0x3FF)}]"
+        for kind, letters in LETTERS.items():
+            self.kinds[kind] = f"[{letters}]"
         self.kinds["a_file"] = A_FILE
         self.alike = defaultdict(lambda: "(?!)")
         self.sentences = []  # (key words of a sentence, its regex, its parts, its rule)
@@ -1900,12 +1892,6 @@ class Rules:
                 self.problems.append(told)
                 log.warning(told)
                 self.last.clear()  # the rule is left out
-        self.meant = {  # old → age
-            word: "".join(self.stems(name[6:]))
-            for name in self.alike
-            if name.startswith("means ")
-            for word in self.stems(self.alike[name])
-        }
         self.common = self.stems(" ".join(self.vocabulary))
         self.matches = cache(self.matches)
 
@@ -1956,18 +1942,16 @@ class Rules:
         names = "|".join(sorted(self.alike, key=len, reverse=True))
         word = rf"(?:{names})(?![^\s)\]|])|[^\s()\[\]|]+"
         parts = []
-        regexes = []
-        keys = set()  # one of these words is in each text that fits: only then a regex is compiled
         for part in re.findall(rf"\[[^\]]*\]|\([^)]*\)|{word}", sentence):
             regex = re.sub(rf"\s*({word})", self._regex, part.strip("[]()"))
-            parts.append((part, f"(?:{regex})".replace(SPACE, r"\s+")))
-            regexes.append(f"(?:{regex})?" if part[0] == "[" else f"(?:{regex})")
-            if not keys and part[0] not in "[<.":
-                alike = [self.alike.get(each, each) for each in re.findall(word, part)]
-                keys = set(re.findall(r"\w+", str(alike).lower()))
+            parts.append((part, f"(?:{regex})"))
+        # one of these words is in each text that fits: only then a regex is compiled
+        keys = [regex for part, regex in parts if part[0] not in "[<."][:1]
+        words = set(re.findall(r"(?<!\\)[a-z$]+", str(keys)))
+        whole = "".join(regex + "?" * (part[0] == "[") for part, regex in parts)
         skipped = rf"\s+(?:(?:{self.alike['skipped']})\s+){{0,5}}"
-        regex = "(?is)" + "".join(regexes).replace(SPACE, skipped)
-        self.sentences.append((keys, regex, parts, self.last))
+        whole = "(?is)" + whole.replace(SPACE, skipped)
+        self.sentences.append((words, whole, parts, self.last))
 
     def _regex(self, found):
         """The regex for a word of a sentence"""
@@ -1997,7 +1981,7 @@ class Rules:
             for keys, regex, parts, rule in self.sentences:
                 if keys and keys.isdisjoint(words):
                     continue
-                if "reads" in rule or rule.get("tool") in READS:
+                if "reads" in rule:
                     said = self._in_any_order(parts, f" {each}")
                 else:
                     found = compiled(regex).fullmatch(f" {each}")
@@ -2014,7 +1998,7 @@ class Rules:
                 continue
             if "<files>" in regex:  # a name; without one, it is the file of the last question
                 regex = FILES
-            found = compiled(f"(?is){regex}").search(text)
+            found = compiled("(?is)" + regex.replace(SPACE, r"\s+")).search(text)
             if found:
                 said |= found.groupdict("")
                 text = f"{text[: found.start()]} | {text[found.end() :]}"
@@ -2043,10 +2027,6 @@ class Rules:
         return {
             re.sub(rf"(?<=\w\w\w){ENDING}$", "", word) for word in words if not self.is_small(word)
         }
-
-    def meanings(self, text):
-        """`how old is Bo` → {"age", "bo"}: the stems, and what they are called in tables"""
-        return {self.meant.get(word, word) for word in self.stems(text)}
 
 
 def any_of(words):
@@ -2082,6 +2062,7 @@ NEW_NAME = (
 )
 NOTHING = "Exit code: 1$|No match for |No file below |There is no folder"
 OTHER_SUCCESS = rf"(?!{NOTHING}|Cannot |Error\b|\w+ failed: )"  # also of a project's own tools
+NOT_CLEAR = "I change, delete and run only what is said clearly."
 NO_LINE = "I find no line with all of these words."
 NOISE = (  # not shown to the user
     r"(?m)^\S*MEMORY\.md:\d+: (?:- )?|^Exit code: 0\Z|\nExit code: \d+\Z| Tell the user\.|"
@@ -2142,7 +2123,7 @@ class Plan:
         self.wishes = []  # what was nearly said: rules and their <words>
         for steps in self._readings(question):
             known = self.known.copy()
-            self.matches = {rule.get("title"): self._values(said) for rule, said in steps}
+            self.matches = {rule["title"]: self._values(said) for rule, said in steps}
             reports = []
             changed = False
             for rule, said in steps:
@@ -2184,7 +2165,7 @@ class Plan:
                     is_all = len(steps) == len(parts) and not refuses(steps)
                     may = is_all and is_clear and not any(map(self._is_doubtful, wishes))
                     if wishes and not (may and all(rule["tool"] in tools for rule, _ in wishes)):
-                        self.wishes += filter(self._is_one_wish, wishes)
+                        self.wishes += [wish for wish in wishes if not self._is_mixed(wish)]
                     elif is_all:
                         yield steps
                     elif steps:
@@ -2198,28 +2179,23 @@ class Plan:
         rule, said = step
         if reads(rule):
             return False
-        texts = [said[name] for name in ("content", "new", "value", "note") if said.get(name)]
-        unsaid = {"files", "settings", "text_or_table"}.intersection(rule["own"])
-        unsaid -= {name for name in said if said[name]}
-        if unsaid and not (self.known["file"] and ("old" in rule or said.get("it"))):
+        files = {"files", "settings", "text_or_table"}.intersection(rule["own"])
+        is_named = not files or any(map(said.get, files))
+        if not is_named and not (self.known["file"] and ("old" in rule or said.get("it"))):
             return True  # `old` needs one such line in the file of the last question
-        doubts = "several" if rule.get("path") == "<memory>" or "note" in said else "doubtful"
-        return any(self.rules.has(doubts, text) or re.search(MIXED, text) for text in texts)
+        return self._is_mixed(step, "doubtful")
 
-    def _is_one_wish(self, step):
-        """Is the text that it wants to write only a text, and not a name or another sentence?"""
-        texts = [step[1].get(name, "") for name in ("content", "new", "value", "note")]
-        is_more = "[\ue400-\ue7ff\uec00-\uf7ff]"
-        return not any(re.search(is_more, each) or self.rules.has("places", each) for each in texts)
+    def _is_mixed(self, step, doubts="places"):
+        """Has the text to write a name in it, or words of the list `doubts`: is it another wish?"""
+        texts = [step[1].get(name, "") for name in ("content", "new", "value")]
+        return any(self.rules.has(doubts, text) or re.search(MIXED, text) for text in texts)
 
     def _versions(self, text):
         """Yield the text, with names for described files, and with known words for misspelt ones;
         and the tools that it may call then, besides those that only read
         """
         yield text, self.rules.kinds["tool"]
-        named = self._named(text, is_exact=True)
-        if named != text:
-            yield named, "edit_file"  # /undo takes this back
+        yield self._named(text, is_exact=True), "edit_file"  # /undo takes this back
         spelled = re.sub(
             r"(?<![\w'’-])[a-z]{3,20}(?![\w'’-])",
             lambda word: nearest(word[0], self.rules.vocabulary),
@@ -2241,7 +2217,7 @@ class Plan:
         if kind == "text_file":
             text = text.replace("\\", "/")
             kind = KIND.get(Path(text).suffix or text[-1], kind)
-        letter = chr(ord(FIRST[kind]) + len(self.masks) % 0x3FF)
+        letter = chr(ord(LETTERS[kind][0]) + len(self.masks) % 0x3FF)
         self.masks[letter] = text
         return letter
 
@@ -2273,10 +2249,8 @@ class Plan:
         `is_exact`: and if the text has all words of the name
         """
         if not self.paths:
-            files = re.findall(
-                r"(?m)^(?!No file|\(there).+", self._result("glob", {"pattern": "*"})
-            )
-            for path in [*files, *(f"{Path(file).parent}/" for file in files if "/" in file)]:
+            found = re.sub(r"(?m)^(No file|\(there).*", "", self._result("glob", {"pattern": "*"}))
+            for path in re.findall("(?m)^.+", found) + re.findall("(?m)^.+/", found):
                 kind = self.rules.alike[Path(path).suffix[1:] or "subfolder"]
                 self.paths[path] = self.rules.stems(f"{path} {kind}")
         known = sorted(set().union(*self.paths.values()))
@@ -2292,8 +2266,6 @@ class Plan:
         is_exact |= said <= self.rules.common  # "did it work?" is not about water_works.txt
         least = 0 if is_exact else min(others.values(), default=0)
         best = [path for path in others if others[path] == least]
-        if len(best) > 1:  # the ideas folder is not ideas.md
-            best = [path for path in best if path.endswith("/") == ("folder" in text)]
         return best[0] if len(best) == 1 else ""
 
     def _files(self, said):
@@ -2329,12 +2301,17 @@ class Plan:
         suffix = Path(file).suffix
         self.known |= dict.fromkeys(("file", "settings", suffix[1:]), file)  # <py>: to run it again
         self.known["text_or_table"] = "" if KIND.get(suffix) == "settings" else file
-        self.known["words"] = self._all_of(said.get("text", ""))
+        words = sorted(self.rules.stems(self._value(said.get("text", ""))))
+        self.known["words"] = "".join(f"(?=.*{any_of([word])})" for word in words)
         known = self.known | self._values(said)
-        if not all(map(known.get, re.findall("<(file|settings|text_or_table|py)>", str(rule | {"say": ""})))):
-            self.missed = self.missed or "Which file do you mean?"
+        if not all(
+            map(
+                known.get, re.findall("<(file|settings|text_or_table|py)>", str(rule | {"say": ""}))
+            )
+        ):
+            self.missed = "Which file do you mean?"
             return ""
-        is_quoted = "command" in rule and not rule["command"].endswith("command>")
+        is_quoted = not rule.get("command", "<command>").endswith("command>")
         if is_quoted and "Windows PowerShell" in str(self.request.tools):
             return "That needs bash, a part of Git for Windows: install Git (git-scm.com)."
         result = self._outcome(rule, said, quote if is_quoted else str)
@@ -2357,12 +2334,9 @@ class Plan:
                 self.known["file"] = named[1]
             self.known |= {"result": shown or "(nothing to show)", "count": shown.count("\n") + 1}
             return self._filled(rule.get("answer", "<result>"), said).strip()
-        if "old_text is not in the file" in result:
-            self.missed = self._filled("There is no <content> in <text_or_table>.", said)
-            return ""
-        if re.match(NOTHING, result) and reads(rule):
+        if re.match(NOTHING if reads(rule) else "old_text is not in the file", result):
             self.missed = NO_LINE
-            return rule.get("none", "")
+            return self._filled(rule.get("none", ""), said)
         return shown
 
     def _outcome(self, rule, said, change):
@@ -2396,12 +2370,6 @@ class Plan:
             self.next_call = self.next_call or (tool, arguments)
         return self.done.get(call, "")
 
-    def _all_of(self, text):
-        """The regex for lines that have all words of a text"""
-        text = self._value(text)
-        words = self.rules.stems(text) or [text]
-        return "".join(f"(?=.*{any_of([word])})" for word in sorted(words))
-
     def _advise(self, text, says="", said=None):
         """Return `text` and three sentences that work. A text that only says that nothing fits or
         was found is replaced by the lines that have words of the question.
@@ -2414,91 +2382,82 @@ class Plan:
         files = [self._place(self._value(name)) for name in names]
         words = self._search(typed, files, says)
         it = self.known["file"]
-        if names:  # explain a.txt → a.txt is "it"; copy a.txt to b.txt → b.txt, which is not there
-            self.known["file"] = min(files, key=self.paths.__contains__)
+        others = [*self.near, it]
         if self.rules.has("pronouns", typed):
-            files.append(it)  # explain it
-        files += [*self.near, it]
-        files = [file for file in dict.fromkeys(files) if file in self.paths]
-        about, second, *_ = [*files, "", ""]
-        self.known["second"] = second and quote(second)
-        wished = []
+            others.insert(0, it)  # explain it
+        is_here = self.paths.__contains__
+        about = next(filter(is_here, files + others), "")
+        if names:  # explain a.txt → a.txt is "it"; copy a.txt to b.txt → b.txt, which is not there
+            self.known["file"] = min(files, key=is_here)
+            it = about
+        offers = []
         for rule, of_wish in self.wishes:
-            wished += self._offers(rule.get("say", ""), of_wish, about if names else it or about)
-        offers = sorted(wished, key=len)[:1] + self._offers(says, said or {}, about)
-        if "<row>" in says:
-            text = f"{self.missed}\n{text}".strip()
-        most = 3
+            offers += self._offers(rule.get("say", ""), of_wish, it or about)
+        offers = sorted(offers, key=len)[:1] + self._offers(says, said or {}, about)
         if text in (self.rules.otherwise["offer"], NO_LINE):
-            lines = [f"{file}: {shown}" for *_, file, _, shown, _ in self.rows[:8]]
-            is_asked = question.endswith("?") or self.rules.has("seek", typed)
+            lines = [f"{file}: {shown}" for _, file, _, shown, _ in self.rows[:8]]
             if offers:
-                text = self.rules.otherwise["nearly"]
-            elif lines and words and is_asked and all(words <= row[-1] for row in self.rows):
-                most = 1
-                counted = len(self.rows) > 1 and self.rules.has("how many", typed)
-                lines = [f"{len(self.rows)} lines with these words:", *lines][not counted :]
+                text = NOT_CLEAR
+            elif (
+                lines
+                and words
+                and self.rules.has("seek", typed)
+                and all(words <= row[-1] for row in self.rows)
+            ):
+                lines = [f"{len(self.rows)} lines with these words:", *lines][len(lines) < 2 :]
                 text = "\n".join(lines)
             elif lines:
                 text = "\n  ".join(["I only searched. Lines with some of these words:", *lines])
         offers += self._offers(self.rules.otherwise.get("can", ""), {}, about)
         new = [offer for offer in dict.fromkeys(offers) if offer != question]
-        return "\n  ".join([f"{text}\nI can:", *new[:most]])
+        return "\n  ".join([f"{text}\nI can:", *new[:3]])
 
     def _search(self, typed, named, is_wish):
         """Find the lines that have most of the words of a question. Words that are in few lines
         count more, and files that it names. Returns the words.
 
-        `rows`: the best lines, [(-2.1, 0, "a.csv", "Bo,3", "name Bo, grade 3", {"bo", "grad"})],
-        by the place of the first such word; `near`: files that have any of the words, best first.
+        `rows`: the best lines, [(-2.1, "a.csv", "Bo,3", "name Bo, grade 3", {"bo", "grad"})];
+        `near`: the files that have any of the words, the best first.
         """
         verbs = rf"(?i)\b(?:{self.rules.alike['verbs']}|{self.rules.alike['seek']})\b"
         asked = self._value(re.sub(rf"{verbs}|[\ue000-\ue7ff]", " ", typed)).lower()
-        words = self.rules.meanings(asked)
+        words = self.rules.stems(asked)
         before = set()
         if not is_wish and not self.wishes and (not words or self.rules.has("pronouns", typed)):
-            before = self.rules.meanings(self.known["before"])  # how old is she?
+            before = self.rules.stems(self.known["before"])  # how old is she?
         lines = self._lines_with(words | before)
         often = Counter(word for *_, has in lines for word in has)
-        pairs = re.findall(r"\w{3,} \d+", asked)  # floor 2
         typed_files = named[: len(re.findall(A_FILE, typed))]
+        pairs = re.findall(r"\w{3,} \d+", asked)  # floor 2
         rows = []
         for file, line, shown, has in lines:
             rank = sum(often[word] ** -0.5 for word in has) + 3 * (words <= has)
-            rank += 10 * (file in typed_files) + (file in named) + 0.5 * (file in self.heads)
+            rank += 10 * (file in typed_files) + (file in [*named, self.known["file"]])
+            rank += 0.5 * (file in self.heads) + sum(map(shown.lower().count, pairs))
             rank -= ".py" in file
-            rank += 0.3 * (file == self.known["file"]) + sum(map(shown.lower().count, pairs))
-            if self.rules.has("everywhere", typed):
-                rank = len(has)
-            if line != self.heads.get(file) and len(has) > 0.3 * len(words):
-                rows.append((-rank, min(map(asked.find, has)), file, line, shown, has))
+            if len(has) > 0.3 * len(words):
+                rows.append((-rank, file, line, shown, has))
         rows.sort()
-        self.near = [row[2] for row in rows]
-        self.near += [line[0] for line in sorted(lines, key=lambda line: -len(line[-1]))]
+        self.near = [row[1] for row in rows]
         self.rows = [row for row in rows if row[0] == rows[0][0]]
-        return words | before if len(self.rows) > 1 else words
+        return words
 
     def _lines_with(self, words):
         """[("a.csv", "Bo,3", "name Bo, grade 3", {"bo"})]: a file, its line, how the line is
         shown, and which of the words it has. A line is shown with the heading above it.
         """
-        same = [word for word, meant in self.rules.meant.items() if meant in words]
-        pattern = f"{any_of([*words, *same] or '-')}{HEAD}|^{SECTION}"
+        pattern = any_of(words or "-") + HEAD
         found = self._result("grep", {"pattern": pattern, "output_mode": "content"})
         self.heads = dict(re.findall(r"(?m)^(.+?\.csv):1: (.+)", found))
-        sections = {}
         lines = []
-        for file, number, line in re.findall(r"(?m)^(.+?):(\d+): (.{1,300})", found):
+        for file, line in re.findall(r"(?m)^(.+?):\d+: [ \t*-]*(.{1,300})", found):
             head = self.heads.get(file, "").split(",")
             cells = line.split(",")
-            shown = sections.get(file, "") + line
+            shown = line
             if len(cells) == len(head) > 1:  # of a table
                 shown = ", ".join(map(" ".join, zip(head, cells, strict=True)))
-            elif number != "1" and re.match(SECTION, line):
-                shown = line
-                sections[file] = line.strip("#: ") + ": "
-            has = self.rules.meanings(f"{file} {shown}") & words
-            if has:
+            has = self.rules.stems(f"{file} {shown}") & words
+            if has and cells != head:
                 lines.append((file, line, shown, has))
         return lines
 
@@ -2510,18 +2469,16 @@ class Plan:
         file = ""
         if said.get("files") or said.get("listed"):
             file = self._place(self._files(said)[0])
-        rows = [row for row in self.rows if file in ("", row[2])]
-        *_, place, row, _, _ = [*rows, ("", "", "", "")][0]
-        if re.search("<(row|task)>", templates):
+        rows = [row for row in self.rows if file in ("", row[1])]
+        _, place, row, *_ = [*rows, ("", "", "")][0]
+        if "<row>" in templates:
             file = place
         file = file or about
         name = file and quote(file)
-        box, row = re.fullmatch(r"[\s*-]*(\[ \] )?(?:\[.?\] )?(.*)", row).groups()
         row = f"'{row}'" if '"' in row else f'"{row}"'
         self.known = known | {
             "file": name,
             "row": row,
-            "task": box and row,
             "columns": self.heads.get(file),
             Path(name).suffix[1:]: name,
         }

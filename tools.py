@@ -909,7 +909,7 @@ def replace_passage(text, old, new, replace_all=False):
     """Replace `old` with `new`; raises ToolError if `old` is missing or occurs more than once."""
     places = [match.start() for match in re.finditer(re.escape(old), text)]
     if not places:
-        raise ToolError(f"old_text is not in the file.{nearest(text, old)}")
+        raise ToolError("old_text is not in the file.\nRead the passage again and copy it exactly.")
     if len(places) > 1 and not replace_all:
         lines = ", ".join(str(text.count("\n", 0, place) + 1) for place in places[:20])
         raise ToolError(
@@ -917,18 +917,6 @@ def replace_passage(text, old, new, replace_all=False):
             "or set replace_all."
         )
     return text.replace(old, new)
-
-
-def nearest(text, old):
-    lines = text.split("\n")
-    wanted = old.strip("\n").split("\n")
-    starts = [line[:100] for line in lines[:5_000]]  # the limits keep the comparison fast
-    close = get_close_matches(wanted[0][:100], starts, cutoff=0.5)
-    if not close:
-        return "\nNo line is like the first one of old_text: read the file again."
-    at = starts.index(close[0])
-    _, difference = diff(old, "\n".join(lines[at : at + len(wanted)]), "old_text")
-    return f"\nThe closest passage, at line {at + 1}, differs like this:\n{difference}"
 
 
 # ---- Undo: a file's old version is kept before a tool changes the file ----

@@ -1656,7 +1656,7 @@ SAID = {  # what a class says in a conversation → what the last answer has
     "how many tasks are done in tools.md": "1 done in tools.md:",
     "append nails to tools.md / read tools.md": "4| - [ ] nails",
     "tick off milk in tools.md": "+- [x] milk",
-    "the milk task is done, tools.md should know": '  tick off "milk" in tools.md',
+    "the milk task is done, tools.md should know": '  change "[ ] milk" to "…" in tools.md',
     "what do i have to give back to Tom": "call Tom on Friday",
     "remind me about it the day before at 5pm": "Say when",
     "sort the team by age, smallest first": "name,age,points\nAda,15,2",
@@ -1764,8 +1764,8 @@ def test_what_a_class_says_is_understood_or_offered(desk, said):
 SETTINGS = {  # the value of the key is changed, or nothing
     "change version to 1.3.0 in s.json": '"version": "1.3.0",',
     "set debug to true in s.json": '"debug": true',
-    "change name to x in s.json": "I find no such lines in s.json",
-    "change nothing to x in s.json": "I find no such lines in s.json",
+    "change name to x in s.json": """change '"name": {' to "…" in s.json""",
+    "change nothing to x in s.json": "I change, delete and run only what is said clearly.",
     'change "1.2.0" to 1.3.0 in s.json': '+  "version": "1.3.0",',
 }
 
