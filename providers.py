@@ -1817,7 +1817,9 @@ def typed(line, tools):
 
 OFFLINE_RULES = "templates/offline/rules.md"  # nanobot_data/templates/… after pip install
 # the fields of a rule (the first four can have many lines); others are arguments of its tool
-FIELDS = "answer offer can calculate say old new tool reads line start none title own".split()
+FIELDS = re.findall(
+    r"\w+", "answer offer can calculate say old new tool reads line start none title own"
+)
 # <words> that are filled in here
 BUILT_IN = "result Time memory file count last question words row columns text csv json md py txt"
 WORD = r"<(\w+)>"
@@ -1974,7 +1976,8 @@ class Rules:
         """Return the rules with a sentence that fits, and its <words>: [(rule, {"text": "tea"})]"""
         before = rf"(?i)^(?:\s*(?:{self.alike['before']})(?!\w)[ ,:.!]*(?=\S))+"
         after = rf"(?i)(?:[\s,.!?]+(?:{self.alike['after']})|(?<=[^\s.])[,.!?]+\s*|\s*=\s*)+$"
-        text = re.sub(after, "", text.strip())
+        colon = rf"(?i)({A_FILE}|[\ue800-\uebff]|\b(?:{self.alike['colon']}))([:,] )"
+        text = re.sub(colon, r"\1 \2", re.sub(after, "", text.strip()))
         fits = []
         for each in dict.fromkeys([re.sub(before, "", text), text]):  # "and in b.txt" has its "and"
             words = set(re.findall(r"\w+", each.lower()))
@@ -2206,12 +2209,7 @@ class Plan:
     def masked(self, text):
         """`read "a b.txt"` → `read \uec00`, one letter for what no rule looks into"""
         text = re.sub(r"(?i)\bto[ -]do(?= list)", "todo", re.sub("[\ue000-\uf8ff]", "?", text))
-        text = MASKED.sub(lambda found: self._letter(found.lastgroup, found[0]), text)
-        return re.sub(
-            rf"(?i)({A_FILE}|[\ue800-\uebff]|\b(?:{self.rules.alike['colon']}))([:,] )",
-            r"\1 \2",
-            text,
-        )
+        return MASKED.sub(lambda found: self._letter(found.lastgroup, found[0]), text)
 
     def _letter(self, kind, text):
         if kind == "text_file":
@@ -2230,8 +2228,9 @@ class Plan:
                 said = " ".join(phrase)
                 if self.rules.has("show", phrase[0]):
                     continue  # "show it" is not about the folder shows
-                if re.search("[\ue000-\uf7ff]|[,;:!?] |\\bnot\\b", said):
-                    continue  # not even about notes.md
+                # not even about notes.md; which recipes need cinnamon
+                if re.search(r"[\ue000-\uf7ff]|[,;:!?] |\b(?:not|need|has|have|and|or)\b", said):
+                    continue
                 path = self._look_up(said, is_exact)
                 if not path or is_exact and path.endswith(".py"):
                     continue  # "add 5 to the bill" is not for bill.py
@@ -2378,21 +2377,23 @@ class Plan:
         """
         question = self.known["question"]
         typed = self.masked(question)
-        names = re.findall(A_FILE, typed + self._named(typed))
-        files = [self._place(self._value(name)) for name in names]
-        words = self._search(typed, files, says)
         it = self.known["file"]
-        others = [*self.near, it]
-        if self.rules.has("pronouns", typed):
-            others.insert(0, it)  # explain it
+        files = [
+            self._place(self._value(name))
+            for name in re.findall(A_FILE, typed + self._named(typed))
+        ]
+        typed_files = files[: len(re.findall(A_FILE, typed))]
+        words = self._search(typed, typed_files, [*files, it], says)
         is_here = self.paths.__contains__
-        about = next(filter(is_here, files + others), "")
-        if names:  # explain a.txt → a.txt is "it"; copy a.txt to b.txt → b.txt, which is not there
-            self.known["file"] = min(files, key=is_here)
-            it = about
+        if self.wishes or self.rules.has("pronouns", typed):  # add milk; explain it
+            self.near.insert(0, it)
+        about = next(filter(is_here, [*files, *self.near, it]), "")
         offers = []
         for rule, of_wish in self.wishes:
-            offers += self._offers(rule.get("say", ""), of_wish, it or about)
+            offers += self._offers(rule.get("say", ""), of_wish, about)
+        # explain a.txt → a.txt is "it"; copy a.txt to b.txt → b.txt, which is not there
+        if typed_files or not re.search(r"\b(?:in|to|on|from) it\b", typed):
+            self.known["file"] = min(typed_files or files or [it], key=is_here)
         offers = sorted(offers, key=len)[:1] + self._offers(says, said or {}, about)
         if text in (self.rules.otherwise["offer"], NO_LINE):
             lines = [f"{file}: {shown}" for _, file, _, shown, _ in self.rows[:8]]
@@ -2412,7 +2413,7 @@ class Plan:
         new = [offer for offer in dict.fromkeys(offers) if offer != question]
         return "\n  ".join([f"{text}\nI can:", *new[:3]])
 
-    def _search(self, typed, named, is_wish):
+    def _search(self, typed, typed_files, named, is_wish):
         """Find the lines that have most of the words of a question. Words that are in few lines
         count more, and files that it names. Returns the words.
 
@@ -2427,12 +2428,11 @@ class Plan:
             before = self.rules.stems(self.known["before"])  # how old is she?
         lines = self._lines_with(words | before)
         often = Counter(word for *_, has in lines for word in has)
-        typed_files = named[: len(re.findall(A_FILE, typed))]
         pairs = re.findall(r"\w{3,} \d+", asked)  # floor 2
         rows = []
         for file, line, shown, has in lines:
             rank = sum(often[word] ** -0.5 for word in has) + 3 * (words <= has)
-            rank += 10 * (file in typed_files) + (file in [*named, self.known["file"]])
+            rank += 10 * (file in typed_files) + (file in named)
             rank += 0.5 * (file in self.heads) + sum(map(shown.lower().count, pairs))
             rank -= ".py" in file
             if len(has) > 0.3 * len(words):
@@ -2444,13 +2444,13 @@ class Plan:
 
     def _lines_with(self, words):
         """[("a.csv", "Bo,3", "name Bo, grade 3", {"bo"})]: a file, its line, how the line is
-        shown, and which of the words it has. A line is shown with the heading above it.
+        shown, and which of the words it has. The first lines of tables are left out.
         """
         pattern = any_of(words or "-") + HEAD
         found = self._result("grep", {"pattern": pattern, "output_mode": "content"})
         self.heads = dict(re.findall(r"(?m)^(.+?\.csv):1: (.+)", found))
         lines = []
-        for file, line in re.findall(r"(?m)^(.+?):\d+: [ \t*-]*(.{1,300})", found):
+        for file, line in re.findall(r"(?m)^(.+?):\d+: [ \t*-]*(?!.*[\[{]$)(.{1,300})", found):
             head = self.heads.get(file, "").split(",")
             cells = line.split(",")
             shown = line

@@ -1764,7 +1764,7 @@ def test_what_a_class_says_is_understood_or_offered(desk, said):
 SETTINGS = {  # the value of the key is changed, or nothing
     "change version to 1.3.0 in s.json": '"version": "1.3.0",',
     "set debug to true in s.json": '"debug": true',
-    "change name to x in s.json": """change '"name": {' to "…" in s.json""",
+    "change name to x in s.json": "I change, delete and run only what is said clearly.",
     "change nothing to x in s.json": "I change, delete and run only what is said clearly.",
     'change "1.2.0" to 1.3.0 in s.json': '+  "version": "1.3.0",',
 }

@@ -65,6 +65,7 @@ FNR == 1 {
 }
 {
     cells = split($0, cell, comma)
+    if (said ~ "what " tolower(head[who]) " " && tolower(cell[who]) ~ /^ *([0-9.]+|yes|no) *$/) who = 0  # what sold most
     for (i = 1; !who && i <= cells; i++) if (cell[i] !~ /^ *[0-9.\/-]+ *$/) who = i  # the first that is no number and no date
     if (!who) who = 1
     chosen = partly = 0  # the place of the cell that the question names, or has a word of
