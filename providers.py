@@ -1959,7 +1959,7 @@ class Rules:
         """The regex for a word of a sentence"""
         word = found[1]
         if word == "...":
-            return r"(?:[\s,;:]+\S+)*?"
+            return r"(?:[\s,;:]+[^\s,;:]+)*?[,;:]*"
         if word[0] != "<":
             said = self.alike.get(word, re.escape(word))
             self.vocabulary |= dict.fromkeys(re.findall("[a-z]{3,}", said))

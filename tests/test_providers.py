@@ -1673,7 +1673,7 @@ SAID = {  # what a class says in a conversation → what the last answer has
     "read b.md": "docs/b.md says:\n1| # Two",
     "rename b.md to c.md / read c.md": "docs/c.md says:\n1| # Two",
     "delete c.md": "There is no c.md here.",
-    "change tea to ham in list.txt": "There is no tea in list.txt.",
+    "change tea to ham in list.txt": 'There is no "tea" in list.txt, written exactly so.',
     "whats the best points of age 16": "team.csv, points, 16: highest 9 (Mia), lowest 1 (Bo)",
     "delete the todo list / is it gone?": "It is still here: todo.txt",
     "delete the old folder": "I delete only files that you name, and no folders",
@@ -1682,6 +1682,14 @@ SAID = {  # what a class says in a conversation → what the last answer has
     "change Bo's points to 5": '  change "Bo,16,1" to "…" in team.csv',
     'change Bo\'s points to 5 / change "Bo,16,1" to "Bo,16,5" in team.csv': "+Bo,16,5",
     "which age does bo have": "team.csv: name Bo, age 16, points 1",
+    "how old is Ada / how many points does she have": "team.csv: name Ada, age 15, points 2",
+    "how many have age 16": "2 lines with these words:\nteam.csv: name Bo, age 16, points 1",
+    "make a copy of my essay called c.md / read it": "There is no c.md here.",
+    "create new.txt with ham / delete it": "  delete new.txt",
+    "who is missing in the team: Mia is not here": "I know no",
+    "Mia quit, take her out of the team": '  remove "Mia,16,9" from team.csv',
+    "it has to be calm, not stormy in the essay": "  change stormy to calm in essay.md",
+    "save that as c.txt": "There is nothing to save yet.",
     "sort team.csv by points highest first": "name,age,points\nMia,16,9\nAda,15,2\nBo,16,1",
     "sort team.csv by name": "name,age,points\nAda,15,2\nBo,16,1",
     "sort list.txt by name": "- bread 3.5\neggs\nham\nmilk 2",
@@ -1791,9 +1799,20 @@ def test_the_rows_of_a_table_are_counted_without_its_header(desk):
     assert "I find no line" in desk.ask("who has the most points")[0]
     (desk.folder / "t.csv").write_text("name,paid\nBo,no\nDi,yes\n")
     assert desk.ask("who hasnt paid")[0] == "t.csv, paid no (1): Bo"
+    assert desk.ask("who still has to pay")[0] == "t.csv, paid no (1): Bo"
+    assert desk.ask("how many have paid")[0] == "t.csv, paid yes (1): Di"
     (desk.folder / "t.csv").write_text('name,paid\n"Carla, D",no\n')  # its columns are shifted
     assert "paid no" not in desk.ask("who hasnt paid")[0]
     assert desk.ask("how many twos are in a.txt")[0].startswith("a.txt: two\n")
+
+
+def test_an_item_goes_to_its_list_and_a_value_of_a_script_is_set(desk):
+    (desk.folder / "x.md").write_text("- [x] a\n- [ ] b\n- [x] c\n\nnot allowed: d\n")
+    desk.ask("add e to x.md")
+    assert desk.read("x.md") == "- [x] a\n- [ ] b\n- [x] c\n- [ ] e\n\nnot allowed: d\n"
+    (desk.folder / "x.py").write_text("dogs = 4\nprint('dogs:', dogs)\n")
+    desk.ask("change dogs to 5 in x.py")
+    assert desk.read("x.py") == "dogs = 5\nprint('dogs:', dogs)\n"
 
 
 def test_facts_are_kept_apart_and_forgotten_one_by_one(desk):

@@ -15,7 +15,7 @@ function is_named(column) {  # `grades` in a question also names the column grad
     column = tolower(column)
     gsub(/[^a-z0-9]+/, ".", column)
     sub(/s$/, "", column)
-    if (asked ~ /spen[dt]|paid|pay|cost|expensive|cheap|dear/ && column ~ /^(amount|price|cost|euro|sum|total|spent|paid)/) return 1
+    if (asked ~ /spen[dt]|paid|pay|cost|expensive|cheap|dear/ && column ~ /^(amount|price|cost|euro|sum|total|spent|paid)s?(\.|$)/) return 1
     if (asked ~ /[^a-z]money[^a-z]/ && !wanted && column ~ /(euro|price|amount|cost|fee|paid|eur|dollars?)$/) return 1
     if (asked ~ "[^a-z0-9]" column "s?[^a-z0-9]") return 1
     if (asked ~ /fastest|slowest/ && column ~ /^(time|seconds?|sec)/) return 1
