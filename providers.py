@@ -1828,7 +1828,8 @@ QUOTED = "(?s)^[\"'`“‘](.+)[\"'`”’]$"
 MASKED = re.compile(
     r"""(?ix)(?P<url>https?://[^\s"'>]+)
     |(?P<text_file>(?-i:\b(?:LICENSE|Makefile|Dockerfile)\b(?!\.))
-      |["'`“‘][\w~ ./\\+@-]{1,80}\.[a-z]\w{0,8}["'`”’]|\b[a-z]\w+\ \d+\.[a-z]\w*
+      |["'`“‘][\w~ ./\\+@-]{1,80}\.[a-z]\w{0,8}["'`”’]|\b(?!(?:to|as|in|into|of|from|and|the|file
+       |called|named|delete|remove|copy|rename|move|read|open|show|run)\b)[a-z]\w+\ \d+\.[a-z]\w*
       |(?<![\w.~+@-])(?![\d.]*/[\d.]+(?![\w.])|km/h|m/s|and/or|\.\w+\ files)(?:[a-z]:(?=[/\\]))?
        (?:[\w~./\\+@-]*\.\d*[a-z]\w*|[\w~.+@-]*[/\\][\w~./\\+@-]*\w)(?![\w/\\]))
     |(?P<a_folder>(?<![\w.~+@-])[\w~./\\+@-]*\w[/\\](?!\S))
@@ -1959,7 +1960,7 @@ class Rules:
         """The regex for a word of a sentence"""
         word = found[1]
         if word == "...":
-            return r"(?:[\s,;:]+[^\s,;:]+)*?[,;:]*"
+            return r"(?:[\s,;:]+[^\s,;:]+){0,30}?\s*[,;:]*"
         if word[0] != "<":
             said = self.alike.get(word, re.escape(word))
             self.vocabulary |= dict.fromkeys(re.findall("[a-z]{3,}", said))
@@ -1975,7 +1976,10 @@ class Rules:
     def matches(self, text):
         """Return the rules with a sentence that fits, and its <words>: [(rule, {"text": "tea"})]"""
         before = rf"(?i)^(?:\s*(?:{self.alike['before']})(?!\w)[ ,:.!]*(?=\S))+"
-        after = rf"(?i)(?:[\s,.!?]+(?:{self.alike['after']})|(?<=[^\s.])[,.!?]+\s*|\s*=\s*)+$"
+        # `(?>…)++` never tries another way: "wow!!!!!!!! why" would take for ever
+        after = (
+            rf"(?i)(?>[\s,.!?]+(?:{self.alike['after']})(?!\w)|(?<=[^\s.])[,.!?]+\s*|\s*=\s*)++$"
+        )
         colon = rf"(?i)({A_FILE}|[\ue800-\uebff]|\b(?:{self.alike['colon']}))([:,] )"
         text = re.sub(colon, r"\1 \2", re.sub(after, "", text.strip()))
         fits = []
@@ -2061,7 +2065,8 @@ RUNTIME_END = "[/Runtime Context]"
 SUCCESS = {"read_file": r"\d+\| ", "edit_file": "--- |Wrote ", "exec": r"(?s).*Exit code: 0$"}
 # renamed 'a.txt' -> 'b.txt', b.txt:3: milk, --- a/b.txt, or Wrote 4 characters to /home/b.txt.
 NEW_NAME = (
-    r"(?m)(?:-> '?|^(?:--- a/)?|^Wrote .*[/\\])([^'\s:,/]+\.\w+|[^'\s]+/\S+\.\w+)(?:[':,.]|$)"
+    r"(?m)(?:^(?:renamed )?'[^'\n]+' -> '|^(?:--- a/)?|^Wrote .*[/\\])"
+    r"([^'\s:,/]+\.\w+|[^'\s]+/\S+\.\w+)(?:[':,.]|$)"
 )
 NOTHING = "Exit code: 1$|No match for |No file below |There is no folder"
 OTHER_SUCCESS = rf"(?!{NOTHING}|Cannot |Error\b|\w+ failed: )"  # also of a project's own tools
@@ -2532,7 +2537,7 @@ def calculate(text):
         text = re.sub(said, sign, text.lower())  # plus|add → +
     try:
         # without integers: 9**9**9 would take for ever
-        text = re.fullmatch(r"(?:[\s+*/%()-]|\d+\.\d*|\.\d+)+", text)[0]
+        text = re.fullmatch(r"(?>[\s+*/%()-]|\d+\.\d*|\.\d+)++", text)[0]
         return f"{eval(text, {'__builtins__': {}}):.15g}"
     except Exception:  # no sum, 1/0, 9.**9.**9., 1.+(), or thousands of brackets
         return "(no number: I know sums like 28 * 4.50, sqrt(81), (3 + 4) / 2)"

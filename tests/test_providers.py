@@ -1611,6 +1611,11 @@ OFFERED = {  # nothing is run or written: what can be said instead, or what is m
     "delete a.txt but not b.txt": "I do nothing of that",
     "don't delete a.txt, delete docs/b.md": "I do nothing of that",
     "delete a.txt. no wait dont": "I do nothing of that",
+    "delete a.txt. no": "  delete a.txt",
+    "delete a.txt, or b.txt": "  delete a.txt",
+    "How do I delete a file? rm a.txt?": "I can:",
+    "psst, be quiet": "I can:",
+    "rename a.txt back": "I can:",
     "delete a.txt? no, undo that": "/undo",
     "can I delete a.txt?": "  read a.txt",
     "delete everything in docs": "I delete only files that you name",
@@ -1962,6 +1967,7 @@ def test_the_rules_are_linear():
         "explain ",
         "don't ",
         "delete a.txt if ",
+        "7 × ",
         "how many words are in ",
     ]
     slow = {}
@@ -1969,6 +1975,7 @@ def test_the_rules_are_linear():
         for length in (900, 100_000):
             began = time.process_time()
             offline(start + (mark * length)[:length])
+            offline(start + (mark * length)[: min(length, 900)] + " why")
             if time.process_time() - began > 1:
                 slow[start + mark, length] = time.process_time() - began
     assert slow == {}

@@ -54,18 +54,19 @@ FNR == 1 {
     split($0, head, comma)
     title = FILENAME
     gsub(/.*\/|\.[^.]*$/, "", title)
-    header = $0
     files++
     who = 0  # which meal sold the most: the column `meal` answers, else the first
     for (i in head) {
-        if (said ~ "(which|what|whose|wich) " tolower(head[i]) "s? ") who = i
+        named[i] = tolower(head[i])
+        gsub(/[^a-z0-9]+/, ".", named[i])
+        if (said ~ "(which|what|whose|wich) " named[i] "s? ") who = i
         if (said ~ / (day|when|date) / && tolower(head[i]) ~ /^(day|date)/) who = i
     }
     next
 }
 {
     cells = split($0, cell, comma)
-    if (said ~ "what " tolower(head[who]) " " && tolower(cell[who]) ~ /^ *([0-9.]+|yes|no) *$/) who = 0  # what sold most
+    if (said ~ "what " named[who] " " && tolower(cell[who]) ~ /^ *([0-9.]+|yes|no) *$/) who = 0  # what sold most
     for (i = 1; !who && i <= cells; i++) if (cell[i] !~ /^ *[0-9.\/-]+ *$/) who = i  # the first that is no number and no date
     if (!who) who = 1
     chosen = partly = 0  # the place of the cell that the question names, or has a word of
