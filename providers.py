@@ -2121,8 +2121,8 @@ class Plan:
 
     def _answer(self, question):
         """Follow the first reading of a question that finds something."""
-        # without API keys, because its words are looked for
         self.known["before"] = self.known.get("question", "")
+        # without API keys, because its words are looked for
         self.known["question"] = re.sub(KEYS, "", question)[:1_000]
         self.next_call = None
         self.done = {}  # the calls of this question and their results
