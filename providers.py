@@ -1821,8 +1821,10 @@ FIELDS = re.findall(
     r"\w+", "answer offer can calculate say old new tool reads line start none title own"
 )
 # <words> that are filled in here
-BUILT_IN = "result Time memory file count last question words row columns text csv json md py txt"
-WORD = r"<(\w+)>"
+BUILT_IN = (
+    "result Time memory file count last question words row columns text .csv .json .md .py .txt"
+)
+WORD = r"<(\.?\w+)>"
 QUOTED = "(?s)^[\"'`“‘](.+)[\"'`”’]$"
 # While rules are compared, a name or a quoted text is one letter: `read a.txt` → `read \uec00`
 MASKED = re.compile(
@@ -1856,7 +1858,8 @@ MIXED = rf"{A_FILE}|^[\ue800-\uebff]."  # a text with a name, or with more behin
 FILES = rf"\s+(?P<files>{A_FILE}(?:(?:\s|[,&]|and|the|file)+{A_FILE})*)"
 SPACE = "\0"  # in a regex: between words; in sentences that write, words like `the` can be there
 ENDING = "(?:ings|ies|ing|ed|es|ys|e|s|y)"  # of a word: grades, grade, graded
-HEAD = r"|^[^\d,]+(?:,[^\d,]+)+$"  # the first line of a table
+# the first line of a table, no sentence: name,price (euro)
+HEAD = r"|^[^\d,:!?;=]{1,30}(?:,[^\s\d,:!?;=][^\d,:!?;=]{0,30})+$"
 compiled = cache(re.compile)  # the cache of `re` itself is too small for the sentences
 
 
@@ -1885,7 +1888,7 @@ class Rules:
         self.sentences = []  # (key words of a sentence, its regex, its parts, its rule)
         self.vocabulary = {}
         self.problems = []
-        self.otherwise = {"offer": ""}  # the rule for sentences that no other rule has
+        self.otherwise = {}  # the rule for sentences that no other rule has
         self.last = {}  # the rule of the current line
         for number, line in enumerate(text.splitlines(), 1):
             try:
@@ -1895,6 +1898,7 @@ class Rules:
                 self.problems.append(told)
                 log.warning(told)
                 self.last.clear()  # the rule is left out
+        self.otherwise.setdefault("offer", "I know no rule for that.")
         self.common = self.stems(" ".join(self.vocabulary))
         self.matches = cache(self.matches)
 
@@ -1952,7 +1956,7 @@ class Rules:
         keys = [regex for part, regex in parts if part[0] not in "[<."][:1]
         words = set(re.findall(r"(?<!\\)[a-z$]+", str(keys)))
         whole = "".join(regex + "?" * (part[0] == "[") for part, regex in parts)
-        skipped = rf"\s+(?:(?:{self.alike['skipped']})\s+){{0,5}}"
+        skipped = rf"\s++(?:(?:{self.alike['skipped']})\s++){{0,5}}"
         whole = "(?is)" + whole.replace(SPACE, skipped)
         self.sentences.append((words, whole, parts, self.last))
 
@@ -1960,7 +1964,7 @@ class Rules:
         """The regex for a word of a sentence"""
         word = found[1]
         if word == "...":
-            return r"(?:[\s,;:]+[^\s,;:]+){0,30}?\s*[,;:]*"
+            return r"(?:[\s,;:]++[^\s,;:]++){0,30}?\s*[,;:]*"
         if word[0] != "<":
             said = self.alike.get(word, re.escape(word))
             self.vocabulary |= dict.fromkeys(re.findall("[a-z]{3,}", said))
@@ -1970,7 +1974,7 @@ class Rules:
             raise ValueError(f"{word} is not defined above: write <files> or <text>")
         self.last["own"].append(word[1:-1])
         if re.fullmatch(kind, "the x"):  # any text: all of it was meant
-            return rf"\s+(?P{word}{kind})"
+            return rf"\s++(?P{word}{kind})"
         return rf"{SPACE}(?P{word}{kind})"
 
     def matches(self, text):
@@ -2005,7 +2009,7 @@ class Rules:
                 continue
             if "<files>" in regex:  # a name; without one, it is the file of the last question
                 regex = FILES
-            found = compiled("(?is)" + regex.replace(SPACE, r"\s+")).search(text)
+            found = compiled("(?is)" + regex.replace(SPACE, r"\s++")).search(text)
             if found:
                 said |= found.groupdict("")
                 text = f"{text[: found.start()]} | {text[found.end() :]}"
@@ -2303,14 +2307,15 @@ class Plan:
         if "offer" in rule and "tool" not in rule:
             return self._advise(rule["offer"], rule.get("say", ""), said)
         suffix = Path(file).suffix
-        self.known |= dict.fromkeys(("file", "settings", suffix[1:]), file)  # <py>: to run it again
+        self.known |= dict.fromkeys(("file", "settings", suffix), file)  # <.py>: to run it again
         self.known["text_or_table"] = "" if KIND.get(suffix) == "settings" else file
         words = sorted(self.rules.stems(self._value(said.get("text", ""))))
         self.known["words"] = "".join(f"(?=.*{any_of([word])})" for word in words)
         known = self.known | self._values(said)
         if not all(
             map(
-                known.get, re.findall("<(file|settings|text_or_table|py)>", str(rule | {"say": ""}))
+                known.get,
+                re.findall(r"<(file|settings|text_or_table|\.py)>", str(rule | {"say": ""})),
             )
         ):
             self.missed = "Which file do you mean?"
@@ -2468,7 +2473,7 @@ class Plan:
 
     def _offers(self, templates, said, about):
         """`delete <file> | read <file>` → two sentences, without those with <words> nobody said;
-        <py> is a file that ends in .py. `about`: the file, if nobody said one
+        <.py> is a file that ends in .py. `about`: the file, if nobody said one
         """
         known = self.known
         file = ""
@@ -2485,7 +2490,7 @@ class Plan:
             "file": name,
             "row": row,
             "columns": self.heads.get(file),
-            Path(name).suffix[1:]: name,
+            Path(file).suffix: name,
         }
         filled = self._filled(templates.replace(" | ", "\n"), said).split("\n")
         self.known = known
