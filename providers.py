@@ -2393,7 +2393,7 @@ class Plan:
             for name in re.findall(A_FILE, typed + self._named(typed))
         ]
         typed_files = files[: len(re.findall(A_FILE, typed))]
-        words = self._search(typed, typed_files, [*files, it], says)
+        is_answer = self._search(typed, typed_files, [*files, it], says)
         is_here = self.paths.__contains__
         if self.wishes or self.rules.has("pronouns", typed):  # add milk; explain it
             self.near.insert(0, it)
@@ -2406,15 +2406,10 @@ class Plan:
             self.known["file"] = min(typed_files or files or [it], key=is_here)
         offers = sorted(offers, key=len)[:1] + self._offers(says, said or {}, about)
         if text in (self.rules.otherwise["offer"], NO_LINE):
-            lines = [f"{file}: {shown}" for _, file, _, shown, _ in self.rows[:8]]
+            lines = [f"{file}: {shown}" for _, file, _, shown, _ in self.rows[:6]]
             if offers:
                 text = NOT_CLEAR
-            elif (
-                lines
-                and words
-                and self.rules.has("seek", typed)
-                and all(words <= row[-1] for row in self.rows)
-            ):
+            elif is_answer and self.rules.has("seek", typed):
                 lines = [f"{len(self.rows)} lines with these words:", *lines][len(lines) < 2 :]
                 text = "\n".join(lines)
             elif lines:
@@ -2425,7 +2420,7 @@ class Plan:
 
     def _search(self, typed, typed_files, named, is_wish):
         """Find the lines that have most of the words of a question. Words that are in few lines
-        count more, and files that it names. Returns the words.
+        count more, and files that it names. Returns whether the best line has all words.
 
         `rows`: the best lines, [(-2.1, "a.csv", "Bo,3", "name Bo, grade 3", {"bo", "grad"})];
         `near`: the files that have any of the words, the best first.
@@ -2438,19 +2433,19 @@ class Plan:
             before = self.rules.stems(self.known["before"])  # how old is she?
         lines = self._lines_with(words | before)
         often = Counter(word for *_, has in lines for word in has)
-        pairs = re.findall(r"\w{3,} \d+", asked)  # floor 2
         rows = []
         for file, line, shown, has in lines:
-            rank = sum(often[word] ** -0.5 for word in has) + 3 * (words <= has)
-            rank += 10 * (file in typed_files) + (file in named)
-            rank += 0.5 * (file in self.heads) + sum(map(shown.lower().count, pairs))
-            rank -= ".py" in file
+            rank = sum(often[word] ** -0.5 for word in has)
+            rank += 10 * (file in typed_files) + 3 * (words <= has) + (file in named)
+            rank += 0.2 * (file in self.heads) - (".py" in file)
             if len(has) > 0.3 * len(words):
                 rows.append((-rank, file, line, shown, has))
         rows.sort()
         self.near = [row[1] for row in rows]
-        self.rows = [row for row in rows if row[0] == rows[0][0]]
-        return words
+        has_all = bool(rows) and set() < words <= rows[0][-1]
+        share = 1 if has_all else 0.5
+        self.rows = [row for row in rows if row[0] <= share * rows[0][0]]
+        return has_all
 
     def _lines_with(self, words):
         """[("a.csv", "Bo,3", "name Bo, grade 3", {"bo"})]: a file, its line, how the line is
@@ -2479,22 +2474,20 @@ class Plan:
         file = ""
         if said.get("files") or said.get("listed"):
             file = self._place(self._files(said)[0])
-        rows = [row for row in self.rows if file in ("", row[1])]
-        _, place, row, *_ = [*rows, ("", "", "")][0]
-        if "<row>" in templates:
-            file = place
-        file = file or about
-        name = file and quote(file)
-        row = f"'{row}'" if '"' in row else f'"{row}"'
-        self.known = known | {
-            "file": name,
-            "row": row,
-            "columns": self.heads.get(file),
-            Path(file).suffix: name,
-        }
-        filled = self._filled(templates.replace(" | ", "\n"), said).split("\n")
+        rows = [(place, row) for _, place, row, *_ in self.rows if file in ("", place)]
+        offers = []
+        for template in templates.split(" | "):
+            for place, row in rows[:2] if "<row>" in template else [(file or about, "")]:
+                name = place and quote(place)
+                self.known = known | {
+                    "file": name,
+                    "row": f"'{row}'" if '"' in row else f'"{row}"',
+                    "columns": self.heads.get(place),
+                    Path(place).suffix: name,
+                }
+                offers.append(self._filled(template, said))
         self.known = known
-        return [sentence for sentence in filled if sentence and '""' not in sentence]
+        return [offer for offer in offers if offer and '""' not in offer]
 
     def _edit(self, rule, said):
         """Put `line` behind the text of a file. Or change the one place that matches the regex
