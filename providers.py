@@ -1860,6 +1860,7 @@ SPACE = "\0"  # in a regex: between words; in sentences that write, words like `
 ENDING = "(?:ings|ies|ing|ed|es|ys|e|s|y)"  # of a word: grades, grade, graded
 # the first line of a table, no sentence: name,price (euro)
 HEAD = r"|^[^\d,:!?;=]{1,30}(?:,[^\s\d,:!?;=][^\d,:!?;=]{0,30})+$"
+NO_ANSWER = r"^\S+: #|\?$|\.py: "  # a line that answers no question: a heading, a question, code
 compiled = cache(re.compile)  # the cache of `re` itself is too small for the sentences
 
 
@@ -2180,7 +2181,7 @@ class Plan:
                         self.wishes += [wish for wish in wishes if not self._is_mixed(wish)]
                     elif is_all:
                         yield steps
-                    elif steps:
+                    elif refuses(steps) or any("tool" in rule for rule, _ in steps):
                         later.append(steps)
         for steps in sorted(later, key=refuses):
             if refuses(steps) or not self.wishes:
@@ -2251,7 +2252,7 @@ class Plan:
                     words[start : start + size] = [self._letter("text_file", path) + end]
         return " ".join(words)
 
-    def _look_up(self, text, is_exact=False):
+    def _look_up(self, text, is_exact=False, suffix=""):
         """`old essay` → `My Old Essay.md`, if only one name has all words of the text; or "".
 
         `is_exact`: and if the text has all words of the name
@@ -2269,7 +2270,7 @@ class Plan:
         others = {  # how many words of a name were not said
             path: len(self.rules.stems(Path(path).stem) - said)
             for path, words in self.paths.items()
-            if said and said <= words
+            if said and said <= words and path.endswith(suffix)
         }
         is_exact |= said <= self.rules.common  # "did it work?" is not about water_works.txt
         least = 0 if is_exact else min(others.values(), default=0)
@@ -2364,9 +2365,8 @@ class Plan:
 
     def _place(self, name):
         """`b.md` → docs/b.md, `esay.md` → essay.md, if there is one such file"""
-        other = self._look_up(Path(name).stem)
-        is_it = name not in self.paths and Path(name).suffix == Path(other).suffix
-        return other if is_it else name
+        other = self._look_up(Path(name).stem, suffix=Path(name).suffix)
+        return name if name in self.paths else other or name
 
     def _result(self, tool, arguments):
         """Return a call's result. If the call has no result yet, set `next_call` and return ""."""
@@ -2393,7 +2393,7 @@ class Plan:
             for name in re.findall(A_FILE, typed + self._named(typed))
         ]
         typed_files = files[: len(re.findall(A_FILE, typed))]
-        is_answer = self._search(typed, typed_files, [*files, it], says)
+        has_all = self._search(typed, typed_files, [*files, it], says)
         is_here = self.paths.__contains__
         if self.wishes or self.rules.has("pronouns", typed):  # add milk; explain it
             self.near.insert(0, it)
@@ -2409,9 +2409,8 @@ class Plan:
             lines = [f"{file}: {shown}" for _, file, _, shown, _ in self.rows[:6]]
             if offers:
                 text = NOT_CLEAR
-            elif is_answer and self.rules.has("seek", typed):
-                lines = [f"{len(self.rows)} lines with these words:", *lines][len(lines) < 2 :]
-                text = "\n".join(lines)
+            elif has_all and self.rules.has("seek", typed) and not re.search(NO_ANSWER, lines[0]):
+                text = "\n".join([f"Lines with these words ({len(self.rows)}):", *lines])
             elif lines:
                 text = "\n  ".join(["I only searched. Lines with some of these words:", *lines])
         offers += self._offers(self.rules.otherwise.get("can", ""), {}, about)
@@ -2442,7 +2441,7 @@ class Plan:
                 rows.append((-rank, file, line, shown, has))
         rows.sort()
         self.near = [row[1] for row in rows]
-        has_all = bool(rows) and set() < words <= rows[0][-1]
+        has_all = rows and set() < words <= rows[0][-1]
         share = 1 if has_all else 0.5
         self.rows = [row for row in rows if row[0] <= share * rows[0][0]]
         return has_all

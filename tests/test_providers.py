@@ -1693,7 +1693,7 @@ SAID = {  # what a class says in a conversation → what the last answer has
     'change Bo\'s points to 5 / change "Bo,16,1" to "Bo,16,5" in team.csv': "+Bo,16,5",
     "which age does bo have": "team.csv: name Bo, age 16, points 1",
     "how old is Ada / how many points does she have": "team.csv: name Ada, age 15, points 2",
-    "how many have age 16": "2 lines with these words:\nteam.csv: name Bo, age 16, points 1",
+    "how many have age 16": "Lines with these words (2):\nteam.csv: name Bo, age 16, points 1",
     "make a copy of my essay called c.md / read it": "There is no c.md here.",
     "create new.txt with ham / delete it": "  delete new.txt",
     "who is missing in the team: Mia is not here": "I know no",
@@ -1815,7 +1815,9 @@ def test_the_rows_of_a_table_are_counted_without_its_header(desk):
     assert desk.ask("how many have paid")[0] == "t.csv, paid yes (1): Di"
     (desk.folder / "t.csv").write_text('name,paid\n"Carla, D",no\n')  # its columns are shifted
     assert "paid no" not in desk.ask("who hasnt paid")[0]
-    assert desk.ask("how many twos are in a.txt")[0].startswith("a.txt: two\n")
+    assert desk.ask("how many twos are in a.txt")[0].startswith(
+        "Lines with these words (1):\na.txt: two\n"
+    )
 
 
 def test_an_item_goes_to_its_list_and_a_value_of_a_script_is_set(desk):
@@ -1859,7 +1861,9 @@ def test_no_file_of_another_kind_becomes_the_notes(desk):
 def test_a_table_beside_much_prose_is_searched(desk):
     (desk.folder / "t.csv").write_text("name,age\nMia,14\n")
     (desk.folder / "long.txt").write_text("Well, said he, it rains, and so on.\n" * 1_000)
-    assert desk.ask("how old is mia?")[0].startswith("t.csv: name Mia, age 14\n")
+    assert desk.ask("how old is mia?")[0].startswith(
+        "Lines with these words (1):\nt.csv: name Mia, age 14\n"
+    )
 
 
 def test_piped_text_is_no_request():
