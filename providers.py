@@ -2165,7 +2165,7 @@ class Plan:
             return
         text = self.masked(head)
         is_clear = not piped and not self.rules.has("unsure", text)
-        later = []  # a part has no rule, or only one that refuses
+        later = []  # refusals
         for version, tools in self._versions(text):
             for cut in (self.rules.kinds["then"], "(?!)", self.rules.kinds["between"]):
                 parts = re.split(cut, version, maxsplit=5)
@@ -2181,11 +2181,9 @@ class Plan:
                         self.wishes += [wish for wish in wishes if not self._is_mixed(wish)]
                     elif is_all:
                         yield steps
-                    elif refuses(steps) or any("tool" in rule for rule, _ in steps):
+                    elif refuses(steps):
                         later.append(steps)
-        for steps in sorted(later, key=refuses):
-            if refuses(steps) or not self.wishes:
-                yield steps
+        yield from later
 
     def _is_doubtful(self, step):
         """Is something not said that the rule needs, or is a text no text, or another wish?"""
@@ -2437,8 +2435,7 @@ class Plan:
             rank = sum(often[word] ** -0.5 for word in has)
             rank += 10 * (file in typed_files) + 3 * (words <= has) + (file in named)
             rank += 0.2 * (file in self.heads) - (".py" in file)
-            if len(has) > 0.3 * len(words):
-                rows.append((-rank, file, line, shown, has))
+            rows.append((-rank, file, line, shown, has))
         rows.sort()
         self.near = [row[1] for row in rows]
         has_all = rows and set() < words <= rows[0][-1]

@@ -1683,7 +1683,7 @@ SAID = {  # what a class says in a conversation → what the last answer has
     "read b.md": "docs/b.md says:\n1| # Two",
     "rename b.md to c.md / read c.md": "docs/c.md says:\n1| # Two",
     "delete c.md": "There is no c.md here.",
-    "change tea to ham in list.txt": 'I find no "tea" in list.txt, written exactly so.',
+    "change tea to ham in list.txt": "only if the file has exactly that text",
     "whats the best points of age 16": "team.csv, points, 16: highest 9 (Mia), lowest 1 (Bo)",
     "delete the todo list / is it gone?": "It is still here: todo.txt",
     "delete the old folder": "I delete only files that you name, and no folders",
@@ -1718,6 +1718,10 @@ SAID = {  # what a class says in a conversation → what the last answer has
     "im allergic to nuts / what do you know about me": "The user: I am allergic to nuts",
     "I love volleyball / what do i like": "The user: I love volleyball",
     "my name is Bo / my name is Ada / what is my name": "The user's name is Ada",
+    "im captain of the chess club, please remember that": "I note: im captain of the chess club",
+    "how much do we still have to pay": "bills.csv, paid no (1): rent; together 300",
+    "who hasnt brought a book back": "loans.csv, back no (1): Ann",
+    "delete list.txt, i dont need it anymore / read list.txt": "There is no list.txt here.",
     "i have biology on thursdays / when do i have biology": "I have biology on thursdays",
     "remember that Mrs Novak's room is 204 / in which room is mrs novak": "room is 204",
     "hi btw im jonas, i do the software": "I note: I do the software",
@@ -1768,6 +1772,8 @@ def test_what_a_class_says_is_understood_or_offered(desk, said):
         "server.log": "10:02 ERROR no paper\n",
         "tools.md": "- [x] ham\n- [ ] milk\n- [ ] hammer\n",
         "said.py": "import sys\nprint(sys.argv[1:])\n",
+        "bills.csv": "what,amount,paid\nrent,300,no\nwater,20,yes\n",
+        "loans.csv": "book,borrower,back\nAtlas,Ann,no\nDune,Bo,yes\n",
         "left.md": "- [ ] hook\n- [ ] hooks\n",
         "long.txt": "line\n" * 5_000 + "a needle here\n",
     }
@@ -1784,8 +1790,8 @@ def test_what_a_class_says_is_understood_or_offered(desk, said):
 SETTINGS = {  # the value of the key is changed, or nothing
     "change version to 1.3.0 in s.json": '"version": "1.3.0",',
     "set debug to true in s.json": '"debug": true',
-    "change name to x in s.json": "I change, delete and run only what is said clearly.",
-    "change nothing to x in s.json": "I change, delete and run only what is said clearly.",
+    "change name to x in s.json": "I change only what is said clearly",
+    "change nothing to x in s.json": "I change only what is said clearly",
     'change "1.2.0" to 1.3.0 in s.json': '+  "version": "1.3.0",',
 }
 

@@ -61,6 +61,7 @@ FNR == 1 {
         gsub(/[^a-z0-9]+/, ".", named[i])
         if (said ~ "(which|what|whose|wich) " named[i] "s? ") who = i
         if (said ~ / (day|when|date) / && tolower(head[i]) ~ /^(day|date)/) who = i
+        if (said ~ / who / && named[i] ~ /^(name|who|person|borrower|customer|member|pupil|student|player|seller)s?$/) who = i
     }
     next
 }
@@ -80,6 +81,8 @@ FNR == 1 {
         if (wanted && tolower(cell[i]) == wanted && is_named(head[i]) && !(FILENAME in quoted)) {
             matching[key] = matching[key] ", " cell[who]
             matches[key]++
+            for (c = 1; c <= cells; c++)
+                if (named[c] ~ /(amount|price|cost|euro?|fee|money|dollar)s?$/ && cell[c] + 0) owed[key] = owed[key] + cell[c]
         }
         if (cell[i] !~ /^ *-?[0-9]+(\.[0-9]+)? *$/ || tolower(head[i]) ~ /^(nr|no|id)\.?$/ || FILENAME in quoted) continue
         points = 2 * is_named(head[i]) + is_named(title)
@@ -89,9 +92,9 @@ FNR == 1 {
     }
 }
 END {
-    if (wanted && asked ~ / how much /) exit 1
     for (key in matching) {
-        print substr(key, 3) " (" matches[key] "): " substr(matching[key], 3)
+        if (asked ~ / how much / && !owed[key]) continue
+        print substr(key, 3) " (" matches[key] "): " substr(matching[key], 3) (owed[key] ? "; together " owed[key] : "")
         listed = 1
     }
     if (wanted) exit !listed
