@@ -1718,7 +1718,7 @@ SAID = {  # what a class says in a conversation → what the last answer has
     "im allergic to nuts / what do you know about me": "The user: I am allergic to nuts",
     "I love volleyball / what do i like": "The user: I love volleyball",
     "my name is Bo / my name is Ada / what is my name": "The user's name is Ada",
-    "im captain of the chess club, please remember that": "I note: im captain of the chess club",
+    "im captain of the chess club, please remember that": "I note: I am captain of the chess club",
     "how much do we still have to pay": "bills.csv, paid no (1): rent; together 300",
     "who hasnt brought a book back": "loans.csv, back no (1): Ann",
     "delete list.txt, i dont need it anymore / read list.txt": "There is no list.txt here.",

@@ -67,7 +67,7 @@ FNR == 1 {
 }
 {
     cells = split($0, cell, comma)
-    if (said ~ "what " named[who] " " && tolower(cell[who]) ~ /^ *([0-9.]+|yes|no) *$/) who = 0  # what sold most
+    if (said ~ "(what " named[who] "| who) " && tolower(cell[who]) ~ /^ *([0-9.]+|yes|no) *$/) who = 0  # what sold most
     for (i = 1; !who && i <= cells; i++) if (cell[i] !~ /^ *[0-9.\/-]+ *$/) who = i  # the first that is no number and no date
     if (!who) who = 1
     chosen = partly = 0  # the place of the cell that the question names, or has a word of
@@ -94,7 +94,7 @@ FNR == 1 {
 END {
     for (key in matching) {
         if (asked ~ / how much / && !owed[key]) continue
-        print substr(key, 3) " (" matches[key] "): " substr(matching[key], 3) (owed[key] ? "; together " owed[key] : "")
+        print substr(key, 3) " (" matches[key] "): " substr(matching[key], 3) (asked ~ / how much |left / ? "; together " owed[key] : "")
         listed = 1
     }
     if (wanted) exit !listed
