@@ -2236,8 +2236,11 @@ class Plan:
                 said = " ".join(phrase)
                 if self.rules.has("show", phrase[0]):
                     continue  # "show it" is not about the folder shows
-                # not even about notes.md; which recipes need cinnamon
-                if re.search(r"[\ue000-\uf7ff]|[,;:!?] |\b(?:not|need|has|have|and|or)\b", said):
+                # not even about notes.md; which recipes need cinnamon; the average is not average.py
+                if re.search(
+                    r"[\ue000-\uf7ff]|[,;:!?] |\b(?:not|need|has|have|and|or)\b|^(average|total)$",
+                    said,
+                ):
                     continue
                 path = self._look_up(said, is_exact)
                 if not path or is_exact and path.endswith(".py"):
@@ -2306,7 +2309,9 @@ class Plan:
         if "offer" in rule and "tool" not in rule:
             return self._advise(rule["offer"], rule.get("say", ""), said)
         suffix = Path(file).suffix
-        self.known |= dict.fromkeys(("file", "settings", suffix), file)  # <.py>: to run it again
+        self.known |= dict.fromkeys(("file", "settings"), file)
+        if suffix == ".py":
+            self.known[".py"] = file  # to run it again
         self.known["text_or_table"] = "" if KIND.get(suffix) == "settings" else file
         words = sorted(self.rules.stems(self._value(said.get("text", ""))))
         self.known["words"] = "".join(f"(?=.*{any_of([word])})" for word in words)
@@ -2364,6 +2369,9 @@ class Plan:
     def _place(self, name):
         """`b.md` → docs/b.md, `esay.md` → essay.md, if there is one such file"""
         other = self._look_up(Path(name).stem, suffix=Path(name).suffix)
+        same = [path for path in self.paths if path.endswith(f"/{name}")]
+        if len(same) == 1:
+            other = same[0]
         return name if name in self.paths else other or name
 
     def _result(self, tool, arguments):
@@ -2391,7 +2399,7 @@ class Plan:
             for name in re.findall(A_FILE, typed + self._named(typed))
         ]
         typed_files = files[: len(re.findall(A_FILE, typed))]
-        has_all = self._search(typed, typed_files, [*files, it], says)
+        best = self._search(typed, typed_files, [*files, it], says)
         is_here = self.paths.__contains__
         if self.wishes or self.rules.has("pronouns", typed):  # add milk; explain it
             self.near.insert(0, it)
@@ -2403,12 +2411,12 @@ class Plan:
         if typed_files or not re.search(r"\b(?:in|to|on|from) it\b", typed):
             self.known["file"] = min(typed_files or files or [it], key=is_here)
         offers = sorted(offers, key=len)[:1] + self._offers(says, said or {}, about)
-        if text in (self.rules.otherwise["offer"], NO_LINE):
-            lines = [f"{file}: {shown}" for _, file, _, shown, _ in self.rows[:6]]
+        lines = [f"{file}: {shown}" for _, file, _, shown, _ in best or self.rows][:6]
+        if best and "…" not in says and not (self.wishes or re.search(NO_ANSWER, lines[0])):
+            text = "\n".join([f"Lines with these words ({len(best)}):", *lines])
+        elif text in (self.rules.otherwise["offer"], NO_LINE):
             if offers:
                 text = NOT_CLEAR
-            elif has_all and self.rules.has("seek", typed) and not re.search(NO_ANSWER, lines[0]):
-                text = "\n".join([f"Lines with these words ({len(self.rows)}):", *lines])
             elif lines:
                 text = "\n  ".join(["I only searched. Lines with some of these words:", *lines])
         offers += self._offers(self.rules.otherwise.get("can", ""), {}, about)
@@ -2417,7 +2425,7 @@ class Plan:
 
     def _search(self, typed, typed_files, named, is_wish):
         """Find the lines that have most of the words of a question. Words that are in few lines
-        count more, and files that it names. Returns whether the best line has all words.
+        count more, and files that it names. Returns the best lines, if they have all words.
 
         `rows`: the best lines, [(-2.1, "a.csv", "Bo,3", "name Bo, grade 3", {"bo", "grad"})];
         `near`: the files that have any of the words, the best first.
@@ -2433,15 +2441,13 @@ class Plan:
         rows = []
         for file, line, shown, has in lines:
             rank = sum(often[word] ** -0.5 for word in has)
-            rank += 10 * (file in typed_files) + 3 * (words <= has) + (file in named)
-            rank += 0.2 * (file in self.heads) - (".py" in file)
+            rank += 10 * (file in typed_files) + (file in named) + 0.2 * (file in self.heads)
             rows.append((-rank, file, line, shown, has))
         rows.sort()
         self.near = [row[1] for row in rows]
-        has_all = rows and set() < words <= rows[0][-1]
-        share = 1 if has_all else 0.5
-        self.rows = [row for row in rows if row[0] <= share * rows[0][0]]
-        return has_all
+        self.rows = [row for row in rows if row[0] <= 0.5 * rows[0][0]]
+        is_question = words and self.rules.has("seek", typed)
+        return [row for row in rows if is_question and words <= row[-1] and row[0] == rows[0][0]]
 
     def _lines_with(self, words):
         """[("a.csv", "Bo,3", "name Bo, grade 3", {"bo"})]: a file, its line, how the line is
