@@ -1981,9 +1981,11 @@ class Rules:
     def matches(self, text):
         """Return the rules with a sentence that fits, and its <words>: [(rule, {"text": "tea"})]"""
         before = rf"(?i)^(?:\s*(?:{self.alike['before']})(?!\w)[ ,:.!]*(?=\S))+"
+        ends = A_FILE if ": " in text else r"[^\s.]"  # with hi: Thanks! → the mark is meant
         # `(?>…)++` never tries another way: "wow!!!!!!!! why" would take for ever
         after = (
-            rf"(?i)(?>[\s,.!?]+(?:{self.alike['after']})(?!\w)|(?<=[^\s.])[,.!?]+\s*|\s*=\s*)++$"
+            rf"(?i)(?>[\s,.!?]+(?:{self.alike['after']})(?!\w)|(?<={ends})[!?]+|\s*=\s*"
+            r"|(?<=[^\s.])[,.]+\s*)++$"
         )
         colon = rf"(?i)({A_FILE}|[\ue800-\uebff]|\b(?:{self.alike['colon']}))([:,] )"
         text = re.sub(colon, r"\1 \2", re.sub(after, "", text.strip()))
@@ -2150,7 +2152,6 @@ class Plan:
             self.known = known  # nothing was found: what else can it mean?
         else:
             self.known["result"] = ""
-            steps = [(self.rules.otherwise, {})]
             self.matches = {}
             reports = [self._advise(self.missed or self.rules.otherwise["offer"])]
         return "\n\n".join(dict.fromkeys(report or self.missed for report in reports))
@@ -2236,7 +2237,7 @@ class Plan:
                 said = " ".join(phrase)
                 if self.rules.has("show", phrase[0]):
                     continue  # "show it" is not about the folder shows
-                # not even about notes.md; which recipes need cinnamon; the average is not average.py
+                # not even about notes.md; which recipes need cinnamon; the average is no file
                 if re.search(
                     r"[\ue000-\uf7ff]|[,;:!?] |\b(?:not|need|has|have|and|or)\b|^(average|total)$",
                     said,
@@ -2431,8 +2432,7 @@ class Plan:
         `near`: the files that have any of the words, the best first.
         """
         verbs = rf"(?i)\b(?:{self.rules.alike['verbs']}|{self.rules.alike['seek']})\b"
-        asked = self._value(re.sub(rf"{verbs}|[\ue000-\ue7ff]", " ", typed)).lower()
-        words = self.rules.stems(asked)
+        words = self.rules.stems(self._value(re.sub(rf"{verbs}|[\ue000-\ue7ff]", " ", typed)))
         before = set()
         if not is_wish and not self.wishes and (not words or self.rules.has("pronouns", typed)):
             before = self.rules.stems(self.known["before"])  # how old is she?

@@ -1659,6 +1659,7 @@ SAID = {  # what a class says in a conversation → what the last answer has
     "which tasks are not done yet": "tools.md:2: - [ ] milk",
     "what do i still have to do in tools.md": "tools.md:2: - [ ] milk",
     "how many tasks are done in tools.md": "1 done in tools.md:",
+    "write a new file x.txt with: Thank you, Bo! / read x.txt": "1| Thank you, Bo!",
     "append nails to tools.md / read tools.md": "4| - [ ] nails",
     "tick off hook in left.md": "-- [ ] hook\n+- [x] hook",
     "run said.py with 3 4": "['3', '4']",

@@ -52,6 +52,7 @@ function count(key, name, value, points) {
 FNR == 1 {
     comma = /;/ ? ";" : ","  # German spreadsheets write Anna;1,5
     split($0, head, comma)
+    heads = tolower($0)  # `rain` means the column rain_mm, not the rows with `rain`
     title = FILENAME
     gsub(/.*\/|\.[^.]*$/, "", title)
     files++
@@ -72,7 +73,7 @@ FNR == 1 {
     if (!who) who = 1
     chosen = partly = 0  # the place of the cell that the question names, or has a word of
     for (i = 1; i <= cells && !limit; i++) {
-        if (is_said(cell[i]) || index(said, " " tolower(head[i] " " cell[i]) " ")) chosen = i
+        if (is_said(cell[i]) && !index(heads, tolower(cell[i])) || index(said, " " tolower(head[i] " " cell[i]) " ")) chosen = i
         if (has_said(cell[i])) partly = i
     }
     for (i = 1; i <= cells; i++) {
