@@ -1981,14 +1981,14 @@ class Rules:
     def matches(self, text):
         """Return the rules with a sentence that fits, and its <words>: [(rule, {"text": "tea"})]"""
         before = rf"(?i)^(?:\s*(?:{self.alike['before']})(?!\w)[ ,:.!]*(?=\S))+"
-        ends = A_FILE if ": " in text else r"[^\s.]"  # with hi: Thanks! → the mark is meant
         # `(?>…)++` never tries another way: "wow!!!!!!!! why" would take for ever
         after = (
-            rf"(?i)(?>[\s,.!?]+(?:{self.alike['after']})(?!\w)|(?<={ends})[!?]+|\s*=\s*"
-            r"|(?<=[^\s.])[,.]+\s*)++$"
+            rf"(?i)(?>[\s,.!?]+(?:{self.alike['after']})(?!\w)|(?<=[^\s.])[,.!?]+\s*|\s*=\s*)++$"
         )
         colon = rf"(?i)({A_FILE}|[\ue800-\uebff]|\b(?:{self.alike['colon']}))([:,] )"
-        text = re.sub(colon, r"\1 \2", re.sub(after, "", text.strip()))
+        if ": " not in text:  # to a.txt: Thank you! → all of it is meant
+            text = re.sub(after, "", text.strip())
+        text = re.sub(colon, r"\1 \2", text.strip())
         fits = []
         for each in dict.fromkeys([re.sub(before, "", text), text]):  # "and in b.txt" has its "and"
             words = set(re.findall(r"\w+", each.lower()))
@@ -2078,6 +2078,11 @@ NEW_NAME = (
 NOTHING = "Exit code: 1$|No match for |No file below |There is no folder"
 OTHER_SUCCESS = rf"(?!{NOTHING}|Cannot |Error\b|\w+ failed: )"  # also of a project's own tools
 NOT_CLEAR = "I change, delete and run only what is said clearly."
+# a phrase that describes no file
+NO_NAME = (
+    r"(?i)[\ue000-\uf7ff]|[,;:!?] |\b(?:not|need|has|have|and|or)\b|^(?:average|total)$"
+    r"|^(?:show|list|read|open|see|check|get|give|print|view|look|tell|what)\b"
+)
 NO_LINE = "I find no line with all of these words."
 NOISE = (  # not shown to the user
     r"(?m)^\S*MEMORY\.md:\d+: (?:- )?|^Exit code: 0\Z|\nExit code: \d+\Z| Tell the user\.|"
@@ -2235,13 +2240,8 @@ class Plan:
             for start in range(len(words)):
                 phrase = words[start : start + size] or [""]
                 said = " ".join(phrase)
-                if self.rules.has("show", phrase[0]):
-                    continue  # "show it" is not about the folder shows
-                # not even about notes.md; which recipes need cinnamon; the average is no file
-                if re.search(
-                    r"[\ue000-\uf7ff]|[,;:!?] |\b(?:not|need|has|have|and|or)\b|^(average|total)$",
-                    said,
-                ):
+                # "show it" is not about the folder shows, nor "not even" about notes.md
+                if re.search(NO_NAME, said):
                     continue
                 path = self._look_up(said, is_exact)
                 if not path or is_exact and path.endswith(".py"):
@@ -2254,7 +2254,7 @@ class Plan:
                     words[start : start + size] = [self._letter("text_file", path) + end]
         return " ".join(words)
 
-    def _look_up(self, text, is_exact=False, suffix=""):
+    def _look_up(self, text, is_exact=False):
         """`old essay` → `My Old Essay.md`, if only one name has all words of the text; or "".
 
         `is_exact`: and if the text has all words of the name
@@ -2272,11 +2272,13 @@ class Plan:
         others = {  # how many words of a name were not said
             path: len(self.rules.stems(Path(path).stem) - said)
             for path, words in self.paths.items()
-            if said and said <= words and path.endswith(suffix)
+            if said and said <= words
         }
         is_exact |= said <= self.rules.common  # "did it work?" is not about water_works.txt
         least = 0 if is_exact else min(others.values(), default=0)
         best = [path for path in others if others[path] == least]
+        # letters/sponsor_letter.txt rather than letters/sponsors.txt
+        best = [path for path in best if said <= self.rules.stems(Path(path).name)] or best
         return best[0] if len(best) == 1 else ""
 
     def _files(self, said):
@@ -2334,8 +2336,7 @@ class Plan:
             for letter in re.findall(A_FILE, "".join(said.values())):
                 name = self.masks[letter]
                 self.masks[letter] = other = self._place(name)
-                # b.md is docs/b.md, if it is only there; reading esay.md reads essay.md
-                if other != name and (other.endswith(f"/{name}") or reads(rule)):
+                if other != name:
                     return self._follow(rule, said, other)
                 self.masks[letter] = name
             if file not in ("", *self.paths):
@@ -2368,12 +2369,10 @@ class Plan:
         return self._result(rule["tool"], {name: text for name, text in texts.items() if text})
 
     def _place(self, name):
-        """`b.md` → docs/b.md, `esay.md` → essay.md, if there is one such file"""
-        other = self._look_up(Path(name).stem, suffix=Path(name).suffix)
+        """`b.md` → docs/b.md, if there is one such file"""
+        self._look_up("")  # lists the files
         same = [path for path in self.paths if path.endswith(f"/{name}")]
-        if len(same) == 1:
-            other = same[0]
-        return name if name in self.paths else other or name
+        return same[0] if name not in self.paths and len(same) == 1 else name
 
     def _result(self, tool, arguments):
         """Return a call's result. If the call has no result yet, set `next_call` and return ""."""
@@ -2424,27 +2423,28 @@ class Plan:
         new = [offer for offer in dict.fromkeys(offers) if offer != question]
         return "\n  ".join([f"{text}\nI can:", *new[:3]])
 
-    def _search(self, typed, typed_files, named, is_wish):
+    def _search(self, typed, typed_files, meant, is_wish):
         """Find the lines that have most of the words of a question. Words that are in few lines
         count more, and files that it names. Returns the best lines, if they have all words.
 
         `rows`: the best lines, [(-2.1, "a.csv", "Bo,3", "name Bo, grade 3", {"bo", "grad"})];
         `near`: the files that have any of the words, the best first.
         """
-        verbs = rf"(?i)\b(?:{self.rules.alike['verbs']}|{self.rules.alike['seek']})\b"
-        words = self.rules.stems(self._value(re.sub(rf"{verbs}|[\ue000-\ue7ff]", " ", typed)))
-        before = set()
-        if not is_wish and not self.wishes and (not words or self.rules.has("pronouns", typed)):
-            before = self.rules.stems(self.known["before"])  # how old is she?
-        lines = self._lines_with(words | before)
+        known = rf"\b(?:{self.rules.alike['verbs']}|{self.rules.alike['seek']})\b|[\ue000-\ue7ff]"
+        words = self.rules.stems(self._value(re.sub(f"(?i){known}", " ", typed)))
+        wanted = words
+        if not (is_wish or self.wishes) and (not words or self.rules.has("pronouns", typed)):
+            wanted = words | self.rules.stems(self.known["before"])  # how old is she?
+        lines = self._lines_with(wanted)
         often = Counter(word for *_, has in lines for word in has)
         rows = []
         for file, line, shown, has in lines:
             rank = sum(often[word] ** -0.5 for word in has)
-            rank += 10 * (file in typed_files) + (file in named) + 0.2 * (file in self.heads)
+            rank += 10 * (file in typed_files) + (file in meant) + 0.2 * (file in self.heads)
             rows.append((-rank, file, line, shown, has))
         rows.sort()
         self.near = [row[1] for row in rows]
+        self.near += [path for path in self.paths if wanted & self.paths[path]]
         self.rows = [row for row in rows if row[0] <= 0.5 * rows[0][0]]
         is_question = words and self.rules.has("seek", typed)
         return [row for row in rows if is_question and words <= row[-1] and row[0] == rows[0][0]]
@@ -2505,7 +2505,7 @@ class Plan:
         text = self._result("read_file", {"path": path})
         page = "\n".join(re.findall(r"(?m)^\d+\| (.*)$", text))
         line = re.sub(r"(?m)^\d+\| ", "", line)
-        if "No such file" in text and self._place(path).endswith(f"/{path}"):
+        if "No such file" in text and self._place(path) != path:
             return text  # it is in a folder
         if line and re.search(rule.get("start", r"^[^|]* is empty\)$"), text):
             return self._result("write_file", {"path": path, "content": line})
@@ -2514,6 +2514,8 @@ class Plan:
         if not page:
             return text
         head = page.split("\n")[0]
+        if path.endswith(".csv"):
+            line = re.sub(r"\s*,\s*", ",", line)  # a row has no blanks at its commas
         if line and path.endswith(".csv") and line.count(",") != head.count(","):
             return f"A row of {path} needs commas between its values, like its first line:\n{head}"
         kept, count = re.subn(f"(?im){old or '()(?!)'}", lambda found: found[1] + new, page)

@@ -1649,7 +1649,7 @@ def test_what_is_not_said_clearly_is_offered_asked_for_or_refused(desk, sentence
         assert "I know no rule" not in (offline(line)[1] or ""), line
         # only what was typed may write, delete or run
         typed = any(word in sentence for word in line.replace('"', "").split() if "." in word)
-        harmless = line.startswith(("which file is ", "how many words "))
+        harmless = line.startswith(("which file is ", "how many "))
         assert (
             offline(line)[0] in (None, "cron", *READ_ONLY) or typed or harmless or "folder" in line
         )
@@ -1660,6 +1660,10 @@ SAID = {  # what a class says in a conversation → what the last answer has
     "what do i still have to do in tools.md": "tools.md:2: - [ ] milk",
     "how many tasks are done in tools.md": "1 done in tools.md:",
     "write a new file x.txt with: Thank you, Bo! / read x.txt": "1| Thank you, Bo!",
+    "add to team.csv: Cy, 17, 4 / read team.csv": "Cy,17,4",
+    "who is oldest in the team and how many points has he": "highest: Mia,16,9",
+    "add to list.txt: Ben is here too / read list.txt": "Ben is here too",
+    "read esay.md": "There is no esay.md here.",
     "append nails to tools.md / read tools.md": "4| - [ ] nails",
     "tick off hook in left.md": "-- [ ] hook\n+- [x] hook",
     "run said.py with 3 4": "['3', '4']",

@@ -28,7 +28,7 @@ function is_named(column) {  # `grades` in a question also names the column grad
 }
 function is_said(text) {  # `forward` and `forwards`, but no number and nothing as short as `in`
     text = tolower(text)
-    return length(text) > 2 && text !~ /^[0-9.]+$/ && (index(said, " " text " ") || index(said, " " text "s "))
+    return (length(text) > 2 || text ~ /^[a-z][0-9]$/) && text !~ /^[0-9.]+$/ && (index(said, " " text " ") || index(said, " " text "s "))
 }
 function has_said(text) {  # school atlas, if `atlases` is said
     for (w = split(tolower(text), word, /[^a-z]+/); w; w--)
@@ -41,8 +41,8 @@ function count(key, name, value, points) {
         if (points > best) best = points
     }
     sum[key] += value
-    if (rows[key] == 1 || value > high[key]) { high[key] = value; highest[key] = "" }
-    if (rows[key] == 1 || value < low[key]) { low[key] = value; lowest[key] = "" }
+    if (rows[key] == 1 || value > high[key]) { high[key] = value; highest[key] = ""; top[key] = $0 }
+    if (rows[key] == 1 || value < low[key]) { low[key] = value; lowest[key] = ""; bottom[key] = $0 }
     if (value == high[key] && length(highest[key]) < 200) highest[key] = highest[key] ", " name
     if (value == low[key] && length(lowest[key]) < 200) lowest[key] = lowest[key] ", " name
     if (limit ~ /^[ubfl]/ ? value < bound + 0 : value > bound + 0) found[key] = found[key] "\n" name ": " value
@@ -89,7 +89,7 @@ FNR == 1 {
         points = 2 * is_named(head[i]) + is_named(title)
         count(FILENAME ", " head[i], cell[who], cell[i] + 0, points)
         row = is_named(head[i]) && !chosen ? partly : chosen
-        if (row && row != i && !(row == who && asked ~ /^ (and )?(who|which|wich) /)) count(FILENAME ", " head[i] ", " cell[row], cell[who], cell[i] + 0, points + (chosen ? 4 : 3) + split(cell[row], word, " ") / 9)
+        if (row && row != i && !(row == who && asked ~ /^ (and )?(who|which|wich) /)) count(FILENAME ", " head[i] ", " cell[row], cell[who], cell[i] + 0, points ? points + (chosen ? 4 : 3) + split(cell[row], word, " ") / 9 : 1)
     }
 }
 END {
@@ -108,6 +108,8 @@ END {
         if (rows[key] == 1 && score[key] > 3) line = key ": " high[key]
         if (limit) line = key ", " limit ":" (found[key] ? found[key] : " none")
         gsub(/\.\//, "", line)
+        # what is the most expensive, and whose is it?
+        if (!limit && said ~ / (and|n) (who|what|which|when|where|how)/) line = line "\nhighest: " top[key] "\nlowest: " bottom[key]
         if (ENVIRON["least"] && rows[key] == 1) continue
         if (score[key] == best + 0) { print line; printed = 1 }
     }
