@@ -1665,6 +1665,7 @@ SAID = {  # what a class says in a conversation → what the last answer has
     "add to list.txt: Ben is here too / read list.txt": "Ben is here too",
     "read esay.md": "There is no esay.md here.",
     "append nails to tools.md / read tools.md": "4| - [ ] nails",
+    "read the sponsor letter": "sponsor_letter.txt says:",
     "tick off hook in left.md": "-- [ ] hook\n+- [x] hook",
     "run said.py with 3 4": "['3', '4']",
     "run said.py dice.py": "['dice.py']",
@@ -1779,9 +1780,12 @@ def test_what_a_class_says_is_understood_or_offered(desk, said):
         "said.py": "import sys\nprint(sys.argv[1:])\n",
         "bills.csv": "what,amount,paid\nrent,300,no\nwater,20,yes\n",
         "loans.csv": "book,borrower,back\nAtlas,Ann,no\nDune,Bo,yes\n",
+        "letters/sponsor_letter.txt": "Dear sir\n",
+        "letters/sponsors.txt": "Bakery\n",
         "left.md": "- [ ] hook\n- [ ] hooks\n",
         "long.txt": "line\n" * 5_000 + "a needle here\n",
     }
+    (desk.folder / "letters").mkdir()
     for name, text in files.items():
         (desk.folder / name).write_text(text)
     for sentence in said.split(" / "):
