@@ -1855,7 +1855,7 @@ KIND = {
 }
 A_FILE = "[\uec00-\uf7ff]"
 MIXED = rf"{A_FILE}|^[\ue800-\uebff]."  # a text with a name, or with more behind a quoted one
-FILES = rf"\s+(?P<files>{A_FILE}(?:(?:\s|[,&]|and|the|file)+{A_FILE})*)"
+FILES = rf"(?<!\s)\s++(?P<files>{A_FILE}(?:(?:\s|[,&]|and|the|file)+{A_FILE})*)"
 SPACE = "\0"  # in a regex: between words; in sentences that write, words like `the` can be there
 ENDING = "(?:ings|ies|ing|ed|es|ys|e|s|y)"  # of a word: grades, grade, graded
 # the first line of a table, no sentence: name,price (euro)
@@ -1975,7 +1975,7 @@ class Rules:
             raise ValueError(f"{word} is not defined above: write <files> or <text>")
         self.last["own"].append(word[1:-1])
         if re.fullmatch(kind, "the x"):  # any text: all of it was meant
-            return rf"\s++(?P{word}{kind})"
+            return rf"(?<!\s)\s++(?P{word}{kind})"
         return rf"{SPACE}(?P{word}{kind})"
 
     def matches(self, text):
@@ -1983,7 +1983,8 @@ class Rules:
         before = rf"(?i)^(?:\s*(?:{self.alike['before']})(?!\w)[ ,:.!]*(?=\S))+"
         # `(?>…)++` never tries another way: "wow!!!!!!!! why" would take for ever
         after = (
-            rf"(?i)(?>[\s,.!?]+(?:{self.alike['after']})(?!\w)|(?<=[^\s.])[,.!?]+\s*|\s*=\s*)++$"
+            rf"(?i)(?>(?<![\s,.!?])[\s,.!?]++(?:{self.alike['after']})(?!\w)"
+            r"|(?<=[^\s.])[,.!?]+\s*|(?<!\s)\s*=\s*)++$"
         )
         colon = rf"(?i)({A_FILE}|[\ue800-\uebff]|\b(?:{self.alike['colon']}))([:,] )"
         if ": " not in text:  # to a.txt: Thank you! → all of it is meant
@@ -2012,7 +2013,7 @@ class Rules:
                 continue
             if "<files>" in regex:  # a name; without one, it is the file of the last question
                 regex = FILES
-            found = compiled("(?is)" + regex.replace(SPACE, r"\s++")).search(text)
+            found = compiled("(?is)" + regex.replace(SPACE, r"(?<!\s)\s++")).search(text)
             if found:
                 said |= found.groupdict("")
                 text = f"{text[: found.start()]} | {text[found.end() :]}"
@@ -2204,7 +2205,7 @@ class Plan:
 
     def _is_mixed(self, step, doubts="places"):
         """Has the text to write a name in it, or words of the list `doubts`: is it another wish?"""
-        texts = [step[1].get(name, "") for name in ("content", "new", "value")]
+        texts = [step[1].get(name, "") for name in ("content", "old", "new", "value")]
         return any(self.rules.has(doubts, text) or re.search(MIXED, text) for text in texts)
 
     def _versions(self, text):
@@ -2238,7 +2239,7 @@ class Plan:
         words = text.split(" ")
         for size in (5, 4, 3, 2, 1):
             for start in range(len(words)):
-                phrase = words[start : start + size] or [""]
+                phrase = words[start : start + size]
                 said = " ".join(phrase)
                 # "show it" is not about the folder shows, nor "not even" about notes.md
                 if re.search(NO_NAME, said):
@@ -2406,7 +2407,7 @@ class Plan:
         about = next(filter(is_here, [*files, *self.near, it]), "")
         offers = []
         for rule, of_wish in self.wishes:
-            offers += self._offers(rule.get("say", ""), of_wish, about)
+            offers += self._offers(rule.get("say", ""), of_wish, about)[:1]
         # explain a.txt → a.txt is "it"; copy a.txt to b.txt → b.txt, which is not there
         if typed_files or not re.search(r"\b(?:in|to|on|from) it\b", typed):
             self.known["file"] = min(typed_files or files or [it], key=is_here)
@@ -2446,8 +2447,8 @@ class Plan:
         self.near = [row[1] for row in rows]
         self.near += [path for path in self.paths if wanted & self.paths[path]]
         self.rows = [row for row in rows if row[0] <= 0.5 * rows[0][0]]
-        is_question = words and self.rules.has("seek", typed)
-        return [row for row in rows if is_question and words <= row[-1] and row[0] == rows[0][0]]
+        is_question = self.rules.has("seek", typed) and words
+        return [row for row in rows if is_question and row[0] == rows[0][0] and words <= row[-1]]
 
     def _lines_with(self, words):
         """[("a.csv", "Bo,3", "name Bo, grade 3", {"bo"})]: a file, its line, how the line is
@@ -2515,7 +2516,9 @@ class Plan:
             return text
         head = page.split("\n")[0]
         if path.endswith(".csv"):
-            line = re.sub(r"\s*,\s*", ",", line)  # a row has no blanks at its commas
+            line = re.sub(
+                r'[ \t]*,[ \t]*(?=[^"]*\Z)', ",", line
+            )  # a row has no blanks at its commas
         if line and path.endswith(".csv") and line.count(",") != head.count(","):
             return f"A row of {path} needs commas between its values, like its first line:\n{head}"
         kept, count = re.subn(f"(?im){old or '()(?!)'}", lambda found: found[1] + new, page)

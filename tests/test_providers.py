@@ -1615,6 +1615,7 @@ OFFERED = {  # nothing is run or written: what can be said instead, or what is m
     "delete a.txt, or b.txt": "  delete a.txt",
     "How do I delete a file? rm a.txt?": "I can:",
     "psst, be quiet": "I can:",
+    "change two to 14:30 in a.txt": '  change "two" to "…" in a.txt',
     "rename a.txt back": "I can:",
     "delete a.txt? no, undo that": "/undo",
     "can I delete a.txt?": "  read a.txt",
@@ -1669,6 +1670,12 @@ SAID = {  # what a class says in a conversation → what the last answer has
     "tick off hook in left.md": "-- [ ] hook\n+- [x] hook",
     "run said.py with 3 4": "['3', '4']",
     "run said.py dice.py": "['dice.py']",
+    "run said.py, we don't need it": "I do nothing of that",
+    "overwrite list.txt with hello, i dont need it / read list.txt": "milk 2",
+    "note that the shop is closed for today": "I note: the shop is closed for today",
+    "sort team.csv by age from high to low": "name,age,points\nBo,16,1",
+    "sort team.csv by age, oldest to youngest": "name,age,points\nBo,16,1",
+    "who has to bring back a book": "loans.csv, back no (1): Ann",
     "start said.py": "[]",
     "make a directory listing": "I can:",
     "tick off milk in tools.md": "+- [x] milk",
@@ -1830,6 +1837,10 @@ def test_the_rows_of_a_table_are_counted_without_its_header(desk):
     assert desk.ask("how many have paid")[0] == "t.csv, paid yes (1): Di"
     (desk.folder / "t.csv").write_text('name,paid\n"Carla, D",no\n')  # its columns are shifted
     assert "paid no" not in desk.ask("who hasnt paid")[0]
+    (desk.folder / "t.csv").write_text("name;paid;amount\nAnna;no;1,5\nBo;no;2,75\n")
+    assert "paid no (2): Anna, Bo; together 4.25" in desk.ask("how much is not paid yet")[0]
+    (desk.folder / "t.csv").write_text('name,amount,paid\nAnna,5,no\n"Cy, jr",9,no\nDi,1,no\n')
+    assert "(" not in desk.ask("who hasnt paid")[0].split("\n")[0]  # not only Anna
     assert desk.ask("how many twos are in a.txt")[0].startswith(
         "Lines with these words (1):\na.txt: two\n"
     )
@@ -1854,6 +1865,8 @@ def test_facts_are_kept_apart_and_forgotten_one_by_one(desk):
     desk.ask("forget my name")
     assert desk.read("memory/MEMORY.md") == "# Facts\n\n- old\n- The user: I study physics\n"
     assert "I was not told that" in desk.ask("what is my name?")[0]
+    desk.ask("I have 20 km at 32 km/h, how many minutes is that?")
+    assert "20 km" not in desk.read("memory/MEMORY.md")
     desk.ask("remember my locker code is 4417")
     assert "4417" in desk.ask("can you forget that again please")[0]
     desk.ask("my language is Spanish")

@@ -32,7 +32,11 @@ function is_said(text) {  # `forward` and `forwards`, but no number and nothing 
 }
 function has_said(text) {  # school atlas, if `atlases` is said
     for (w = split(tolower(text), word, /[^a-z]+/); w; w--)
-        if (length(word[w]) > 3 && (index(said, " " word[w] " ") || index(said, " " word[w] "s ") || index(said, " " word[w] "es "))) return 1
+        if (length(word[w]) > 3 && word[w] != "money" && (index(said, " " word[w] " ") || index(said, " " word[w] "s ") || index(said, " " word[w] "es "))) return 1
+}
+function is_quoted(key) {  # a comma in quotes would shift the columns: such a file is left out
+    sub(/, .*/, "", key)
+    return key in quoted
 }
 function count(key, name, value, points) {
     if (!rows[key]++) {
@@ -41,18 +45,23 @@ function count(key, name, value, points) {
         if (points > best) best = points
     }
     sum[key] += value
-    if (rows[key] == 1 || value > high[key]) { high[key] = value; highest[key] = ""; top[key] = $0 }
-    if (rows[key] == 1 || value < low[key]) { low[key] = value; lowest[key] = ""; bottom[key] = $0 }
+    if (rows[key] == 1 || value > high[key]) { high[key] = value; highest[key] = top[key] = "" }
+    if (rows[key] == 1 || value < low[key]) { low[key] = value; lowest[key] = bottom[key] = "" }
+    if (value == high[key]) top[key] = top[key] "\nhighest: " $0
+    if (value == low[key]) bottom[key] = bottom[key] "\nlowest: " $0
     if (value == high[key] && length(highest[key]) < 200) highest[key] = highest[key] ", " name
     if (value == low[key] && length(lowest[key]) < 200) lowest[key] = lowest[key] ", " name
     if (limit ~ /^[ubfl]/ ? value < bound + 0 : value > bound + 0) found[key] = found[key] "\n" name ": " value
 }
 { sub(/\r$/, "") }
-/"/ { quoted[FILENAME] }  # a comma in quotes would shift the columns: such a file is left out
+/"/ { quoted[FILENAME] }
 FNR == 1 {
     comma = /;/ ? ";" : ","  # German spreadsheets write Anna;1,5
     split($0, head, comma)
-    heads = tolower($0)  # `rain` means the column rain_mm, not the rows with `rain`
+    heads = " " tolower($0) " "  # `rain` means the column rain_mm, not the rows with `rain`
+    gsub(/[^a-z0-9]+/, " ", heads)
+    split("", named)
+    money = 0  # the column with money: price, rather than an amount
     title = FILENAME
     gsub(/.*\/|\.[^.]*$/, "", title)
     files++
@@ -60,6 +69,7 @@ FNR == 1 {
     for (i in head) {
         named[i] = tolower(head[i])
         gsub(/[^a-z0-9]+/, ".", named[i])
+        if (named[i] ~ /(price|cost|euro|eur|fee|money|dollar)s?$/ || !money && named[i] ~ /amount$/) money = i
         if (said ~ "(which|what|whose|wich) " named[i] "s? ") who = i
         if (said ~ / (day|when|date) / && tolower(head[i]) ~ /^(day|date)/) who = i
         if (said ~ / who / && named[i] ~ /^(name|who|person|borrower|customer|member|pupil|student|player|seller)s?$/) who = i
@@ -73,7 +83,7 @@ FNR == 1 {
     if (!who) who = 1
     chosen = partly = 0  # the place of the cell that the question names, or has a word of
     for (i = 1; i <= cells && !limit; i++) {
-        if (is_said(cell[i]) && !index(heads, tolower(cell[i])) || index(said, " " tolower(head[i] " " cell[i]) " ")) chosen = i
+        if (is_said(cell[i]) && !index(heads, " " tolower(cell[i]) " ") || index(said, " " tolower(head[i] " " cell[i]) " ")) chosen = i
         if (has_said(cell[i])) partly = i
     }
     for (i = 1; i <= cells; i++) {
@@ -82,8 +92,8 @@ FNR == 1 {
         if (wanted && tolower(cell[i]) == wanted && is_named(head[i]) && !(FILENAME in quoted)) {
             matching[key] = matching[key] ", " cell[who]
             matches[key]++
-            for (c = 1; c <= cells; c++)
-                if (named[c] ~ /(amount|price|cost|euro?|fee|money|dollar)s?$/ && cell[c] + 0) owed[key] = owed[key] + cell[c]
+            if (comma == ";") sub(/,/, ".", cell[money])
+            if (money && cell[money] ~ /^ *[0-9.]+ *$/) { owed[key] = owed[key] + cell[money]; owing[key]++ }
         }
         if (cell[i] !~ /^ *-?[0-9]+(\.[0-9]+)? *$/ || tolower(head[i]) ~ /^(nr|no|id)\.?$/ || FILENAME in quoted) continue
         points = 2 * is_named(head[i]) + is_named(title)
@@ -94,22 +104,24 @@ FNR == 1 {
 }
 END {
     for (key in matching) {
-        if (asked ~ / how much / && !owed[key]) continue
-        print substr(key, 3) " (" matches[key] "): " substr(matching[key], 3) (asked ~ / how much |left / ? "; together " owed[key] : "")
+        known_all = owing[key] == matches[key]  # no amount is missing
+        if (is_quoted(key) || asked ~ / how much / && !known_all) continue
+        print substr(key, 3) " (" matches[key] "): " substr(matching[key], 3) (known_all && asked ~ / how much |left / ? "; together " owed[key] : "")
         listed = 1
     }
     if (wanted) exit !listed
     spent = asked ~ /(spen[dt]|paid|pay|cost).* (on|for) / && asked !~ / in total/
     none = !known || !best && files > 1 || spent && best < 4 || best < ENVIRON["least"] || ENVIRON["least"] && asked ~ / worth| x /
-    if (none) exit 1
+    if (none || !limit && asked ~ / (below|above|less than|more than|fewer than) /) exit 1  # than what?
     for (i = 1; i <= known; i++) {
         key = keys[i]
+        if (is_quoted(key)) continue
         line = key ": highest " high[key] " (" substr(highest[key], 3) "), lowest " low[key] " (" substr(lowest[key], 3) "), average " sum[key] / rows[key] ", sum " sum[key] " of " rows[key] " rows"
         if (rows[key] == 1 && score[key] > 3) line = key ": " high[key]
         if (limit) line = key ", " limit ":" (found[key] ? found[key] : " none")
         gsub(/\.\//, "", line)
         # what is the most expensive, and whose is it?
-        if (!limit && said ~ / (and|n) (who|what|which|when|where|how)/) line = line "\nhighest: " top[key] "\nlowest: " bottom[key]
+        if (!limit && said ~ / (and|n) (who|what|which|when|where|how)/) line = line top[key] bottom[key]
         if (ENVIRON["least"] && rows[key] == 1) continue
         if (score[key] == best + 0) { print line; printed = 1 }
     }
