@@ -2172,7 +2172,7 @@ class Plan:
             return
         text = self.masked(head)
         is_clear = not piped and not self.rules.has("unsure", text)
-        later = []  # refusals
+        refusals = []
         for version, tools in self._versions(text):
             for cut in (self.rules.kinds["then"], "(?!)", self.rules.kinds["between"]):
                 parts = re.split(cut, version, maxsplit=5)
@@ -2189,8 +2189,8 @@ class Plan:
                     elif is_all:
                         yield steps
                     elif refuses(steps):
-                        later.append(steps)
-        yield from later
+                        refusals.append(steps)
+        yield from refusals
 
     def _is_doubtful(self, step):
         """Is something not said that the rule needs, or is a text no text, or another wish?"""
@@ -2387,8 +2387,8 @@ class Plan:
         return self.done.get(call, "")
 
     def _advise(self, text, says="", said=None):
-        """Return `text` and three sentences that work. A text that only says that nothing fits or
-        was found is replaced by the lines that have words of the question.
+        """Return `text` and three sentences that work. The lines with all words of a question
+        replace a text that refuses; lines with some of them one that only says that nothing fits.
 
         `says` are sentences of the rule that refuses; sentences of wishes come before them.
         """
@@ -2515,10 +2515,8 @@ class Plan:
         if not page:
             return text
         head = page.split("\n")[0]
-        if path.endswith(".csv"):
-            line = re.sub(
-                r'[ \t]*,[ \t]*(?=[^"]*\Z)', ",", line
-            )  # a row has no blanks at its commas
+        if path.endswith(".csv"):  # its rows have no blanks at their commas
+            line = re.sub(r'[ \t]*,[ \t]*(?=[^"]*\Z)', ",", line)
         if line and path.endswith(".csv") and line.count(",") != head.count(","):
             return f"A row of {path} needs commas between its values, like its first line:\n{head}"
         kept, count = re.subn(f"(?im){old or '()(?!)'}", lambda found: found[1] + new, page)

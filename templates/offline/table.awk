@@ -112,7 +112,8 @@ END {
     if (wanted) exit !listed
     spent = asked ~ /(spen[dt]|paid|pay|cost).* (on|for) / && asked !~ / in total/
     none = !known || !best && files > 1 || spent && best < 4 || best < ENVIRON["least"] || ENVIRON["least"] && asked ~ / worth| x /
-    if (none || !limit && asked ~ / (below|above|less than|more than|fewer than) /) exit 1  # than what?
+    if (none || asked ~ / of (them|those|these) /) exit 1  # some rows are meant, not the column
+    if (!limit && asked ~ / (below|above|less than|more than|fewer than) /) exit 1  # than what?
     for (i = 1; i <= known; i++) {
         key = keys[i]
         if (is_quoted(key)) continue
