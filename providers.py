@@ -2045,8 +2045,11 @@ class Rules:
 
 
 def any_of(words):
-    """The regex for one of the words, with any ending"""
-    return rf"(?i:(?:\b|_)(?:{'|'.join(map(re.escape, sorted(words)))}){ENDING}?(?:\b|_))"
+    """The regex for one of the words, with any ending; Fiskefar72 has the words fiskefar and 72"""
+    return (
+        rf"(?i:(?:\b|_|(?<=[^\W\d])(?=\d))(?:{'|'.join(map(re.escape, sorted(words)))}){ENDING}?"
+        r"(?:\b|_|(?<=\D)(?=\d)))"
+    )
 
 
 def nearest(word, known):
@@ -2082,7 +2085,7 @@ NOT_CLEAR = "I change, delete and run only what is said clearly."
 # a phrase that describes no file
 NO_NAME = (
     r"(?i)[\ue000-\uf7ff]|[,;:!?] |\b(?:not|need|has|have|and|or)\b|^(?:average|total)$"
-    r"|^(?:show|list|read|open|see|check|get|give|print|view|look|tell|what)\b"
+    r"|^(?:show|list|read|open|see|check|get|give|print|view|look|tell|what|run|copy|move|add)\b"
 )
 NO_LINE = "I find no line with all of these words."
 NOISE = (  # not shown to the user

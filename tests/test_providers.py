@@ -1669,6 +1669,8 @@ SAID = {  # what a class says in a conversation → what the last answer has
     "read the sponsor letter": "sponsor_letter.txt says:",
     "tick off hook in left.md": "-- [ ] hook\n+- [x] hook",
     "run said.py with 3 4": "['3', '4']",
+    "write Fiskefar72 owes 5 to x.txt / find Fiskefar72": "x.txt:1: Fiskefar72 owes 5",
+    "my shirt size is M, dont forget": "I note: The user's shirt size is M",
     "run said.py dice.py": "['dice.py']",
     "run said.py, we don't need it": "I do nothing of that",
     "overwrite list.txt with hello, i dont need it / read list.txt": "milk 2",
