@@ -1828,7 +1828,9 @@ def test_the_rows_of_a_table_are_counted_without_its_header(desk):
     (desk.folder / "s.csv").write_text("player,score\nAnna,1\nBen,2\n")
     assert desk.ask("how many kids are in s.csv")[0] == "s.csv has 2 rows without its header."
     assert "lowest 1 (Anna), average 1.5, sum 3 of 2 rows" in desk.ask("who has the best score")[0]
-    assert desk.ask("show me all under 2 in score")[0] == "s.csv, score, under 2:\nAnna: 1"
+    assert desk.ask("show me all under 2 in score")[0].endswith(
+        ":\ns.csv, score, under 2:\nAnna: 1"
+    )
     (desk.folder / "t.csv").write_text("name;points\nCarla;2,5\n")
     assert "t.csv, points: highest 2.5 (Carla)" in desk.ask("who has the most points")[0]
     (desk.folder / "t.csv").write_text('name,points\n"Carla, D",2\n')
