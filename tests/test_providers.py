@@ -1615,6 +1615,7 @@ OFFERED = {  # nothing is run or written: what can be said instead, or what is m
     "delete a.txt, or b.txt": "  delete a.txt",
     "How do I delete a file? rm a.txt?": "I can:",
     "psst, be quiet": "I can:",
+    "put x on the to a.txt": '  append "…" to a.txt',
     "change two to 14:30 in a.txt": '  change "two" to "…" in a.txt',
     "rename a.txt back": "I can:",
     "delete a.txt? no, undo that": "/undo",
