@@ -78,6 +78,7 @@ FNR == 1 {
 }
 {
     cells = split($0, cell, comma)
+    for (i = 1; i <= cells; i++) if (cell[i] ~ /^ *-?[0-9]+,[0-9]+ *$/) sub(/,/, ".", cell[i])  # 1,5
     if (said ~ "(what " named[who] "| who) " && tolower(cell[who]) ~ /^ *([0-9.]+|yes|no) *$/) who = 0  # what sold most
     for (i = 1; !who && i <= cells; i++) if (cell[i] !~ /^ *[0-9.\/-]+ *$/) who = i  # the first that is no number and no date
     if (!who) who = 1
@@ -87,12 +88,10 @@ FNR == 1 {
         if (has_said(cell[i])) partly = i
     }
     for (i = 1; i <= cells; i++) {
-        if (comma == ";") sub(/,/, ".", cell[i])
         key = FILENAME ", " head[i] " " wanted
         if (wanted && tolower(cell[i]) == wanted && is_named(head[i]) && !(FILENAME in quoted)) {
             matching[key] = matching[key] ", " cell[who]
             matches[key]++
-            if (comma == ";") sub(/,/, ".", cell[money])
             if (money && cell[money] ~ /^ *[0-9.]+ *$/) { owed[key] = owed[key] + cell[money]; owing[key]++ }
         }
         if (cell[i] !~ /^ *-?[0-9]+(\.[0-9]+)? *$/ || tolower(head[i]) ~ /^(nr|no|id)\.?$/ || FILENAME in quoted) continue
