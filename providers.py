@@ -1816,51 +1816,23 @@ def typed(line, tools):
 # of a rule becomes a regular expression. Mistakes are reported with their line numbers.
 
 OFFLINE_RULES = "templates/offline/rules.md"  # nanobot_data/templates/… after pip install
-# the fields of a rule (the first four can have many lines); others are arguments of its tool
-FIELDS = re.findall(
-    r"\w+", "answer offer can calculate say old new tool reads line start none title own"
-)
-# <words> that are filled in here
-BUILT_IN = (
-    "result Time memory file count last question words row columns text .csv .json .md .py .txt"
+# the fields of a rule; others are arguments of its tool
+FIELDS = re.findall(r"\w+", "answer offer can calculate say old new tool reads line none title own")
+BUILT_IN = re.findall(
+    r"\w+", "result formula Time memory file count last question words row columns text"
 )
 WORD = r"<(\.?\w+)>"
 QUOTED = "(?s)^[\"'`“‘](.+)[\"'`”’]$"
 # While rules are compared, a name or a quoted text is one letter: `read a.txt` → `read \uec00`
-MASKED = re.compile(
-    r"""(?ix)(?P<url>https?://[^\s"'>]+)
-    |(?P<text_file>(?-i:\b(?:LICENSE|Makefile|Dockerfile)\b(?!\.))
-      |["'`“‘][\w~ ./\\+@-]{1,80}\.[a-z]\w{0,8}["'`”’]|\b(?!(?:to|as|in|into|of|from|and|the|file
-       |called|named|delete|remove|copy|rename|move|read|open|show|run)\b)[a-z]\w+\ \d+\.[a-z]\w*
-      |(?<![\w.~+@-])(?![\d.]*/[\d.]+(?![\w.])|km/h|m/s|and/or|\.\w+\ files)(?:[a-z]:(?=[/\\]))?
-       (?:[\w~./\\+@-]*\.\d*[a-z]\w*|[\w~.+@-]*[/\\][\w~./\\+@-]*\w)(?![\w/\\]))
-    |(?P<a_folder>(?<![\w.~+@-])[\w~./\\+@-]*\w[/\\](?!\S))
-    |(?P<quoted>"(?!…")[^"]+"|“[^”]+”|(?<!\w)'[^']+'(?!\w)|‘[^’]+’|`[^`]+`)"""
-)
-LETTERS = {  # for each kind, of which the last three are files
-    "url": "\ue000-\ue3ff",
-    "a_folder": "\ue400-\ue7ff",
-    "quoted": "\ue800-\uebff",
-    "text_file": "\uec00-\uefff",
-    "settings": "\uf000-\uf3ff",
-    "table": "\uf400-\uf7ff",
-}
-KIND = {
-    "/": "a_folder",
-    ".csv": "table",
-    ".json": "settings",
-    ".toml": "settings",
-    ".ini": "settings",
-    ".py": "settings",  # dogs = 4
-}
-A_FILE = "[\uec00-\uf7ff]"
-MIXED = rf"{A_FILE}|^[\ue800-\uebff]."  # a text with a name, or with more behind a quoted one
-FILES = rf"(?<!\s)\s++(?P<files>{A_FILE}(?:(?:\s|[,&]|and|the|file)+{A_FILE})*)"
-SPACE = "\0"  # in a regex: between words; in sentences that write, words like `the` can be there
+LETTERS = dict(url=0xE000, text_file=0xEC00, settings=0xF000, a_folder=0xE800, quoted=0xE400)
+A_FILE = "[\uec00-\uf3ff]"
+NAME = "[\ue800-\uf3ff]"
+MIXED = rf"{A_FILE}|^[\ue400-\ue7ff]."  # a text with a name, or with more behind a quoted one
+SETTINGS = (".json", ".toml", ".ini", ".py")  # dogs = 4
+SPACE = "\0"  # in a regex: between words, where words like `the` can be
 ENDING = "(?:ings|ies|ing|ed|es|ys|e|s|y)"  # of a word: grades, grade, graded
 # the first line of a table, no sentence: name,price (euro)
 HEAD = r"|^[^\d,:!?;=]{1,30}(?:,[^\s\d,:!?;=][^\d,:!?;=]{0,30})+$"
-NO_ANSWER = r"^\S+: #|\?$|\.py: "  # a line that answers no question: a heading, a question, code
 compiled = cache(re.compile)  # the cache of `re` itself is too small for the sentences
 
 
@@ -1869,179 +1841,145 @@ def reads(rule):
     return "reads" in rule or "tool" not in rule
 
 
-def refuses(steps):
-    return any("offer" in rule for rule, _ in steps)
-
-
 class Rules:
     """The parsed rules file. A <word> in a sentence or a field is a placeholder, like <files>.
 
-    A rule: {"title": "read files", "own": ["<files>"], "tool": "read_file", "path": "<file>"}
+    A rule: {"title": "read files", "own": ["show", "files"], "tool": "read_file", "path": "<file>"}
     """
 
     def __init__(self, text):
-        # the regex of a <word>, and of words that mean the same: show = show|list|…
-        self.kinds = defaultdict(lambda: "(?!)")
-        for kind, letters in LETTERS.items():
-            self.kinds[kind] = f"[{letters}]"
-        self.kinds["a_file"] = A_FILE
-        self.alike = defaultdict(lambda: "(?!)")
-        self.sentences = []  # (key words of a sentence, its regex, its parts, its rule)
-        self.vocabulary = {}
+        self.kinds = defaultdict(lambda: "(?!)")  # the regex of a <word>
+        for kind, first in LETTERS.items():
+            self.kinds[kind] = f"[{chr(first)}-{chr(first + 0x3FF)}]"
+        self.sentences = []  # (key words of a sentence, its regex, its rule)
         self.problems = []
         self.otherwise = {}  # the rule for sentences that no other rule has
-        self.last = {}  # the rule of the current line
+        self.rule = {}  # of the current line
         for number, line in enumerate(text.splitlines(), 1):
             try:
                 self._read(line.rstrip())
             except (ValueError, re.error) as problem:
-                told = f"templates/offline/rules.md, line {number}: {problem}"
-                self.problems.append(told)
-                log.warning(told)
-                self.last.clear()  # the rule is left out
+                self.problems.append(f"templates/offline/rules.md, line {number}: {problem}")
+                log.warning(self.problems[-1])
+                self.rule.clear()  # it is left out
         self.otherwise.setdefault("offer", "I know no rule for that.")
-        self.common = self.stems(" ".join(self.vocabulary))
+        self.vocabulary = set(re.findall(r"(?<![\\a-z])[a-z]{4,}(?![a-z])", str(self.sentences)))
         self.matches = cache(self.matches)
 
     def _read(self, line):
         """Read one line. Raises ValueError or re.error with a text that describes the mistake."""
         kind = re.fullmatch(r"<(\w+)>(?: \([^()]*\))?: (.+)", line)  # <number> (5): …
-        alike = re.fullmatch(r"([a-z][a-z ]*) = (.+)", line)  # show = show|list|print
-        key = re.match(r"(\w+): ?(.*)", line)
-        latest = ["", *self.last][-1]  # the key of the line above
+        latest = ["", *self.rule][-1]  # the field that can go on in this line
         if line.startswith("## "):
-            self.last = {"title": line[3:], "own": []}
+            self.rule = {"title": line[3:], "own": []}
             if line == "## anything else":
-                self.otherwise = self.last
+                self.otherwise = self.rule
         elif kind:
+            for word in set(re.findall(WORD, kind[2])) - self.kinds.keys():
+                raise ValueError(f"<{word}> is not defined above")
             regex = re.sub(WORD, lambda name: self.kinds[name[1]], kind[2])
             re.compile(regex)
-            self.kinds[kind[1]] = f"(?:{regex})"
-        elif alike and not self.last:
-            self.alike[alike[1]] += f"|{alike[2]}".replace(" ", r"\s+")  # of one line or more
-        elif line.startswith("- ") and self.last:
-            for sentence in line[2:].split(" | "):
+            self.kinds[kind[1]] = f"(?:{self.kinds[kind[1]]}|{regex})"  # of one line or more
+        elif line.startswith("- ") and self.rule:
+            for sentence in line[2:].lower().split(" | "):
                 self._add_sentence(sentence)
-        elif key and self.last:
+        elif re.match(r"\w+: ?", line) and self.rule:
             # a call can stand in one line: pattern: TODO | path: <file>
             for name, value in re.findall(r"(\w+): ?(.*?)(?: ?\| (?=\w+:)|$)", line):
                 self._check_field(name, value)
-                self.last[name] = value
-        elif latest in FIELDS[:4]:
-            self.last[latest] += f"\n{line}"
-        elif line and self.last:
+                self.rule[name] = value
+        elif latest not in ("", "title", "own") and line[:1] not in ("#", "-"):
+            self.rule[latest] += f"\n{line}"
+        elif line and self.rule:
             raise ValueError("this is neither a sentence (- read <file>) nor a field (answer: Hi)")
 
     def _check_field(self, key, value):
-        if key not in FIELDS and "tool" not in self.last:
+        if key not in FIELDS and "tool" not in self.rule:
             raise ValueError(f"unknown key {key}: use tool, answer, offer, line or calculate")
         if key == "tool" and not re.fullmatch(self.kinds["tool"], value):
             raise ValueError(f"there is no tool {value}: if it is your own, add it to <tool>")
+        if key == "old" and not re.compile(re.sub(WORD, "x", value)).groups:
+            raise ValueError("it needs a group for what stays, like ()")
+        if key == "reads":
+            if value != "yes":
+                raise ValueError("write reads: yes, or leave it out")
+            said = " ".join(regex for _, regex, rule in self.sentences if rule is self.rule)
+            for word in re.findall(rf"{SPACE}({self.kinds['noise']})\(", said):
+                raise ValueError(f"`{word}` is a word of <noise>: leave it out of the sentences")
         for word in re.findall(WORD, value):
-            if word not in [*BUILT_IN.split(), *self.last["own"]]:
+            if word not in BUILT_IN + self.rule["own"] and word[0] != ".":
                 raise ValueError(f"<{word}> is in no sentence of this rule: add it to one")
 
     def _add_sentence(self, sentence):
-        """`show [me] <files>` has three parts: ("show", its regex), …"""
-        if sum(map(sentence.count, "[(<")) != sum(map(sentence.count, "])>")):
+        """`<show> [me] <files>` → the regex ` (?P<show>…)(?: me)?(?P<files>…)`"""
+        brackets = re.sub(r"[^][()<>]", "", sentence)
+        for _ in brackets:
+            brackets = re.sub(r"\[\]|\(\)|<>", "", brackets)
+        if brackets:
             raise ValueError(f"`{sentence}`: a bracket is not closed")
         if re.search(r"<(\w+)>.*<\1>", sentence):
             raise ValueError(f"`{sentence}`: the same <word> occurs twice")
-        names = "|".join(sorted(self.alike, key=len, reverse=True))
-        word = rf"(?:{names})(?![^\s)\]|])|[^\s()\[\]|]+"
-        parts = []
-        for part in re.findall(rf"\[[^\]]*\]|\([^)]*\)|{word}", sentence):
-            regex = re.sub(rf"\s*({word})", self._regex, part.strip("[]()"))
-            parts.append((part, f"(?:{regex})"))
-        # one of these words is in each text that fits: only then a regex is compiled
-        keys = [regex for part, regex in parts if part[0] not in "[<."][:1]
-        words = set(re.findall(r"(?<!\\)[a-z$]+", str(keys)))
-        whole = "".join(regex + "?" * (part[0] == "[") for part, regex in parts)
-        skipped = rf"\s++(?:(?:{self.alike['skipped']})\s++){{0,5}}"
-        whole = "(?is)" + whole.replace(SPACE, skipped)
-        self.sentences.append((words, whole, parts, self.last))
+        regex = "".join(map(self._regex, re.findall(r"[\[\]()|]|[^\s()\[\]|]+", sentence)))
+        # one of these words is in each text that fits: only then the regex is compiled
+        needed = re.sub(r"\[[^\]]*\]", "", sentence).strip()
+        first = re.match(r"\([^)]*\)|\S*", needed)[0]
+        keys = re.sub(WORD, lambda word: self.kinds[word[1]], first)
+        keys = re.findall(r"[a-z$]+", keys) if not re.search(r"[.\\]", keys) else []
+        self.sentences.append((set(keys), regex, self.rule))
 
-    def _regex(self, found):
-        """The regex for a word of a sentence"""
-        word = found[1]
-        if word == "...":
-            return r"(?:[\s,;:]++[^\s,;:]++){0,30}?\s*[,;:]*"
-        if word[0] != "<":
-            said = self.alike.get(word, re.escape(word))
-            self.vocabulary |= dict.fromkeys(re.findall("[a-z]{3,}", said))
-            return rf"{SPACE}(?:{said})(?![\w'’-])"
-        kind = self.kinds.get(word[1:-1])
+    def _regex(self, part):
+        """The regex for a bracket or a word of a sentence"""
+        if part in "[](|)":
+            return {"[": "(?:", "]": ")?", "(": "(?:"}.get(part, part)
+        if part == "...":
+            return r"(?:[\s,;:]++[^\s,;:]++){0,30}?"
+        kind = self.kinds.get(part[1:-1].rstrip("2"), "")  # <number2> is a second <number>
+        if part[0] != "<":
+            return rf"{SPACE}{re.escape(part)}(?![\w'’-])"
         if not kind:
-            raise ValueError(f"{word} is not defined above: write <files> or <text>")
-        self.last["own"].append(word[1:-1])
-        if re.fullmatch(kind, "the x"):  # any text: all of it was meant
-            return rf"(?<!\s)\s++(?P{word}{kind})"
-        return rf"{SPACE}(?P{word}{kind})"
+            raise ValueError(f"{part} is not defined above: write <files> or <text>")
+        self.rule["own"].append(part[1:-1])
+        # in a text, all of it was meant: `the sea`
+        space = r"[\s,:]++" if re.fullmatch(kind, "the x") else SPACE
+        return rf"{space}(?P{part}{kind})(?![\w'’-])"
 
     def matches(self, text):
         """Return the rules with a sentence that fits, and its <words>: [(rule, {"text": "tea"})]"""
-        before = rf"(?i)^(?:\s*(?:{self.alike['before']})(?!\w)[ ,:.!]*(?=\S))+"
-        # `(?>…)++` never tries another way: "wow!!!!!!!! why" would take for ever
-        after = (
-            rf"(?i)(?>(?<![\s,.!?])[\s,.!?]++(?:{self.alike['after']})(?!\w)"
-            r"|(?<=[^\s.])[,.!?]+\s*|(?<!\s)\s*=\s*)++$"
-        )
-        colon = rf"(?i)({A_FILE}|[\ue800-\uebff]|\b(?:{self.alike['colon']}))([:,] )"
-        if ": " not in text:  # to a.txt: Thank you! → all of it is meant
-            text = re.sub(after, "", text.strip())
-        text = re.sub(colon, r"\1 \2", text.strip())
+        gap = r"[\s,:;.!?]++"
+        start = rf"(?i)^(?:\s*{self.kinds['before']}(?!\w)[ ,:.!]*(?=\S))+"
+        noise = rf"(?i)(?<![\w'’-]){self.kinds['noise']}(?:['’]\w+)?(?![\w'’-])"
+        names = rf"{NAME}(?:(?:[\s,&]|and)+(?={NAME}))?"
         fits = []
-        for each in dict.fromkeys([re.sub(before, "", text), text]):  # "and in b.txt" has its "and"
+        for each in dict.fromkeys([re.sub(start, "", text), text.strip()]):
             words = set(re.findall(r"\w+", each.lower()))
-            for keys, regex, parts, rule in self.sentences:
-                if keys and keys.isdisjoint(words):
+            # in a.txt, how many words are there? → , how many words there? a.txt
+            moved = re.sub(noise, "", re.sub(names, "", each)).strip()
+            moved = " ".join([moved, *re.findall(NAME, each)])
+            for keys, regex, rule in self.sentences:
+                if not rule or keys and keys.isdisjoint(words):
                     continue
+                small, after, said = ("skipped", "after", each)
                 if "reads" in rule:
-                    said = self._in_any_order(parts, f" {each}")
-                else:
-                    found = compiled(regex).fullmatch(f" {each}")
-                    said = found and found.groupdict("")
-                if rule and said is not None:
-                    fits.append((rule, said))
+                    small, after, said = ("small", "small", moved)
+                between = rf"{gap}(?:{self.kinds[small]}(?:['’]s)?{gap}){{0,6}}"
+                end = rf"(?:{gap}{self.kinds[after]}(?!\w)|[\s,:;.!?=])*"
+                if ": " in said and not reads(rule):
+                    end = ""  # to a.txt: Thank you! → all of it is meant
+                whole = compiled(f"(?is){regex.replace(SPACE, between)}{end}")
+                found = whole.fullmatch(f" {said}")
+                if found:
+                    fits.append((rule, found.groupdict("")))
         return sorted(fits, key=lambda fit: "offer" in fit[0])
 
-    def _in_any_order(self, parts, text):
-        """Return the <words> of a text that has all parts. Its other words are <text>."""
-        said = {}
-        for part, regex in parts:
-            if part == "<text>":
-                continue
-            if "<files>" in regex:  # a name; without one, it is the file of the last question
-                regex = FILES
-            found = compiled("(?is)" + regex.replace(SPACE, r"(?<!\s)\s++")).search(text)
-            if found:
-                said |= found.groupdict("")
-                text = f"{text[: found.start()]} | {text[found.end() :]}"
-            elif part[0] != "[":
-                return None
-        others = [word for word in text.replace("|", " ").split() if not self.is_small(word)]
-        if "<text>" in dict(parts):
-            rest = " ".join(others).strip(",.!?;:")
-            is_request = re.search(A_FILE, rest) or self.has("verbs", rest)
-            return said | {"text": rest} if rest and not is_request else None
-        return None if others else said
-
-    def has(self, name, text):
-        """Is one of the words or phrases of `name = …` in the text?"""
-        return compiled(rf"(?i)(?<![\w'’-])(?:{self.alike[name]})(?![\w'’-])").search(text)
-
-    def is_small(self, word):
-        return compiled(
-            rf"(?i)[^\w\ue000-\uf7ff]*(?:{self.alike['small']}|)"
-            r"(?:['’]\w+)?[^\w\ue000-\uf7ff]*"
-        ).fullmatch(word)
+    def has(self, kind, text):
+        """Is a word or phrase of this kind in the text?"""
+        return compiled(rf"(?i)(?<![\w'’-]){self.kinds[kind]}(?![\w'’-])").search(text)
 
     def stems(self, text):
-        """`the grades of b.csv` → {"grad", "csv"}: what is meant, without endings"""
+        """`the grades of my class` → {"grad", "class"}: what is meant, without endings"""
         words = re.findall(r"\d+(?:[.:]\d+)+|[^\W\d_]{3,}(?=\d)|[^\W_]+", text.lower())
-        return {
-            re.sub(rf"(?<=\w\w\w){ENDING}$", "", word) for word in words if not self.is_small(word)
-        }
+        small = compiled(f"and|{self.kinds['small']}|{self.kinds['noise']}").fullmatch
+        return {re.sub(rf"(?<=\w\w\w){ENDING}$", "", word) for word in words if not small(word)}
 
 
 def any_of(words):
@@ -2054,12 +1992,21 @@ def any_of(words):
 
 def nearest(word, known):
     """`opne` → `open`, `avrage` → `average`: the known word that is nearest, or the same word"""
-    if word in known or len(word) < 4 or not word.isalpha():  # week4.txt is not week3.txt
+    if word in known:
         return word
-    alike = [each for each in known if each[0] == word[0] and len(each) > 3]
+    alike = [each for each in known if each[0] == word[0]]
     swapped = [each for each in alike if sorted(each) == sorted(word)]
     # prints is not printer
     return [*swapped, *difflib.get_close_matches(word, alike, 1, 0.85), word][0]
+
+
+def filled(template, known, change=str):
+    """`<file> says:` → `a.txt says:`; a line with a <word> that is not known is left out"""
+    return "\n".join(
+        re.sub(WORD, lambda word: change(str(known[word[1]])), line)
+        for line in template.split("\n")
+        if all(map(known.get, re.findall(WORD, line)))
+    )
 
 
 def beside_this_file(name=OFFLINE_RULES):
@@ -2073,7 +2020,8 @@ def beside_this_file(name=OFFLINE_RULES):
 
 RUNTIME_END = "[/Runtime Context]"
 # tool → pattern for a successful result; any other result is an error
-SUCCESS = {"read_file": r"\d+\| ", "edit_file": "--- |Wrote ", "exec": r"(?s).*Exit code: 0$"}
+SUCCESS = {"read_file": r"\d+\| ", "exec": r"(?s).*Exit code: 0$"}
+SUCCESS |= dict.fromkeys(("edit_file", "write_file"), "--- |Wrote ")
 # renamed 'a.txt' -> 'b.txt', b.txt:3: milk, --- a/b.txt, or Wrote 4 characters to /home/b.txt.
 NEW_NAME = (
     r"(?m)(?:^(?:renamed )?'[^'\n]+' -> '|^(?:--- a/)?|^Wrote .*[/\\])"
@@ -2082,11 +2030,6 @@ NEW_NAME = (
 NOTHING = "Exit code: 1$|No match for |No file below |There is no folder"
 OTHER_SUCCESS = rf"(?!{NOTHING}|Cannot |Error\b|\w+ failed: )"  # also of a project's own tools
 NOT_CLEAR = "I change, delete and run only what is said clearly."
-# a phrase that describes no file
-NO_NAME = (
-    r"(?i)[\ue000-\uf7ff]|[,;:!?] |\b(?:not|need|has|have|and|or)\b|^(?:average|total)$"
-    r"|^(?:show|list|read|open|see|check|get|give|print|view|look|tell|what|run|copy|move|add)\b"
-)
 NO_LINE = "I find no line with all of these words."
 NOISE = (  # not shown to the user
     r"(?m)^\S*MEMORY\.md:\d+: (?:- )?|^Exit code: 0\Z|\nExit code: \d+\Z| Tell the user\.|"
@@ -2103,7 +2046,7 @@ class Plan:
     def __init__(self, request, rules):
         self.request = request
         self.rules = rules
-        self.known = {"file": "", "last": "(no number)"}  # <words>; `file` is "it"
+        self.known = {"file": "", "last": "(no number)", "question": ""}  # `file` is "it"
         self.masks = {}  # a letter → the name or the quoted text that it stands for
         self.results = []  # of the calls in this turn that have a result
 
@@ -2137,14 +2080,14 @@ class Plan:
 
     def _answer(self, question):
         """Follow the first reading of a question that finds something."""
-        self.known["before"] = self.known.get("question", "")
+        self.known["before"] = self.known["question"]
         # without API keys, because its words are looked for
         self.known["question"] = re.sub(KEYS, "", question)[:1_000]
         self.next_call = None
         self.done = {}  # the calls of this question and their results
         self.paths = {}  # the files here, once they are needed, and the words of their names
-        self.missed = ""  # No match for 'milk'
-        self.wishes = []  # what was nearly said: rules and their <words>
+        self.missed = ""  # why nothing was found
+        self.wishes = []  # what would write, delete or run: rules and their <words>
         for steps in self._readings(question):
             known = self.known.copy()
             self.matches = {rule["title"]: self._values(said) for rule, said in steps}
@@ -2157,13 +2100,10 @@ class Plan:
                     reports.append(self._follow(rule, said, file))
                     changed |= not reads(rule) and reports[-1] != ""
             if self.next_call or all(reports) or changed:
-                break
+                return "\n\n".join(dict.fromkeys(report or self.missed for report in reports))
             self.known = known  # nothing was found: what else can it mean?
-        else:
-            self.known["result"] = ""
-            self.matches = {}
-            reports = [self._advise(self.missed or self.rules.otherwise["offer"])]
-        return "\n\n".join(dict.fromkeys(report or self.missed for report in reports))
+        self.matches = {}
+        return self._advise(self.missed)
 
     def _readings(self, question):
         """Yield what a question can mean, best first, each as its steps: [(rule, its <words>)].
@@ -2176,120 +2116,115 @@ class Plan:
         text = self.masked(head)
         is_clear = not piped and not self.rules.has("unsure", text)
         refusals = []
-        for version, tools in self._versions(text):
+        for version, allowed in self._versions(text):
             for cut in (self.rules.kinds["then"], "(?!)", self.rules.kinds["between"]):
-                parts = re.split(cut, version, maxsplit=5)
-                fits = [sorted(self.rules.matches(part), key=self._is_doubtful) for part in parts]
+                fits = []  # for each part the rules that may be followed
+                for part in re.split(cut, version, maxsplit=5):
+                    found = self.rules.matches(part)
+                    wishes = [fit for fit in found if not reads(fit[0])]
+                    unsaid = [
+                        fit for fit in wishes if not (is_clear and self._is_said(*fit, allowed))
+                    ]
+                    self.wishes += wishes
+                    fits.append([fit for fit in found if fit not in unsaid])
                 ways = [[fit] for fit in fits[0]]
-                if len(parts) > 1:
-                    ways = [[each[0] for each in fits if each]]
+                if len(fits) > 1:
+                    ways = [[each[0] for each in fits]] if all(fits) else []
                 for steps in ways:
-                    wishes = [step for step in steps if not reads(step[0])]
-                    is_all = len(steps) == len(parts) and not refuses(steps)
-                    may = is_all and is_clear and not any(map(self._is_doubtful, wishes))
-                    if wishes and not (may and all(rule["tool"] in tools for rule, _ in wishes)):
-                        self.wishes += [wish for wish in wishes if not self._is_mixed(wish)]
-                    elif is_all:
+                    if not any("offer" in rule for rule, _ in steps):
                         yield steps
-                    elif refuses(steps):
+                    elif len(steps) == 1:
                         refusals.append(steps)
         yield from refusals
 
-    def _is_doubtful(self, step):
-        """Is something not said that the rule needs, or is a text no text, or another wish?"""
-        rule, said = step
-        if reads(rule):
-            return False
-        files = {"files", "settings", "text_or_table"}.intersection(rule["own"])
-        is_named = not files or any(map(said.get, files))
-        if not is_named and not (self.known["file"] and ("old" in rule or said.get("it"))):
-            return True  # `old` needs one such line in the file of the last question
-        return self._is_mixed(step, "doubtful")
+    def _is_said(self, rule, said, allowed):
+        """Is each file said that the rule needs, and is each text surely a text?"""
+        files = {"files", "settings", "text_file"}.intersection(rule["own"])
+        is_it = self.known["file"] and ("old" in rule or said.get("it"))
+        is_named = is_it or not files or any(map(said.get, [*files, "a_file"]))
+        can_undo = rule["tool"] == "edit_file" or "line" in rule
+        may = allowed == "all" or allowed != "none" and can_undo
+        return may and is_named and not self._has_text(said, "doubtful")
 
-    def _is_mixed(self, step, doubts="places"):
-        """Has the text to write a name in it, or words of the list `doubts`: is it another wish?"""
-        texts = [step[1].get(name, "") for name in ("content", "old", "new", "value")]
-        return any(self.rules.has(doubts, text) or re.search(MIXED, text) for text in texts)
+    def _has_text(self, said, kind):
+        """Is a text that is to be written of this kind, or has it a name in it?"""
+        texts = [said.get(name, "") for name in ("content", "old", "new")]
+        return any(re.search(MIXED, text) or self.rules.has(kind, text) for text in texts)
 
     def _versions(self, text):
         """Yield the text, with names for described files, and with known words for misspelt ones;
-        and the tools that it may call then, besides those that only read
+        and which rules may be followed then, besides those that only read
         """
-        yield text, self.rules.kinds["tool"]
-        yield self._named(text, is_exact=True), "edit_file"  # /undo takes this back
-        spelled = re.sub(
-            r"(?<![\w'’-])[a-z]{3,20}(?![\w'’-])",
-            lambda word: nearest(word[0], self.rules.vocabulary),
-            text,
-        )
-        yield self._named(spelled), ""
+        yield text, "all"
+        yield self._named(text, is_exact=True), "what /undo takes back"
+        typed = r"(?<![\w'’-])[a-z]{4,20}(?![\w'’-])"
+        spelled = re.sub(typed, lambda word: nearest(word[0], self.rules.vocabulary), text)
+        yield self._named(spelled), "none"
 
     def masked(self, text):
         """`read "a b.txt"` → `read \uec00`, one letter for what no rule looks into"""
         text = re.sub(r"(?i)\bto[ -]do(?= list)", "todo", re.sub("[\ue000-\uf8ff]", "?", text))
-        return MASKED.sub(lambda found: self._letter(found.lastgroup, found[0]), text)
+        kinds = [f"(?P<{kind}>{self.rules.kinds[f'typed_{kind}']})" for kind in LETTERS]
+        mask = compiled(f"(?i){'|'.join(kinds)}")
+        return mask.sub(lambda found: self._letter(found.lastgroup, found[0]), text)
 
     def _letter(self, kind, text):
         if kind == "text_file":
             text = text.replace("\\", "/")
-            kind = KIND.get(Path(text).suffix or text[-1], kind)
-        letter = chr(ord(LETTERS[kind][0]) + len(self.masks) % 0x3FF)
+            if text.endswith(SETTINGS):
+                kind = "settings"
+        letter = chr(LETTERS[kind] + len(self.masks) % 0x3FF)
         self.masks[letter] = text
         return letter
 
     def _named(self, text, is_exact=False):
         """`how long is my essay` → `how long is my \uec00`, which stands for essay.md"""
         words = text.split(" ")
-        for size in (5, 4, 3, 2, 1):
+        for size in (4, 3, 2, 1):
             for start in range(len(words)):
                 phrase = words[start : start + size]
-                said = " ".join(phrase)
-                # "show it" is not about the folder shows, nor "not even" about notes.md
-                if re.search(NO_NAME, said):
-                    continue
-                path = self._look_up(said, is_exact)
-                if not path or is_exact and path.endswith(".py"):
-                    continue  # "add 5 to the bill" is not for bill.py
-                if all(  # my todo list: `list` is a kind of file
-                    self.rules.has("kinds", word) or not self.rules.is_small(word)
-                    for word in (phrase[0], phrase[-1])
-                ):
-                    end = re.search("[,;:.!?]*$", said)[0]
-                    words[start : start + size] = [self._letter("text_file", path) + end]
+                path = self._look_up(phrase, is_exact)
+                if path:
+                    mark = re.search("[,;:.!?]*$", phrase[-1])[0]
+                    kind = "a_folder" if path.endswith("/") else "text_file"
+                    words[start : start + size] = [self._letter(kind, path) + mark]
         return " ".join(words)
 
-    def _look_up(self, text, is_exact=False):
-        """`old essay` → `My Old Essay.md`, if only one name has all words of the text; or "".
+    def _look_up(self, phrase, is_exact):
+        """["old", "essay"] → `My Old Essay.md`, if only one name has all words; or "".
 
-        `is_exact`: and if the text has all words of the name
+        `is_exact`: and if the phrase has all words of the name
         """
+        text = " ".join(phrase)
+        said = self.rules.stems(text)
+        # in "to my todo list", it is `todo list`; "show it" is not about the folder shows
+        edges = [self.rules.has("kinds", word) or self.rules.stems(word) for word in phrase]
+        if not said or not (edges[0] and edges[-1]) or self.rules.has("no_name", text):
+            return ""
+        fits = [path for path in self._files_here() if said <= self.paths[path]]
+        fits = [path for path in fits if said <= self.rules.stems(Path(path).name)] or fits
+        # letters/sponsors.txt rather than letters/sponsor_letter.txt
+        best = [path for path in fits if self.rules.stems(Path(path).stem) <= said]
+        best = best if best or is_exact else fits
+        return best[0] if len(best) == 1 else ""
+
+    def _files_here(self):
+        """The files and folders, and the words of their names: {"docs/My Essay.md": {"my", …}}"""
         if not self.paths:
             found = re.sub(r"(?m)^(No file|\(there).*", "", self._result("glob", {"pattern": "*"}))
             for path in re.findall("(?m)^.+", found) + re.findall("(?m)^.+/", found):
-                kind = self.rules.alike[Path(path).suffix[1:] or "subfolder"]
-                self.paths[path] = self.rules.stems(f"{path} {kind}")
-        known = sorted(set().union(*self.paths.values()))
-        said = {
-            word if word in self.rules.vocabulary else nearest(word, known)  # read is not readme
-            for word in self.rules.stems(text)
-        }
-        others = {  # how many words of a name were not said
-            path: len(self.rules.stems(Path(path).stem) - said)
-            for path, words in self.paths.items()
-            if said and said <= words
-        }
-        is_exact |= said <= self.rules.common  # "did it work?" is not about water_works.txt
-        least = 0 if is_exact else min(others.values(), default=0)
-        best = [path for path in others if others[path] == least]
-        # letters/sponsor_letter.txt rather than letters/sponsors.txt
-        best = [path for path in best if said <= self.rules.stems(Path(path).name)] or best
-        return best[0] if len(best) == 1 else ""
+                self.paths[path] = self.rules.stems(path)
+        return self.paths
+
+    def _place(self, name):
+        """`b.md` → docs/b.md, if there is one such file"""
+        same = [path for path in self._files_here() if path.endswith(f"/{name}")]
+        return same[0] if name not in self.paths and len(same) == 1 else name
 
     def _files(self, said):
         """The names in `a.txt and b.txt`; or the file named last, also for `it`"""
-        names = said.get("files") or said.get("listed", "")
-        files = [self._value(letter) for letter in re.findall(A_FILE, names)]
-        return files or [self.known["file"]]
+        names = said.get("files") or said.get("listed") or said.get("a_file", "")
+        return list(map(self._value, re.findall(A_FILE, names))) or [self.known["file"]]
 
     def _value(self, text):
         """What the user typed, without quotes around it"""
@@ -2299,15 +2234,6 @@ class Plan:
     def _values(self, said):
         return {name: self._value(text) for name, text in said.items() if text}
 
-    def _filled(self, template, said, change=str):
-        """`<file> says:` → `a.txt says:`; a line with a <word> that is not known is left out"""
-        known = self.known | self._values(said)
-        return "\n".join(
-            re.sub(WORD, lambda word: change(str(known[word[1]])), line)
-            for line in template.split("\n")
-            if all(map(known.get, re.findall(WORD, line)))
-        )
-
     def _follow(self, rule, said, file):
         """Apply one rule to one file. Returns the rule's answer, or the error text of a tool.
 
@@ -2315,68 +2241,57 @@ class Plan:
         """
         if "offer" in rule and "tool" not in rule:
             return self._advise(rule["offer"], rule.get("say", ""), said)
-        suffix = Path(file).suffix
-        self.known |= dict.fromkeys(("file", "settings"), file)
-        if suffix == ".py":
-            self.known[".py"] = file  # to run it again
-        self.known["text_or_table"] = "" if KIND.get(suffix) == "settings" else file
-        words = sorted(self.rules.stems(self._value(said.get("text", ""))))
-        self.known["words"] = "".join(f"(?=.*{any_of([word])})" for word in words)
-        known = self.known | self._values(said)
-        if not all(
-            map(
-                known.get,
-                re.findall(r"<(file|settings|text_or_table|\.py)>", str(rule | {"say": ""})),
-            )
-        ):
-            self.missed = "Which file do you mean?"
+        # what was meant: no `the`, and for `it` the file
+        text = " ".join(filter(self.rules.stems, self._value(said.get("text", "")).split()))
+        self.known |= {
+            "file": file,
+            "settings": file,
+            "text_file": "" if file.endswith(SETTINGS) else file,
+            "words": "".join(f"(?=.*{any_of([word])})" for word in sorted(self.rules.stems(text))),
+        }
+        known = self.known | self._values(said) | {"text": text}
+        known |= {"files": file} if said.get("files") else {}
+        needed = re.findall(r"<(file|settings|text_file|text|words)>", str(rule | {"say": ""}))
+        if not all(map(known.get, needed)):
+            self.missed = "Which file or words do you mean?"
             return ""
-        is_quoted = not rule.get("command", "<command>").endswith("command>")
+        is_quoted = not rule.get("command", "<command>").startswith("<command>")
         if is_quoted and "Windows PowerShell" in str(self.request.tools):
             return "That needs bash, a part of Git for Windows: install Git (git-scm.com)."
-        result = self._outcome(rule, said, quote if is_quoted else str)
+        result = self._outcome(rule, known, quote if is_quoted else str)
         shown = re.sub(NOISE, "", result).strip()
         if "No such file" in result:
             for letter in re.findall(A_FILE, "".join(said.values())):
                 name = self.masks[letter]
-                self.masks[letter] = other = self._place(name)
-                if other != name:
-                    return self._follow(rule, said, other)
-                self.masks[letter] = name
-            if file not in ("", *self.paths):
-                return self._advise(f"There is no {file} here.")
+                self.masks[letter] = self._place(name)
+                if self.masks[letter] != name:
+                    return self._follow(rule, said, self._place(file))
+            if file not in self.paths:
+                return self._advise(f"There is no {file} here.", "", said)
         if re.match(SUCCESS.get(rule.get("tool"), OTHER_SUCCESS), result):
             if not reads(rule):
                 self.done.clear()  # what was read before is old
-            named = re.search(NEW_NAME, shown)
-            if named:
-                self.known["file"] = named[1]
-            self.known |= {"result": shown or "(nothing to show)", "count": shown.count("\n") + 1}
-            return self._filled(rule.get("answer", "<result>"), said).strip()
+            named = re.search(NEW_NAME, shown) if rule.get("path") != "<memory>" else None
+            self.known |= {"result": shown, "file": named[1] if named else file}
+            known |= {"result": shown or "(nothing to show)", "count": shown.count("\n") + 1}
+            return filled(rule.get("answer", "<result>"), known).strip()
         if re.match(NOTHING if reads(rule) else "old_text is not in the file", result):
             self.missed = NO_LINE
-            return self._filled(rule.get("none", ""), said)
+            return filled(rule.get("none", ""), known)
         return shown
 
-    def _outcome(self, rule, said, change):
+    def _outcome(self, rule, known, change):
         """Return what the tool of a rule returned, or the sum of a rule without a tool."""
-        result = ""
         if "calculate" in rule:
-            result = calculate(self._filled(rule["calculate"], said))
-            self.known["last"] = self.known["result"] = result
+            known["formula"] = filled(rule["calculate"], known)
+            known["result"] = self.known["last"] = calculate(known["formula"])
         if "line" in rule or "old" in rule:
-            return self._edit(rule, said)
+            return self._edit(rule, known)
         if "tool" not in rule:
-            return result
+            return known["result"] if "calculate" in rule else ""
         # an argument whose <words> were not said is left out
-        texts = {name: self._filled(rule[name], said, change) for name in rule.keys() - FIELDS}
-        return self._result(rule["tool"], {name: text for name, text in texts.items() if text})
-
-    def _place(self, name):
-        """`b.md` → docs/b.md, if there is one such file"""
-        self._look_up("")  # lists the files
-        same = [path for path in self.paths if path.endswith(f"/{name}")]
-        return same[0] if name not in self.paths and len(same) == 1 else name
+        arguments = {name: filled(rule[name], known, change) for name in rule.keys() - FIELDS}
+        return self._result(rule["tool"], {name: text for name, text in arguments.items() if text})
 
     def _result(self, tool, arguments):
         """Return a call's result. If the call has no result yet, set `next_call` and return ""."""
@@ -2393,75 +2308,55 @@ class Plan:
         """Return `text` and three sentences that work. The lines with all words of a question
         replace a text that refuses; lines with some of them one that only says that nothing fits.
 
-        `says` are sentences of the rule that refuses; sentences of wishes come before them.
+        `says`: sentences of the rule that refuses; sentences of wishes come before them.
         """
-        question = self.known["question"]
-        typed = self.masked(question)
+        typed = self.masked(self.known["question"])
         it = self.known["file"]
-        files = [
-            self._place(self._value(name))
-            for name in re.findall(A_FILE, typed + self._named(typed))
-        ]
-        typed_files = files[: len(re.findall(A_FILE, typed))]
-        best = self._search(typed, typed_files, [*files, it], says)
-        is_here = self.paths.__contains__
+        names = re.findall(A_FILE, typed + self._named(typed))
+        files = [self._place(self._value(name)) for name in names]
+        rows, is_answer = self._rows(typed, [*files, it])
+        near = [row[0] for row in rows]
         if self.wishes or self.rules.has("pronouns", typed):  # add milk; explain it
-            self.near.insert(0, it)
-        about = next(filter(is_here, [*files, *self.near, it]), "")
-        offers = []
-        for rule, of_wish in self.wishes:
-            offers += self._offers(rule.get("say", ""), of_wish, about)[:1]
-        # explain a.txt → a.txt is "it"; copy a.txt to b.txt → b.txt, which is not there
-        if typed_files or not re.search(r"\b(?:in|to|on|from) it\b", typed):
-            self.known["file"] = min(typed_files or files or [it], key=is_here)
-        offers = sorted(offers, key=len)[:1] + self._offers(says, said or {}, about)
-        lines = [f"{file}: {shown}" for _, file, _, shown, _ in best or self.rows][:6]
-        if best and "…" not in says and not (self.wishes or re.search(NO_ANSWER, lines[0])):
-            text = "\n".join([f"Lines with these words ({len(best)}):", *lines])
-        elif text in (self.rules.otherwise["offer"], NO_LINE):
-            if offers:
-                text = NOT_CLEAR
-            elif lines:
+            near.insert(0, it)
+        about = next(filter(self._files_here().__contains__, [*files, *near, it]), "")
+        wishes = [
+            offer
+            for wish, words in self.wishes
+            if not self._has_text(words, "places")
+            for offer in self._offers(wish.get("say", ""), words, about, rows)[:1]
+        ]
+        offers = sorted(wishes, key=len)[:1] + self._offers(says, said or {}, about, rows)
+        offers += self._offers(self.rules.otherwise.get("can", ""), {}, about, rows)
+        lines = [f"{file}: {shown}" for file, _, shown, _ in rows[:6]]
+        if is_answer and "…" not in says and not self.wishes:
+            text = "\n".join(["Lines with these words:", *lines])
+        elif text in ("", NO_LINE):
+            text = text or self.rules.otherwise["offer"]
+            if lines:
                 text = "\n  ".join(["I only searched. Lines with some of these words:", *lines])
-        offers += self._offers(self.rules.otherwise.get("can", ""), {}, about)
-        new = [offer for offer in dict.fromkeys(offers) if offer != question]
+            if wishes:
+                text = NOT_CLEAR
+        self.known["file"] = files[0] if files and files[0] in self.paths else it
+        new = [offer for offer in dict.fromkeys(offers) if offer != self.known["question"]]
         return "\n  ".join([f"{text}\nI can:", *new[:3]])
 
-    def _search(self, typed, typed_files, meant, is_wish):
-        """Find the lines that have most of the words of a question. Words that are in few lines
-        count more, and files that it names. Returns the best lines, if they have all words.
+    def _rows(self, typed, files):
+        """Return the lines that have most of the words of a question, the best first, and whether
+        they have all: [("a.csv", "Bo,3", "name Bo, grade 3", {"bo", "grad"})]
 
-        `rows`: the best lines, [(-2.1, "a.csv", "Bo,3", "name Bo, grade 3", {"bo", "grad"})];
-        `near`: the files that have any of the words, the best first.
+        Words that are in few lines count more, and lines of the files that it names.
         """
-        known = rf"\b(?:{self.rules.alike['verbs']}|{self.rules.alike['seek']})\b|[\ue000-\ue7ff]"
-        words = self.rules.stems(self._value(re.sub(f"(?i){known}", " ", typed)))
-        wanted = words
-        if not (is_wish or self.wishes) and (not words or self.rules.has("pronouns", typed)):
-            wanted = words | self.rules.stems(self.known["before"])  # how old is she?
-        lines = self._lines_with(wanted)
-        often = Counter(word for *_, has in lines for word in has)
-        rows = []
-        for file, line, shown, has in lines:
-            rank = sum(often[word] ** -0.5 for word in has)
-            rank += 10 * (file in typed_files) + (file in meant) + 0.2 * (file in self.heads)
-            rows.append((-rank, file, line, shown, has))
-        rows.sort()
-        self.near = [row[1] for row in rows]
-        self.near += [path for path in self.paths if wanted & self.paths[path]]
-        self.rows = [row for row in rows if row[0] <= 0.5 * rows[0][0]]
-        is_question = self.rules.has("seek", typed) and words
-        return [row for row in rows if is_question and row[0] == rows[0][0] and words <= row[-1]]
-
-    def _lines_with(self, words):
-        """[("a.csv", "Bo,3", "name Bo, grade 3", {"bo"})]: a file, its line, how the line is
-        shown, and which of the words it has. The first lines of tables are left out.
-        """
+        known = rf"\b(?:{self.rules.kinds['verb']}|{self.rules.kinds['seek']})\b|[\ue000-\ue3ff]"
+        own = self.rules.stems(self._value(re.sub(f"(?i){known}", " ", typed)))
+        words = own
+        if not self.wishes and (not own or self.rules.has("pronouns", typed)):
+            words = own | self.rules.stems(self.known["before"])  # how old is she?
         pattern = any_of(words or "-") + HEAD
         found = self._result("grep", {"pattern": pattern, "output_mode": "content"})
         self.heads = dict(re.findall(r"(?m)^(.+?\.csv):1: (.+)", found))
-        lines = []
-        for file, line in re.findall(r"(?m)^(.+?):\d+: [ \t*-]*(?!.*[\[{]$)(.{1,300})", found):
+        rows = []
+        # no heading, no question
+        for file, line in re.findall(r"(?m)^(.+?):\d+: [ \t*-]*(?!#|.*[\[{?]$)(.{1,300})", found):
             head = self.heads.get(file, "").split(",")
             cells = line.split(",")
             shown = line
@@ -2469,60 +2364,66 @@ class Plan:
                 shown = ", ".join(map(" ".join, zip(head, cells, strict=True)))
             has = self.rules.stems(f"{file} {shown}") & words
             if has and cells != head:
-                lines.append((file, line, shown, has))
-        return lines
+                rows.append((file, line, shown, has))
+        often = Counter(word for *_, has in rows for word in has)
+        named = Counter(files)  # a file that was typed occurs twice, one that was described once
 
-    def _offers(self, templates, said, about):
-        """`delete <file> | read <file>` → two sentences, without those with <words> nobody said;
-        <.py> is a file that ends in .py. `about`: the file, if nobody said one
+        def rank(row):
+            of_file = named[row[0]] ** 3 + 0.2 * (row[0] in self.heads)
+            return sum(often[word] ** -0.5 for word in row[-1]) + of_file
+
+        rows.sort(key=rank, reverse=True)
+        best = [row for row in rows if own <= row[-1] and not row[0].endswith(".py")]
+        if own and best and self.rules.has("seek", typed):
+            return best, True
+        return [row for row in rows if rank(row) >= rank(rows[0]) / 2], False
+
+    def _offers(self, says, said, about, rows):
+        """`delete <file> | read <file>` → two sentences, without those with <words> nobody said.
+
+        `about`: the file, if nobody said one; <.py> is a file that ends in .py
         """
-        known = self.known
-        file = ""
-        if said.get("files") or said.get("listed"):
-            file = self._place(self._files(said)[0])
-        rows = [(place, row) for _, place, row, *_ in self.rows if file in ("", place)]
+        is_named = said.get("files") or said.get("listed")
+        if is_named:
+            about = self._place(self._files(said)[0])
+            rows = [row for row in rows if row[0] == about]
         offers = []
-        for template in templates.split(" | "):
-            for place, row in rows[:2] if "<row>" in template else [(file or about, "")]:
-                name = place and quote(place)
-                self.known = known | {
-                    "file": name,
-                    "row": f"'{row}'" if '"' in row else f'"{row}"',
-                    "columns": self.heads.get(place),
-                    Path(place).suffix: name,
-                }
-                offers.append(self._filled(template, said))
-        self.known = known
+        for say in says.split(" | "):
+            for file, row, *_ in rows[:2] if "<row>" in say else [(about, "")]:
+                known = self.known | self._values(said) | {"columns": self.heads.get(file)}
+                known["file"] = known[Path(file).suffix] = file and quote(file)
+                known["files"] = known["file"] if is_named else ""
+                known["row"] = f"'{row}'" if '"' in row else f'"{row}"'
+                offers.append(filled(say, known))
         return [offer for offer in offers if offer and '""' not in offer]
 
-    def _edit(self, rule, said):
+    def _edit(self, rule, known):
         """Put `line` behind the text of a file. Or change the one place that matches the regex
         `old`: its first group stays, and `new` comes after it.
         """
-        path, line, old, new = (
-            self._filled(rule.get(name, ""), said, re.escape if name == "old" else str)
-            for name in ("path", "line", "old", "new")
-        )
-        if rule.get("line") and not line:
+        path, line, new = (filled(rule.get(name, ""), known) for name in ("path", "line", "new"))
+        old = filled(rule.get("old", ""), known, re.escape) or "()(?!)"
+        if "line" in rule and not line:
             self.missed = "There is nothing to save yet."
             return ""
         text = self._result("read_file", {"path": path})
         page = "\n".join(re.findall(r"(?m)^\d+\| (.*)$", text))
-        line = re.sub(r"(?m)^\d+\| ", "", line)
-        if "No such file" in text and self._place(path) != path:
-            return text  # it is in a folder
-        if line and re.search(rule.get("start", r"^[^|]* is empty\)$"), text):
+        line = re.sub(r"(?m)^\d+\| ", "", line)  # of a file that was read
+        is_new = rule["tool"] == "write_file" and "No such file" in text
+        if is_new and self._place(path) == path or line and re.search(r"^[^|]* is empty\)$", text):
             return self._result("write_file", {"path": path, "content": line})
         if "go on with offset=" in text:
             return "That file is too long for me: I can only read one page."
         if not page:
             return text
-        head = page.split("\n")[0]
-        if path.endswith(".csv"):  # its rows have no blanks at their commas
+        if line and path.endswith(".csv"):  # its rows have no blanks at their commas
             line = re.sub(r'[ \t]*,[ \t]*(?=[^"]*\Z)', ",", line)
-        if line and path.endswith(".csv") and line.count(",") != head.count(","):
-            return f"A row of {path} needs commas between its values, like its first line:\n{head}"
-        kept, count = re.subn(f"(?im){old or '()(?!)'}", lambda found: found[1] + new, page)
+            head = page.split("\n")[0]
+            if line.count(",") != head.count(","):
+                return (
+                    f"A row of {path} needs commas between its values, like its first line:\n{head}"
+                )
+        kept, count = re.subn(f"(?im){old}", lambda found: found[1] + new, page)
         if count != 1 and not line:
             self.missed = f"I find {count or 'no'} such lines in {path}: say one."
             return self.missed if count else ""
@@ -2530,8 +2431,7 @@ class Plan:
         end = len(kept)
         if line[:1].isalnum() and 2 * len(items) > kept.count("\n"):  # a list: - [ ] milk
             line = re.sub(r"\[.\]", "[ ]", items[-1][1]) + line
-            if not self.rules.has("at the end", self.known["question"]):
-                end = items[-1].end()
+            end = items[-1].end()
         new = f"{kept[:end]}\n{line}{kept[end:]}".strip("\n")
         return self._result("edit_file", {"path": path, "old_text": page, "new_text": new})
 
