@@ -1851,7 +1851,7 @@ class Rules:
         self.kinds = defaultdict(lambda: "(?!)")  # the regex of a <word>
         for kind, first in LETTERS.items():
             self.kinds[kind] = f"[{chr(first)}-{chr(first + 0x3FF)}]"
-        self.sentences = []  # (key words of a sentence, its regex, its rule)
+        self.sentences = []  # (sets of words, of which a text has one each; a regex; its rule)
         self.problems = []
         self.otherwise = {}  # the rule for sentences that no other rule has
         self.rule = {}  # of the current line
@@ -1920,12 +1920,14 @@ class Rules:
         if re.search(r"<(\w+)>.*<\1>", sentence):
             raise ValueError(f"`{sentence}`: the same <word> occurs twice")
         regex = "".join(map(self._regex, re.findall(r"[\[\]()|]|[^\s()\[\]|]+", sentence)))
-        # one of these words is in each text that fits: only then the regex is compiled
-        needed = re.sub(r"\[[^\]]*\]", "", sentence).strip()
-        first = re.match(r"\([^)]*\)|\S*", needed)[0]
-        keys = re.sub(WORD, lambda word: self.kinds[word[1]], first)
-        keys = re.findall(r"[a-z$]+", keys) if not re.search(r"[.\\]", keys) else []
-        self.sentences.append((set(keys), regex, self.rule))
+        # for each part that must be there, its words: only if a text has one of each is the
+        # regex compiled
+        keys = []
+        for part in re.findall(r"\([^)]*\)|[^\s()]+", re.sub(r"\[[^\]]*\]", "", sentence)):
+            said = re.sub(WORD, lambda word: self.kinds[word[1].rstrip("2")], part)
+            if re.fullmatch("[a-z$'’ |()?:!-]+", said):  # a list of words
+                keys.append(set(re.findall(r"[a-z$]+", said)))
+        self.sentences.append((keys, regex, self.rule))
 
     def _regex(self, part):
         """The regex for a bracket or a word of a sentence"""
@@ -1947,8 +1949,18 @@ class Rules:
         """Return the rules with a sentence that fits, and its <words>: [(rule, {"text": "tea"})]"""
         gap = r"[\s,:;.!?]++"
         start = rf"(?i)^(?:\s*{self.kinds['before']}(?!\w)[ ,:.!]*(?=\S))+"
+        # `(?>…)++` never tries another way: "wow!!!!!!!! why" would take for ever
+        after = (
+            rf"(?i)(?>(?<![\s,.!?])[\s,.!?]++{self.kinds['after']}(?!\w)"
+            r"|(?<=[^\s.])[,.!?]+\s*|(?<!\s)\s*=\s*)++$"
+        )
         noise = rf"(?i)(?<![\w'’-]){self.kinds['noise']}(?:['’]\w+)?(?![\w'’-])"
         names = rf"{NAME}(?:(?:[\s,&]|and)+(?={NAME}))?"
+        skipped = rf"{gap}(?:{self.kinds['skipped']}{gap}){{0,6}}"
+        small = rf"{gap}(?:{self.kinds['small']}(?:['’]s)?{gap}){{0,6}}"
+        end = rf"(?:{gap}{self.kinds['small']}(?!\w)|[\s,:;.!?])*"
+        if ": " not in text:  # to a.txt: Thank you! → all of it is meant
+            text = re.sub(after, "", text.strip())
         fits = []
         for each in dict.fromkeys([re.sub(start, "", text), text.strip()]):
             words = set(re.findall(r"\w+", each.lower()))
@@ -1956,17 +1968,12 @@ class Rules:
             moved = re.sub(noise, "", re.sub(names, "", each)).strip()
             moved = " ".join([moved, *re.findall(NAME, each)])
             for keys, regex, rule in self.sentences:
-                if not rule or keys and keys.isdisjoint(words):
+                if not rule or any(key.isdisjoint(words) for key in keys):
                     continue
-                small, after, said = ("skipped", "after", each)
+                whole, said = regex.replace(SPACE, skipped), each
                 if "reads" in rule:
-                    small, after, said = ("small", "small", moved)
-                between = rf"{gap}(?:{self.kinds[small]}(?:['’]s)?{gap}){{0,6}}"
-                end = rf"(?:{gap}{self.kinds[after]}(?!\w)|[\s,:;.!?=])*"
-                if ": " in said and not reads(rule):
-                    end = ""  # to a.txt: Thank you! → all of it is meant
-                whole = compiled(f"(?is){regex.replace(SPACE, between)}{end}")
-                found = whole.fullmatch(f" {said}")
+                    whole, said = regex.replace(SPACE, small) + end, moved
+                found = compiled(f"(?is){whole}").fullmatch(f" {said}")
                 if found:
                     fits.append((rule, found.groupdict("")))
         return sorted(fits, key=lambda fit: "offer" in fit[0])
