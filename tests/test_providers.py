@@ -1851,6 +1851,16 @@ def test_an_item_goes_to_its_list_and_a_value_of_a_script_is_set(desk):
     assert desk.read("x.py") == "dogs = 5\nprint('dogs:', dogs)\n"
 
 
+def test_what_is_made_is_new_and_of_the_kind_that_was_said(desk):
+    assert desk.ask("create a.txt")[0] == "There is a.txt already."
+    assert desk.ask("create new.txt")[0] == "new.txt: created."
+    assert desk.ask("make a folder docs/new")[0] == "Done." and (desk.folder / "docs/new").is_dir()
+    desk.ask("read a.txt")
+    assert "append" in desk.ask("write the ending for me")[0]  # of no file, so it is offered
+    desk.ask("add up the numbers")
+    assert desk.read("a.txt") == "one\ntwo\nthree\n"
+
+
 def test_facts_are_kept_apart_and_forgotten_one_by_one(desk):
     desk.ask("my name is Lena and I study physics")
     desk.ask("my name is Tom")
