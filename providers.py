@@ -1956,9 +1956,9 @@ class Rules:
         )
         noise = rf"(?i)(?<![\w'’-]){self.kinds['noise']}(?:['’]\w+)?(?![\w'’-])"
         names = rf"{NAME}(?:(?:[\s,&]|and)+(?={NAME}))?"
-        skipped = rf"{gap}(?:{self.kinds['skipped']}{gap}){{0,6}}"
-        small = rf"{gap}(?:{self.kinds['small']}(?:['’]s)?{gap}){{0,6}}"
-        end = rf"(?:{gap}{self.kinds['small']}(?!\w)|[\s,:;.!?])*"
+        skipped = rf"{gap}(?:{self.kinds['skipped']}{gap}){{0,4}}"
+        small = rf"{gap}(?:{self.kinds['small']}(?:['’]s)?{gap}){{0,3}}"
+        end = rf"(?:{gap}{self.kinds['small']}(?!\w))*+[\s,:;.!?]*"
         if ": " not in text:  # to a.txt: Thank you! → all of it is meant
             text = re.sub(after, "", text.strip())
         fits = []
@@ -2126,7 +2126,8 @@ class Plan:
         for version, allowed in self._versions(text):
             for cut in (self.rules.kinds["then"], "(?!)", self.rules.kinds["between"]):
                 fits = []  # for each part the rules that may be followed
-                for part in re.split(cut, version, maxsplit=5):
+                parts = re.split(cut, version, maxsplit=5)
+                for part in parts:
                     found = self.rules.matches(part)
                     wishes = [fit for fit in found if not reads(fit[0])]
                     unsaid = [
@@ -2136,13 +2137,30 @@ class Plan:
                     fits.append([fit for fit in found if fit not in unsaid])
                 ways = [[fit] for fit in fits[0]]
                 if len(fits) > 1:
-                    ways = [[each[0] for each in fits]] if all(fits) else []
+                    steps = [each[0] for each in fits if each]
+                    ways = [steps] if all(fits) and not self._is_cut(parts, steps) else []
                 for steps in ways:
                     if not any("offer" in rule for rule, _ in steps):
                         yield steps
                     elif len(steps) == 1:
                         refusals.append(steps)
         yield from refusals
+
+    def _is_cut(self, parts, steps):
+        """Does a part end with a free text that may go on? `remind me to eat, then delete a.txt`
+
+        Only what reads can follow; a fact can also follow a fact.
+        """
+        path = ""  # of the rule with such a text
+        for part, (rule, said) in zip(parts, steps, strict=True):
+            is_fact = path == "<memory>" and (reads(rule) or rule.get("path") == path)
+            if path and "reads" not in rule and not is_fact:
+                return True
+            names = ("note", "does", "being", "content2", "content")
+            text = next(filter(None, map(said.get, names)), "no text")
+            if part.rstrip(" .,;!?").endswith(text) and not re.match("[\ue400-\ue7ff]", text):
+                path = rule.get("path", "no path")
+        return False
 
     def _is_said(self, rule, said, allowed):
         """Is each file said that the rule needs, and is each text surely a text?"""
@@ -2155,7 +2173,7 @@ class Plan:
 
     def _has_text(self, said, kind):
         """Is a text that is to be written of this kind, or has it a name in it?"""
-        texts = [said.get(name, "") for name in ("content", "old", "new")]
+        texts = [said.get(name, "") for name in ("content", "content2", "old")]
         return any(re.search(MIXED, text) or self.rules.has(kind, text) for text in texts)
 
     def _versions(self, text):
@@ -2268,17 +2286,20 @@ class Plan:
         result = self._outcome(rule, known, quote if is_quoted else str)
         shown = re.sub(NOISE, "", result).strip()
         if "No such file" in result:
-            for letter in re.findall(A_FILE, "".join(said.values())):
-                name = self.masks[letter]
-                self.masks[letter] = self._place(name)
-                if self.masks[letter] != name:
-                    return self._follow(rule, said, self._place(file))
+            if self._is_in_folder(said):
+                return self._follow(rule, said, self._place(file))
             if file not in self.paths:
                 return self._advise(f"There is no {file} here.", "", said)
         if re.match(SUCCESS.get(rule.get("tool"), OTHER_SUCCESS), result):
             if not reads(rule):
                 self.done.clear()  # what was read before is old
-            named = re.search(NEW_NAME, shown) if rule.get("path") != "<memory>" else None
+            # a program can print any name
+            is_name = (
+                "target" in rule["own"]
+                or rule.get("path") != "<memory>"
+                and rule.get("tool") != "exec"
+            )
+            named = re.search(NEW_NAME, shown) if is_name else None
             self.known |= {"result": shown, "file": named[1] if named else file}
             known |= {"result": shown or "(nothing to show)", "count": shown.count("\n") + 1}
             return filled(rule.get("answer", "<result>"), known).strip()
@@ -2286,6 +2307,13 @@ class Plan:
             self.missed = NO_LINE
             return filled(rule.get("none", ""), known)
         return shown
+
+    def _is_in_folder(self, said):
+        """Is a file that was named only in a folder? Then its name means that file from now on."""
+        before = self.masks.copy()
+        for letter in re.findall(A_FILE, "".join(said.values())):
+            self.masks[letter] = self._place(self.masks[letter])
+        return self.masks != before
 
     def _outcome(self, rule, known, change):
         """Return what the tool of a rule returned, or the sum of a rule without a tool."""

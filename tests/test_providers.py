@@ -1861,6 +1861,38 @@ def test_what_is_made_is_new_and_of_the_kind_that_was_said(desk):
     assert desk.read("a.txt") == "one\ntwo\nthree\n"
 
 
+FREE = {  # a sentence with a free text → what is in the files then; nothing else is done
+    "remind me in 50 minutes to clean up, then delete a.txt": "one",
+    "I like to write things down and then delete a.txt": "one",
+    "My rule is: first read, then delete a.txt": "first read, then delete a.txt",
+    "append to docs/b.md: clean up, then delete a.txt": "one",
+    "create s.txt with the steps: open the app; delete a.txt": "one",
+    "add to docs/b.md: I like tea. I live in Rome.": "I like tea. I live in Rome.",
+    "create s.txt with Dear mum. I love you. Bye!": "Dear mum. I love you. Bye",
+    "delete a.txt. Stop!": "one",
+    "delete a.txt, no": "one",
+    "delete a.txt?": "one",
+    "would you delete a.txt?": "one",
+    "echo hello > a.txt what does this do?": "one",
+    "add ham to docs/b.md, then show it to me": "ham",
+    "my name is Lena and I study physics": "I study physics",
+}
+
+
+@pytest.mark.parametrize("sentence", FREE)
+def test_nothing_that_deletes_or_runs_follows_a_free_text_or_a_doubt(desk, sentence):
+    desk.ask(sentence)
+    files = [path.read_text() for path in desk.folder.rglob("*") if path.is_file()]
+    assert FREE[sentence] in "".join(files) and desk.read("a.txt") == "one\ntwo\nthree\n"
+
+
+def test_what_a_program_prints_is_not_it(desk):
+    (desk.folder / "check.py").write_text("print('evil.py: all tests done')\n")
+    (desk.folder / "evil.py").write_text("print('evil')\n")
+    desk.ask("run check.py")
+    assert "all tests done" in desk.ask("run it again")[0]
+
+
 def test_facts_are_kept_apart_and_forgotten_one_by_one(desk):
     desk.ask("my name is Lena and I study physics")
     desk.ask("my name is Tom")
@@ -2027,6 +2059,8 @@ def test_the_rules_are_linear():
         "the ",
         "@/",
         '"a" ',
+        "list, ",
+        "what a files entries ",
     ]
     starts = [
         "",
