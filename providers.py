@@ -2293,12 +2293,9 @@ class Plan:
         if re.match(SUCCESS.get(rule.get("tool"), OTHER_SUCCESS), result):
             if not reads(rule):
                 self.done.clear()  # what was read before is old
-            # a program can print any name
-            is_name = (
-                "target" in rule["own"]
-                or rule.get("path") != "<memory>"
-                and rule.get("tool") != "exec"
-            )
+            # a program can print any name, but awk prints those of tables
+            can_name = rule.get("tool") != "exec" or "awk " in rule["command"]
+            is_name = "target" in rule["own"] or can_name and rule.get("path") != "<memory>"
             named = re.search(NEW_NAME, shown) if is_name else None
             self.known |= {"result": shown, "file": named[1] if named else file}
             known |= {"result": shown or "(nothing to show)", "count": shown.count("\n") + 1}
