@@ -1818,6 +1818,7 @@ def test_in_a_settings_file_the_value_is_changed_and_never_the_key(desk, sentenc
 
 
 def test_the_rows_of_a_table_are_counted_without_its_header(desk):
+    assert "I find no line" in desk.ask("who has the best score")[0]  # there is no table
     (desk.folder / "s.csv").write_text("player,score\nAnna,1\nBen,2\n")
     assert desk.ask("how many kids are in s.csv")[0] == "s.csv has 2 rows without its header."
     assert "lowest 1 (Anna), average 1.5, sum 3 of 2 rows" in desk.ask("who has the best score")[0]
