@@ -2123,18 +2123,15 @@ class Plan:
         text = self.masked(head)
         is_clear = not piped and not self.rules.has("unsure", text)
         refusals = []
-        for version, allowed in self._versions(text):
+        for version, kind in self._versions(text):
+            allowed = kind if is_clear else "none"
             for cut in (self.rules.kinds["then"], "(?!)", self.rules.kinds["between"]):
                 fits = []  # for each part the rules that may be followed
                 parts = re.split(cut, version, maxsplit=5)
                 for part in parts:
                     found = self.rules.matches(part)
-                    wishes = [fit for fit in found if not reads(fit[0])]
-                    unsaid = [
-                        fit for fit in wishes if not (is_clear and self._is_said(*fit, allowed))
-                    ]
-                    self.wishes += wishes
-                    fits.append([fit for fit in found if fit not in unsaid])
+                    self.wishes += [fit for fit in found if not reads(fit[0])]
+                    fits.append([fit for fit in found if self._may_follow(*fit, allowed)])
                 ways = [[fit] for fit in fits[0]]
                 if len(fits) > 1:
                     steps = [each[0] for each in fits if each]
@@ -2162,8 +2159,10 @@ class Plan:
                 path = rule.get("path", "no path")
         return False
 
-    def _is_said(self, rule, said, allowed):
-        """Is each file said that the rule needs, and is each text surely a text?"""
+    def _may_follow(self, rule, said, allowed):
+        """Does the rule only read? Or is each file said that it needs, and each text a text?"""
+        if reads(rule):
+            return True
         files = {"files", "settings", "text_file"}.intersection(rule["own"])
         is_it = self.known["file"] and ("old" in rule or said.get("it"))
         is_named = is_it or not files or any(map(said.get, [*files, "a_file"]))

@@ -110,7 +110,7 @@ END {
     }
     if (wanted) exit !listed
     spent = asked ~ /(spen[dt]|paid|pay|cost).* (on|for) / && asked !~ / in total/
-    none = !known || !best && files > 1 || spent && best < 4 || best < ENVIRON["least"] || ENVIRON["least"] && asked ~ / worth| x /
+    none = !known || !best && files > 1 || spent && best < 4
     if (none || asked ~ / of (them|those|these) /) exit 1  # some rows are meant, not the column
     if (!limit && asked ~ / (below|above|less than|more than|fewer than) /) exit 1  # than what?
     for (i = 1; i <= known; i++) {
@@ -122,7 +122,6 @@ END {
         gsub(/\.\//, "", line)
         # what is the most expensive, and whose is it?
         if (!limit && said ~ / (and|n) (who|what|which|when|where|how)/) line = line top[key] bottom[key]
-        if (ENVIRON["least"] && rows[key] == 1) continue
         if (score[key] == best + 0) { print line; printed = 1 }
     }
     exit !printed
